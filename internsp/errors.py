@@ -1,0 +1,47 @@
+"""Errors a user can act on. Each message names the thing, the rank and the remedy."""
+
+from __future__ import annotations
+
+
+class InternspError(Exception):
+    """Base of every error that internsp raises about its own rules."""
+
+
+class ConfigError(InternspError, ValueError):
+    """A configuration is wrong; the message lists every mistake, one a line."""
+
+
+class MeshError(InternspError, ValueError):
+    """Degrees that do not fit the number of ranks, or a mesh used by a foreign rank."""
+
+
+class LayoutError(InternspError, ValueError):
+    """A sequence, head or weight layout that cannot be cut as asked."""
+
+
+class StructureError(InternspError, ValueError):
+    """A model in which blocks or anchors could not be found (WP-7); lists candidates."""
+
+
+class PoolError(InternspError, RuntimeError):
+    """A slot was leased while in use, or a lease used after its end (WP-4)."""
+
+
+class OrderError(InternspError, RuntimeError):
+    """Blocks ran, or collectives were launched, in another order than declared (WP-2)."""
+
+
+class StaleWeightError(InternspError, RuntimeError):
+    """A saved view of a slot was about to be used with other contents (WP-14)."""
+
+
+class GradientError(InternspError, RuntimeError):
+    """A gradient was read before it was drained, or asked for in an unsupported way (WP-9)."""
+
+
+class CollectiveError(InternspError, RuntimeError):
+    """A collective failed, or an earlier failure left the groups unusable (WP-10)."""
+
+
+class MissingDependencyError(InternspError, ImportError):
+    """An optional package that was asked for by name is absent; gives the install line."""
