@@ -1,0 +1,216 @@
+"""Run a function on several ranks: real processes, a gloo group, failures that explain themselves.
+
+The processes come from a fork server that has torch loaded already, so that a group of two starts
+in a fraction of a second. ``fn`` must live at module level; what it takes and returns must pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+    "numpy",
+    "pydantic",
+    "pytest",
+    "hypothesis",
+]
+GROUP_TIMEOUT_SECONDS = 30.0
+STACK_SIGNAL = signal.SIGUSR1
+
+
+class RankError(AssertionError):
+    """Raised in the test's process: some rank failed, died, or did not come to an end."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` on each rank and return its values by rank.
+
+    Each process has an initialised gloo group (30 s timeout), one torch thread, seed 0 and
+    deterministic algorithms (which also fill ``torch.empty`` with NaN).
+
+    Raises:
+        RankError: a rank raised (the message is the traceback of the first in time, one line for
+            others), a rank died by itself, or ``timeout`` seconds passed (the ranks still alive and
+            their stacks). The other ranks are killed at once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    _start_server()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(fn, rank, world_size, args, folder),
+                name=f"rank{rank}",
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, Path(folder), time.monotonic() + timeout, timeout)
+            return [_outcome(Path(folder), rank)["value"] for rank in range(world_size)]
+        finally:
+            _kill(processes)
+
+
+def _start_server() -> None:
+    """Start the fork server, once, with torch loaded and coverage kept out of the server itself.
+
+    Ranks are measured by coverage's multiprocessing support, which starts in each of them; a server
+    that measures too would hand every rank a second tracer.
+    """
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    with _environment(
+        without=("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
+        OMP_NUM_THREADS="1",
+        MKL_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+    ):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(without: tuple[str, ...], **values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        for name in without:
+            os.environ.pop(name, None)
+        os.environ.update(values)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _wait(processes: list[Any], folder: Path, deadline: float, timeout: float) -> None:
+    """Return when every rank has a value; raise at the first rank that failed."""
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            alive = sorted(running.values())
+            stacks = _stacks(processes, alive, folder)
+            raise RankError(
+                f"ranks {alive} of {len(processes)} were still alive after {timeout:g} s; "
+                f"all are killed now\n{stacks}"
+            )
+        bad = False
+        for sentinel in ready:
+            bad = "value" not in _outcome(folder, running.pop(sentinel)) or bad
+        if bad:
+            raise RankError(_failure(processes, folder))
+
+
+def _outcome(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"outcome{rank}"
+    if not path.exists():
+        return {}
+    outcome: dict[str, Any] = pickle.loads(path.read_bytes())
+    return outcome
+
+
+def _failure(processes: list[Any], folder: Path) -> str:
+    """The first failure in time in full; a rank that fails later mostly misses its peer."""
+    raised: list[tuple[float, int, str, str]] = []
+    died: list[int] = []
+    for rank, process in enumerate(processes):
+        outcome = _outcome(folder, rank)
+        if "error" in outcome:
+            raised.append((outcome["time"], rank, outcome["error"], outcome["line"]))
+        elif not outcome and process.exitcode is not None:
+            died.append(rank)
+    raised.sort()
+    lines = []
+    for rank in died:
+        dump = (folder / f"stack{rank}").read_text().strip()
+        lines.append(f"rank {rank} died with exit code {processes[rank].exitcode}\n{dump}".rstrip())
+    if raised:
+        _, rank, error, _ = raised[0]
+        lines.append(f"rank {rank} of {len(processes)} failed:\n{error}")
+        lines += [f"later, rank {other}: {line}" for _, other, _, line in raised[1:]]
+    return "\n".join(lines)
+
+
+def _stacks(processes: list[Any], alive: list[int], folder: Path) -> str:
+    """Ask the ranks that hang where they are (their Python stacks, by signal)."""
+    for rank in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[rank].pid, STACK_SIGNAL)
+    time.sleep(0.3)
+    parts = []
+    for rank in alive:
+        path = folder / f"stack{rank}"
+        parts.append(f"rank {rank}:\n{path.read_text() if path.exists() else '(not started)'}")
+    return "\n".join(parts)
+
+
+def _kill(processes: list[Any]) -> None:
+    started: list[BaseProcess] = [process for process in processes if process.pid is not None]
+    for process in started:
+        if process.exitcode is None:
+            process.kill()
+    for process in started:
+        process.join()
+
+
+def _rank_main(
+    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: str
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    home = Path(folder)
+    with (home / f"stack{rank}").open("w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        torch.use_deterministic_algorithms(True)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{home / 'rendezvous'}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+            )
+            outcome: dict[str, Any] = {"value": fn(rank, world_size, *args)}
+            data = pickle.dumps(outcome)
+        except BaseException as error:
+            line = "".join(traceback.format_exception_only(error)).strip().splitlines()
+            outcome = {
+                "error": traceback.format_exc(),
+                "line": line[-1] if line else repr(error),
+                "time": time.monotonic(),
+            }
+            data = pickle.dumps(outcome)
+        # Renamed when complete: the parent may look at any moment.
+        (home / f"partial{rank}").write_bytes(data)
+        (home / f"partial{rank}").rename(home / f"outcome{rank}")
+        if "value" in outcome and dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.unregister(STACK_SIGNAL)
+        faulthandler.disable()
