@@ -28,6 +28,7 @@ PRELOAD = [
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
+    "torch._inductor.config",  # imported by use_deterministic_algorithms, 0.7 s
     "numpy",
     "pydantic",
     "pytest",
