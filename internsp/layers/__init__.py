@@ -1,0 +1,20 @@
+"""Model layers that can meet a weight communicator."""
+
+from internsp.layers.access import guard, whole
+from internsp.layers.linear import (
+    ColumnParallelLinearWithCommExt,
+    GroupedLinearWithCommExt,
+    ParallelEmbeddingWithCommExt,
+    ParallelLinearWithCommExt,
+    RowParallelLinearWithCommExt,
+)
+
+__all__ = [
+    "ColumnParallelLinearWithCommExt",
+    "GroupedLinearWithCommExt",
+    "ParallelEmbeddingWithCommExt",
+    "ParallelLinearWithCommExt",
+    "RowParallelLinearWithCommExt",
+    "guard",
+    "whole",
+]

@@ -1,0 +1,128 @@
+"""How a module gets the tensor it computes with: the one mechanism of DESIGN 4.1.
+
+A module with its own parameters calls :func:`whole` for each, once a forward, and :func:`guard`
+on its output. Where no communicator is attached both do nothing, so that the module is ordinary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from internsp.errors import GradientError
+
+_SITES = "_weight_sites"
+
+
+class Site(Protocol):
+    """The place where one module uses one parameter. Made by a communicator, which see."""
+
+    tag: int
+    """What :meth:`acquire` last handed out: changes whenever the parameter's values may have."""
+
+    def acquire(self) -> Tensor:
+        """Wait for the tensor to compute with and return it (it aliases its slot)."""
+
+    def release(self) -> None:
+        """The module's forward is over."""
+
+    def before_backward(self, tag: int) -> None:
+        """A node that saved the tensor is about to run: the same values must be there (WP-14)."""
+
+    def born(self, gradient: Tensor) -> None:
+        """The whole parameter's gradient exists; start its reduction."""
+
+
+class _View(torch.autograd.Function):
+    """A differentiable view: parameter (shard) -> whole tensor in its slot.
+
+    Backward starts the reduction and returns ``None``: ``.grad`` stays unset until the drain,
+    while the parameter stays visible in the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, site: Site) -> Tensor:
+        ctx.site = site
+        return site.acquire()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "create_graph=True is not supported through a sharded weight: its gradient leaves "
+                "the graph when its reduction starts; compute second derivatives on one process"
+            )
+        _refuse_capture(ctx)
+        ctx.site.born(gradient)
+        return None, None
+
+
+def _refuse_capture(ctx: Any) -> None:
+    """``torch.autograd.grad`` captures a leaf's gradient instead of accumulating it (WP-9)."""
+    leaf = ctx.next_functions[0][0]
+    if leaf is None:
+        return
+    try:
+        torch._C._will_engine_execute_node(leaf)
+    except RuntimeError as error:
+        raise GradientError(
+            "torch.autograd.grad over a sharded weight is not supported: its gradient is reduced "
+            "over ranks asynchronously; call backward() and read .grad"
+        ) from error
+
+
+def attach(module: nn.Module, name: str, site: Site) -> None:
+    """Make ``module`` use parameter ``name`` through ``site`` from now on."""
+    module.__dict__.setdefault(_SITES, {})[name] = site
+
+
+def sites(module: nn.Module) -> dict[str, Site]:
+    """The sites attached to ``module`` itself, by parameter name."""
+    return module.__dict__.get(_SITES, {})
+
+
+def whole(module: nn.Module, name: str) -> Any:
+    """The plain tensor to compute with for ``module``'s parameter ``name``.
+
+    That is the whole weight in its slot (waits for its gather), the local replica of a small
+    parameter, or the parameter itself where no communicator is attached; ``None`` for an absent
+    one. Make it where it is used, once a forward: autograd runs nodes by recency, so a view made
+    early gives its gradient late.
+    """
+    parameter = module._parameters[name]
+    attached = module.__dict__.get(_SITES)
+    # A plain tensor here means that somebody (a compiled block) already put the whole one in.
+    if attached is None or type(parameter) is nn.Parameter or not isinstance(parameter, DTensor):
+        return parameter
+    return _View.apply(parameter, attached[name])
+
+
+def guard(module: nn.Module, output: Tensor) -> Tensor:
+    """Call on what was computed from :func:`whole`: keeps the weights present for its backward.
+
+    Returns ``output`` itself. Ends the use in forward, and hooks the gradient of ``output`` so
+    that the weights are whole again, with the same values, before its backward runs (WP-14).
+    """
+    attached = module.__dict__.get(_SITES)
+    if attached is not None and isinstance(module._parameters[next(iter(attached))], DTensor):
+        guard_sites(attached.values(), output)
+    return output
+
+
+def guard_sites(used: Iterable[Site], output: Tensor) -> None:
+    """:func:`guard` for ``output`` computed from several modules' parameters."""
+    tags = [(site, site.tag) for site in used]
+    for site, _ in tags:
+        site.release()
+    if output.requires_grad:
+        output.register_hook(partial(_before_backward, tags))
+
+
+def _before_backward(tags: list[tuple[Site, int]], gradient: Tensor) -> None:
+    for site, tag in tags:
+        site.before_backward(tag)

@@ -1,0 +1,1 @@
+"""Weight parallel: read ``README.md`` beside this file first."""
