@@ -1,0 +1,57 @@
+# make train    the demo: makes .venv with what training needs, trains on two local processes
+# make test     makes .venv with what tests need, then lint, types, tests and coverage
+# make lint     ruff and mypy only
+#
+# Only Python 3.11 or newer with pip is assumed. A second call finds the stamp and starts at once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+CONFIG ?= configs/demo.toml
+TORCH ?= 2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMPS := $(VENV)/stamps
+
+.PHONY: train test lint clean
+.DELETE_ON_ERROR:
+
+train: $(STAMPS)/train
+	$(BIN)/internsp train $(CONFIG) $(ARGS)
+
+test: lint
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+lint: $(STAMPS)/test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# The CPU build of torch, never the CUDA one with its gigabytes: from the sources pip is set up with
+# if they have it, else from PyTorch's own index; where torch has no "+cpu" builds (macOS) the plain
+# one is a CPU build. A torch that is in .venv already (a CUDA one, say) stays when it is in range.
+$(STAMPS)/torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "internsp needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(BIN)/python -m pip show --quiet torch 2>/dev/null \
+		|| $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
+		|| $(PIP) 'torch==$(TORCH)+cpu' --extra-index-url $(TORCH_CPU_INDEX) \
+		|| { test "$$(uname -s)" = Darwin && $(PIP) 'torch==$(TORCH)'; } \
+		|| { echo "no CPU build of torch $(TORCH) found: make TORCH=VERSION TORCH_CPU_INDEX=URL"; exit 1; }
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/train: $(STAMPS)/torch pyproject.toml
+	$(PIP) --editable .
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch pyproject.toml
+	$(PIP) --editable '.[test]'
+	touch $(STAMPS)/train $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache
