@@ -1,0 +1,60 @@
+"""Models to train, one file a family, each readable as single-device code."""
+
+from __future__ import annotations
+
+import torch
+
+from internsp.config import ModelConfig
+from model_zoo.common import CausalLM, canonical_name
+from model_zoo.generate import generate
+from model_zoo.internlm2 import InternLM2
+from model_zoo.llama import Llama
+
+__all__ = [
+    "FAMILIES",
+    "CausalLM",
+    "InternLM2",
+    "Llama",
+    "build",
+    "canonical_name",
+    "generate",
+    "materialise",
+]
+
+FAMILIES: dict[str, type[Llama] | type[InternLM2]] = {"llama": Llama, "internlm2": InternLM2}
+
+
+def build(
+    config: ModelConfig,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> CausalLM:
+    """Build a model of ``config.family``.
+
+    Args:
+        device: ``"meta"`` builds without memory or values, to be cut and then materialised by
+            ``internsp.parallelize`` or :func:`materialise`; None is torch's default device.
+        dtype: of the parameters; None is torch's default dtype.
+        generator: its seed gives the values (see :meth:`CausalLM.initialise`); None takes the
+            seed of ``torch.manual_seed``, so two models built under one seed are equal.
+
+    Raises:
+        LayoutError, MissingDependencyError: sizes that do not fit, an absent norm or kernel.
+    """
+    model = FAMILIES[config.family](config, device="meta", dtype=dtype)
+    target = torch.get_default_device() if device is None else torch.device(device)
+    return model if target.type == "meta" else materialise(model, target, generator)
+
+
+def materialise(
+    model: CausalLM, device: torch.device | str, generator: torch.Generator | None = None
+) -> CausalLM:
+    """Give a whole model memory on ``device`` and its initial values, in place; returns it."""
+    if generator is None:
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+    model.to_empty(device=torch.device(device))
+    model.tie()
+    for name, parameter in model.named_parameters():
+        model.initialise(name, parameter, generator)
+    return model

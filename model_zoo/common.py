@@ -1,0 +1,256 @@
+"""What the families share: sizes, feed forward, block, and the model around the blocks.
+
+It reads as single-device code, and is: without a communicator every layer is an ordinary one, and
+without a group attention stays on this rank. What internsp adds enters from outside, through the
+layers' and ``attend``'s own attachments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from internsp.config import ModelConfig
+from internsp.errors import LayoutError
+from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
+from internsp.layers.norm import RMSNorm, resolve_norm
+from internsp.layers.rotary import RotaryTables, rotary_tables
+from internsp.sp import SequenceLayout, token_loss
+
+Device = torch.device | str | None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes a :class:`ModelConfig` leaves open, filled in."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Sizes:
+        """Defaults: as many key/value heads as heads, ``hidden / heads`` channels a head, and
+        ``8 / 3 * hidden`` rounded up to a multiple of 32 in the feed forward.
+
+        Raises:
+            LayoutError: the heads do not divide the hidden size, or the key/value heads the heads.
+        """
+        kv_heads = config.kv_heads or config.heads
+        if config.heads % kv_heads:
+            raise LayoutError(
+                f"model.heads = {config.heads} is not a multiple of model.kv_heads = {kv_heads}"
+            )
+        if config.head_dim is None and config.hidden_size % config.heads:
+            raise LayoutError(
+                f"model.hidden_size = {config.hidden_size} is not a multiple of model.heads = "
+                f"{config.heads}; change one of them or set model.head_dim"
+            )
+        return cls(
+            hidden=config.hidden_size,
+            heads=config.heads,
+            kv_heads=kv_heads,
+            head_dim=config.head_dim or config.hidden_size // config.heads,
+            intermediate=config.intermediate_size or -(-config.hidden_size * 8 // 3 // 32) * 32,
+        )
+
+
+class FeedForward(nn.Module):
+    """``w2(silu(w1(x)) * w3(x))`` (SwiGLU, arXiv 2002.05202): w1 gate, w3 up, w2 down."""
+
+    def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        sizes = Sizes.of(config)
+        wide = sizes.intermediate
+        self.w1 = ParallelLinearWithCommExt(sizes.hidden, wide, config.bias, device, dtype)
+        self.w3 = ParallelLinearWithCommExt(sizes.hidden, wide, config.bias, device, dtype)
+        self.w2 = ParallelLinearWithCommExt(wide, sizes.hidden, config.bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, s, hidden]`` to ``[B, s, hidden]``."""
+        gate: Tensor = self.w1(x)
+        up: Tensor = self.w3(x)
+        down: Tensor = self.w2(F.silu(gate) * up)
+        return down
+
+
+AttentionFactory = Callable[[ModelConfig, Device, torch.dtype | None], nn.Module]
+
+
+class Block(nn.Module):
+    """Normalise, attend, add; normalise, feed forward, add.
+
+    Takes and returns one tensor, so that it can be checkpointed, compiled or replaced from outside.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFactory,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        size, eps, norm = config.hidden_size, config.norm_eps, config.norm
+        self.attention_norm = RMSNorm(size, eps, norm, device, dtype)
+        self.attention = attention(config, device, dtype)
+        self.ffn_norm = RMSNorm(size, eps, norm, device, dtype)
+        self.feed_forward = FeedForward(config, device, dtype)
+
+    def forward(self, h: Tensor, rotary: RotaryTables, layout: SequenceLayout | None) -> Tensor:
+        """``h``: ``[B, s, hidden]``; returns the same shape and dtype."""
+        h = h + self.attention(self.attention_norm(h), rotary, layout)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class CausalLM(nn.Module):
+    """Embedding, blocks, norm and head; a family only chooses the attention of its blocks.
+
+    ``loss_options`` is set from outside when the head is parallel: keyword arguments for
+    :func:`internsp.sp.token_loss`, such as ``output="vocabulary"`` and its ``group``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFactory,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        # Resolved once here, so that "auto" logs its choice once and not for every norm.
+        config = config.model_copy(update={"norm": resolve_norm(config.norm)})
+        self.config = config
+        self.sizes = Sizes.of(config)
+        self.loss_options: dict[str, Any] = {}
+        vocabulary, hidden = config.vocab_size, config.hidden_size
+        self.embed = ParallelEmbeddingWithCommExt(vocabulary, hidden, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            Block(config, attention, device, dtype) for _ in range(config.layers)
+        )
+        self.norm = RMSNorm(hidden, config.norm_eps, config.norm, device, dtype)
+        self.head = ParallelLinearWithCommExt(hidden, vocabulary, False, device, dtype)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head's weight the embedding's own parameter again, where the config ties them.
+
+        ``Module.to_empty`` gives every module parameters of its own, so it must be called after.
+        """
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        labels: Tensor | None = None,
+        loss_chunk: int = 1024,
+        last_only: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits, or with ``labels`` the summed token loss and the number of valid tokens.
+
+        Args:
+            input_ids: ``[B, s]`` int64, this rank's part of the sequences.
+            layout: where that part lies and where documents begin; None: whole sequences, one
+                document each.
+            labels: ``[B, s]`` int64, the token to predict at each position, -100 for none.
+            loss_chunk: tokens whose logits exist at once while the loss is computed.
+            last_only: logits of the last position alone.
+
+        Returns:
+            ``[B, s, vocabulary]`` (``[B, 1, vocabulary]`` with ``last_only``), or a pair of
+            scalars: the sum in ``promote_types(dtype, float32)``, never divided, and the count.
+
+        Raises:
+            LayoutError: ``input_ids`` and ``layout`` have different shapes.
+        """
+        h: Tensor = self.embed(input_ids)
+        rotary = self.rotary(input_ids, layout, h.dtype)
+        for block in self.layers:
+            h = block(h, rotary, layout)
+        h = self.norm(h[:, -1:] if last_only and labels is None else h)
+        if labels is None:
+            logits: Tensor = self.head(h)
+            return logits
+        return token_loss(
+            h, self.head, labels, chunk_tokens=loss_chunk, layout=layout, **self.loss_options
+        )
+
+    def rotary(
+        self, input_ids: Tensor, layout: SequenceLayout | None, dtype: torch.dtype
+    ) -> RotaryTables:
+        """The tables of this forward, made once and handed to every block."""
+        if layout is None:
+            steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+            positions = steps.expand(input_ids.shape)
+        else:
+            positions = layout.positions
+            if positions.shape != input_ids.shape:
+                raise LayoutError(
+                    f"input_ids have shape {tuple(input_ids.shape)}, but the sequence layout is "
+                    f"of {tuple(positions.shape)} (rank {layout.rank} of {layout.size}); pass "
+                    "layout.input_ids, this rank's part"
+                )
+        return rotary_tables(positions, self.sizes.head_dim, self.config.rope_theta, dtype)
+
+    @torch.no_grad()
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one whole parameter in place.
+
+        Norms are 1 and biases 0. Other weights are normal with ``init_std``; the projections that
+        write to the residual stream (``wo``, ``w2``) are smaller by ``sqrt(2 * layers)`` (GPT-2).
+
+        The values depend on ``name`` and ``generator.initial_seed()`` only, neither on what was
+        initialised before nor on the dtype (drawn in fp32, then rounded), so every rank, stage and
+        mesh finds the same. They are drawn on the generator's device.
+
+        Args:
+            name: fully-qualified, as in ``named_parameters()``; what ``torch.compile`` or a
+                checkpoint wrapper inserts is ignored.
+            tensor: whole, of any floating dtype, on any device but meta.
+
+        Raises:
+            ValueError: ``tensor`` is on the meta device.
+        """
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device; give it memory before its values")
+        name = canonical_name(name)
+        module, _, kind = name.rpartition(".")
+        if kind == "bias":
+            tensor.zero_()
+        elif module.endswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            std = self.config.init_std
+            if module.endswith((".wo", ".w2")):
+                std /= (2 * self.config.layers) ** 0.5
+            own = torch.Generator(device=generator.device)
+            own.manual_seed(_seed(name, generator.initial_seed()))
+            values = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
+            tensor.copy_(values.normal_(0.0, std, generator=own))
+
+
+def canonical_name(name: str) -> str:
+    """``name`` without the path elements that wrappers insert."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def _seed(name: str, seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """``[B, s, heads * head_dim]`` as ``[B, s, heads, head_dim]``, a view."""
+    return x.unflatten(-1, (-1, head_dim))
