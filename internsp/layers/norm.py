@@ -30,15 +30,13 @@ def apex_kernel() -> ApexKernel | None:
     """NVIDIA apex's fused function ``(x, weight, shape, eps)``, or None when it is not there.
 
     The ``apex`` of the Python package index is another project; it may be importable, or fail
-    while importing, so the check is for the very functions that only NVIDIA's has.
+    while importing, so the check is for the very function behind ``FusedRMSNorm``, which only
+    NVIDIA's has.
     """
     try:
-        normalization = importlib.import_module("apex.normalization")
         functions = importlib.import_module("apex.normalization.fused_layer_norm")
         importlib.import_module("fused_layer_norm_cuda")  # apex built without its extensions
     except ImportError:
-        return None
-    if not hasattr(normalization, "FusedRMSNorm"):
         return None
     kernel: ApexKernel | None = getattr(functions, "mixed_dtype_fused_rms_norm_affine", None)
     return kernel

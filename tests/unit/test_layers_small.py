@@ -68,7 +68,7 @@ def with_apex(monkeypatch: pytest.MonkeyPatch, **of_functions: object) -> None:
     """Modules shaped like NVIDIA's, and the compiled extension's name."""
     for name, content in {
         "apex": {},
-        "apex.normalization": {"FusedRMSNorm": object},
+        "apex.normalization": {},
         "apex.normalization.fused_layer_norm": of_functions,
         "fused_layer_norm_cuda": {},
     }.items():
@@ -94,6 +94,13 @@ def test_the_other_project_named_apex_is_not_taken_for_nvidias(
     monkeypatch.delitem(sys.modules, "apex.normalization")
     with pytest.raises(MissingDependencyError):
         RMSNorm(8, implementation="apex")
+    assert RMSNorm(8, implementation="auto").implementation == "torch"
+
+
+def test_an_nvidia_apex_too_old_to_have_the_norm_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_apex(monkeypatch, fused_layer_norm_affine=object)
     assert RMSNorm(8, implementation="auto").implementation == "torch"
 
 
