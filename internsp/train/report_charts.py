@@ -1,0 +1,269 @@
+"""Line charts for the report as SVG text: no library, no script, colours from the page's style.
+
+A chart of 10,000 steps keeps the least and the greatest value of each of a few hundred buckets,
+so that a spike of one step stays visible. Values that are not finite interrupt the line and are
+marked at the foot of the chart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 560, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
+_BUCKETS = 250
+_HOVERS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        name: shown in the legend and on hover.
+        points: (step, value), by step; values may be NaN or infinite.
+        style: class of the page's style that colours it.
+        dots: mark every point (for few, far apart).
+        noisy: draw more than 60 points faint, with their moving average above.
+    """
+
+    name: str
+    points: Sequence[Point]
+    style: str = "s1"
+    dots: bool = False
+    noisy: bool = True
+
+
+def drawable(value: float) -> bool:
+    """Whether a value has a place on an axis: finite, and not so large that ranges overflow."""
+    return abs(value) < 1e100
+
+
+def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
+    """At most about two points a bucket: its least and greatest finite value, in order of x.
+
+    The first and the last point stay. A bucket without a finite value leaves one NaN.
+    """
+    if len(points) <= 2 * buckets:
+        return list(points)
+    out = [points[0]]
+    inner = points[1:-1]
+    for i in range(buckets):
+        part = inner[i * len(inner) // buckets : (i + 1) * len(inner) // buckets]
+        finite = [p for p in part if drawable(p[1])]
+        if not finite:
+            out.append((part[0][0], math.nan))
+            continue
+        low, high = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
+        out += sorted({low, high})
+    return [*out, points[-1]]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """The mean of the finite values around each point, a thirtieth of the points wide in all.
+
+    Centred, so that a falling curve is not drawn late; narrower at the start, where losses fall
+    steepest, and one-sided at the end.
+    """
+    half = max(1, len(points) // 60)
+    sums, counts = [0.0], [0]
+    for _, y in points:
+        sums.append(sums[-1] + (y if drawable(y) else 0.0))
+        counts.append(counts[-1] + drawable(y))
+    out = []
+    for i, (x, _) in enumerate(points):
+        reach = min(half, i)
+        low, high = i - reach, min(i + reach + 1, len(points))
+        known = counts[high] - counts[low]
+        out.append((x, (sums[high] - sums[low]) / known if known else math.nan))
+    return out
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers within [low, high], about ``count`` of them, at steps of 1, 2 or 5."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """A short label: ``12.5k``, ``3e-4``, ``0.25``."""
+    if not math.isfinite(value):
+        return "not finite"
+    size = abs(value)
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            scale = 1e3 if unit == "k" else limit
+            return f"{value / scale:.4g}{unit}"
+    if size and size < 1e-3:
+        return f"{value:.3g}".replace("e-0", "e-")
+    return f"{value:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Maps data to the drawing; ``log`` on the vertical axis where it is set."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool
+
+    def at(self, point: Point) -> Point:
+        (x0, x1), (y0, y1) = self.x, self.y
+        value = math.log10(point[1]) if self.log else point[1]
+        across = _LEFT + (point[0] - x0) / (x1 - x0) * (WIDTH - _LEFT - _RIGHT)
+        down = HEIGHT - _BOTTOM - (value - y0) / (y1 - y0) * (HEIGHT - _TOP - _BOTTOM)
+        return across, down
+
+
+def line_chart(
+    series: Sequence[Series], *, label: str, zero: bool = False, log: bool | None = None
+) -> str:
+    """An SVG element with the series over the steps.
+
+    Args:
+        series: lines; drawn in order.
+        label: what the chart shows, for readers who cannot see it.
+        zero: let the vertical axis begin at 0.
+        log: logarithmic vertical axis; None decides by the values' range.
+    """
+    finite = [p for s in series for p in s.points if drawable(p[1])]
+    if not finite:
+        return f'<p class="empty">No finite value of {escape(label)} to draw.</p>'
+    scale = _scale(series, finite, zero, log)
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}"'
+    parts = [f'<svg class="chart" {box}>', *_axes(scale)]
+    for one in series:
+        parts += _line(one, scale)
+    parts += _broken(series, scale)
+    parts += _hovers(series, scale)
+    return "".join([*parts, "</svg>"])
+
+
+def _scale(series: Sequence[Series], finite: list[Point], zero: bool, log: bool | None) -> _Scale:
+    steps = [p[0] for s in series for p in s.points]
+    x0, x1 = min(steps), max(steps)
+    if x0 == x1:
+        x0, x1 = x0 - 1, x1 + 1
+    values = [p[1] for p in finite]
+    low, high = min(values), max(values)
+    if log is None:
+        log = not zero and low > 0 and high / low > 100
+    if log and low > 0:
+        low, high = math.log10(low), math.log10(high)
+    else:
+        log = False
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    bottom = 0.0 if zero and low >= 0 else low - margin
+    return _Scale((x0, x1), (bottom, high + margin), log)
+
+
+def _axes(scale: _Scale) -> list[str]:
+    parts = []
+    if scale.log:
+        low, high = math.ceil(scale.y[0]), math.floor(scale.y[1])
+        powers = range(low, high + 1, 1 + (high - low) // 6)
+        values = [10.0**p for p in powers] or [10 ** scale.y[0], 10 ** scale.y[1]]
+    else:
+        values = ticks(*scale.y)
+    for value in values:
+        _, y = scale.at((scale.x[0], value))
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{number(value)}</text>"
+        )
+    floor = HEIGHT - _BOTTOM
+    for value in ticks(*scale.x, 6):
+        if value != round(value):
+            continue
+        x, _ = scale.at((value, 1.0))
+        parts.append(
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}"/>'
+            f'<text class="tick" x="{x:.1f}" y="{floor + 17}" text-anchor="middle">'
+            f"{number(value)}</text>"
+        )
+    parts.append(
+        f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>'
+    )
+    parts.append(
+        f'<text class="tick" x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" text-anchor="end">step</text>'
+    )
+    return parts
+
+
+def _line(series: Series, scale: _Scale) -> list[str]:
+    if series.dots:
+        return [
+            _path(downsample(series.points), scale, series.style),
+            *_dots(series.points, scale, series.style),
+        ]
+    if series.noisy and len(series.points) > 60:
+        return [
+            _path(downsample(series.points), scale, f"{series.style} faint"),
+            _path(downsample(smooth(series.points)), scale, series.style),
+        ]
+    parts = [_path(downsample(series.points), scale, series.style)]
+    if len(series.points) <= 12:
+        parts += _dots(series.points, scale, series.style)
+    return parts
+
+
+def _path(points: Sequence[Point], scale: _Scale, style: str) -> str:
+    commands, pen = [], "M"
+    for point in points:
+        if not drawable(point[1]):
+            pen = "M"
+            continue
+        x, y = scale.at(point)
+        # A lone point between gaps gets a length of nothing: its round cap shows as a dot.
+        commands.append(f"{pen}{x:.1f},{y:.1f}" + ("h0" if pen == "M" else ""))
+        pen = "L"
+    return f'<path class="line {style}" d="{"".join(commands)}"/>'
+
+
+def _dots(points: Sequence[Point], scale: _Scale, style: str) -> list[str]:
+    places = [scale.at(p) for p in points if drawable(p[1])]
+    return [f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places]
+
+
+def _broken(series: Sequence[Series], scale: _Scale) -> list[str]:
+    """Small marks at the foot of the chart where a value was NaN or infinite."""
+    steps = sorted({p[0] for s in series for p in s.points if not drawable(p[1])})
+    places = sorted({round(scale.at((step, 1.0))[0], 1) for step in steps[:5000]})
+    y = HEIGHT - _BOTTOM
+    return [
+        f'<path class="bad" d="M{x - 3:.1f},{y}l3,-6l3,6z"/>'
+        for x in places[:: len(places) // 200 + 1]
+    ]
+
+
+def _hovers(series: Sequence[Series], scale: _Scale) -> list[str]:
+    """Invisible strips that tell the values under the pointer."""
+    steps = sorted({p[0] for s in series for p in s.points})
+    values = [(s.name, dict(s.points)) for s in series]
+    stride = -(-len(steps) // _HOVERS)
+    chosen = steps[::stride]
+    if not chosen or chosen[-1] != steps[-1]:
+        chosen.append(steps[-1])
+    places = [scale.at((step, 1.0))[0] for step in chosen]
+    parts = []
+    for i, (step, x) in enumerate(zip(chosen, places, strict=True)):
+        left = (places[i - 1] + x) / 2 if i else _LEFT
+        right = (x + places[i + 1]) / 2 if i + 1 < len(places) else WIDTH - _RIGHT
+        told = [f"{name} {number(known[step])}" for name, known in values if step in known]
+        parts.append(
+            f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
+            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>step {step:g}: {escape(", ".join(told))}'
+            "</title></rect>"
+        )
+    return parts

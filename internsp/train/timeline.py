@@ -1,0 +1,350 @@
+"""From the events of one step to lanes, and to how much communication compute has hidden.
+
+Everything here is a pure function over :class:`internsp.trace.Event`; nothing blocks, nothing
+touches a device. The computing thread either waits (``WAIT``) or works, so for every stretch of
+communication
+
+- **exposed** is what it shares with a wait: nothing was computed meanwhile;
+- **hidden** is the rest.
+
+A step's compute is the step minus its waits. Times are seconds of ``time.perf_counter()``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from internsp.trace import Event
+
+Interval = tuple[float, float]
+
+COMMUNICATION: Mapping[str, str] = {
+    "AG": "gathers",
+    "RS": "reduce-scatters",
+    "A2A": "all-to-alls",
+    "PUBLISH": "parameters published",
+}
+"""Kinds of events that are communication, with their names."""
+
+LANES = ("compute", "gathers", "reduce-scatters", "all-to-alls", "optimizer")
+"""Lanes of a step's timeline, from top to bottom."""
+
+_LANE_OF = {
+    "AG": "gathers",
+    "RS": "reduce-scatters",
+    "A2A": "all-to-alls",
+    "STEP": "optimizer",
+    "DRAIN": "optimizer",
+    "PUBLISH": "optimizer",
+}
+_PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward"}
+
+
+# Intervals. Lists returned here are sorted, disjoint and without empty members.
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of ``intervals``; touching ones become one, empty ones are left out."""
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def measure(intervals: Iterable[Interval]) -> float:
+    """Total length of the union of ``intervals``."""
+    return sum(end - start for start, end in merge(intervals))
+
+
+def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """What both unions cover."""
+    left, right = merge(a), merge(b)
+    out: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if end > start:
+            out.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return out
+
+
+def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """What the union of ``a`` covers and the union of ``b`` does not."""
+    out: list[Interval] = []
+    holes = merge(b)
+    j = 0
+    for start, end in merge(a):
+        while j < len(holes) and holes[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(holes) and holes[k][0] < end:
+            if holes[k][0] > start:
+                out.append((start, holes[k][0]))
+            start = max(start, holes[k][1])
+            k += 1
+        if end > start:
+            out.append((start, end))
+    return out
+
+
+# Figures of a step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one rank's step.
+
+    ``exposed`` is the whole of the waits, also such as no traced communication explains, so that
+    ``compute + exposed == step``; ``hidden`` is the communication in flight outside waits, each
+    moment counted once however many collectives were in flight.
+    """
+
+    step: float
+    exposed: float
+    hidden: float
+
+    @property
+    def compute(self) -> float:
+        """The step minus its waits."""
+        return self.step - self.exposed
+
+    @property
+    def communication(self) -> float:
+        """Exposed and hidden together."""
+        return self.exposed + self.hidden
+
+    @property
+    def exposed_share(self) -> float:
+        """Part of the communication that was exposed (0 where there was none)."""
+        return self.exposed / self.communication if self.communication > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationRow:
+    """Communication of one kind (and unit, and phase, where grouped by them) in seconds.
+
+    Collectives of a row that were in flight together count once. Two kinds in flight at the same
+    moment both count it, so rows of different kinds may add up to more than the step's total.
+    """
+
+    kind: str
+    unit: str
+    phase: str
+    count: int
+    nbytes: int
+    exposed: float
+    hidden: float
+
+    @property
+    def in_flight(self) -> float:
+        """Time with at least one of the row's collectives in flight."""
+        return self.exposed + self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRow:
+    """Time that the computing thread waited in one unit and phase, for one kind."""
+
+    kind: str
+    unit: str
+    phase: str
+    count: int
+    seconds: float
+
+
+def window_of(events: Iterable[Event]) -> Interval:
+    """From the first start to the last end; (0, 0) without events."""
+    starts, ends = [], []
+    for event in events:
+        starts.append(event.start)
+        ends.append(event.start if event.end is None else max(event.start, event.end))
+    return (min(starts), max(ends)) if starts else (0.0, 0.0)
+
+
+def waits(events: Sequence[Event], window: Interval | None = None) -> list[Interval]:
+    """The stretches in which the computing thread waited, within ``window``."""
+    window = window or window_of(events)
+    return intersect([window], (_span(e, window) for e in events if e.kind == "WAIT"))
+
+
+def step_times(events: Sequence[Event], window: Interval | None = None) -> StepTimes:
+    """Compute, exposed and hidden communication of one step.
+
+    Args:
+        events: one rank's events of the step.
+        window: start and end of the step; by default from the first event to the last.
+    """
+    window = window or window_of(events)
+    waited = waits(events, window)
+    flying = intersect([window], (_span(e, window) for e in events if e.kind in COMMUNICATION))
+    return StepTimes(
+        step=window[1] - window[0],
+        exposed=measure(waited),
+        hidden=measure(subtract(flying, waited)),
+    )
+
+
+def communication(
+    events: Sequence[Event],
+    by: Collection[str] = (),
+    window: Interval | None = None,
+) -> list[CommunicationRow]:
+    """How much of each kind of communication was hidden by compute, and how much exposed.
+
+    Args:
+        events: one rank's events of one step. A collective whose end is not known lasts to the
+            end of the window.
+        by: ``"unit"``, ``"phase"``, both or neither: what to group by beside the kind.
+        window: start and end of the step; by default from the first event to the last.
+
+    Returns:
+        Rows by kind in the order of :data:`COMMUNICATION`, then in order of first appearance.
+    """
+    window = window or window_of(events)
+    waited = waits(events, window)
+    groups: dict[tuple[str, str, str], list[Event]] = {}
+    for event in events:
+        if event.kind in COMMUNICATION:
+            unit = event.unit if "unit" in by else ""
+            phase = event.phase if "phase" in by else ""
+            groups.setdefault((event.kind, unit, phase), []).append(event)
+    order = list(COMMUNICATION)
+    rows = []
+    for (kind, unit, phase), members in sorted(groups.items(), key=lambda g: order.index(g[0][0])):
+        flying = intersect([window], (_span(e, window) for e in members))
+        exposed = measure(intersect(flying, waited))
+        rows.append(
+            CommunicationRow(
+                kind=kind,
+                unit=unit,
+                phase=phase,
+                count=len(members),
+                nbytes=sum(e.nbytes for e in members),
+                exposed=exposed,
+                hidden=measure(flying) - exposed,
+            )
+        )
+    return rows
+
+
+def where_waited(events: Sequence[Event], window: Interval | None = None) -> list[WaitRow]:
+    """Waits by unit, phase and the kind of communication they were for, longest first.
+
+    A wait is for the collective of the same unit and weight that was in flight during it, the one
+    that ended closest to the wait's end; its kind is "" where the trace shows none.
+    """
+    window = window or window_of(events)
+    flights: dict[tuple[str, str], list[Event]] = {}
+    for event in events:
+        if event.kind in COMMUNICATION:
+            flights.setdefault((event.unit, event.weight), []).append(event)
+    groups: dict[tuple[str, str, str], list[Interval]] = {}
+    for event in events:
+        if event.kind == "WAIT":
+            kind = _awaited(event, flights.get((event.unit, event.weight), []), window)
+            groups.setdefault((kind, event.unit, event.phase), []).append(_span(event, window))
+    rows = [
+        WaitRow(kind, unit, phase, len(spans), measure(intersect([window], spans)))
+        for (kind, unit, phase), spans in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+# Lanes, for drawing.
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stretch of a lane. ``kind`` is "COMPUTE" or the kind of the event behind the bar."""
+
+    kind: str
+    start: float
+    end: float
+    unit: str = ""
+    weight: str = ""
+    phase: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One rank's step: its window and the bars of each of :data:`LANES`, by start."""
+
+    window: Interval
+    lanes: Mapping[str, Sequence[Bar]] = field(default_factory=dict)
+
+
+def build_timeline(events: Sequence[Event], window: Interval | None = None) -> Timeline:
+    """Sort one rank's events of one step into lanes.
+
+    The compute lane holds the waits (kind "WAIT") and between them what was computed (kind
+    "COMPUTE"), cut where ``USE``, ``FORWARD`` or ``BACKWARD`` name another unit or phase, and
+    left empty while the optimizer stepped. Drains that took no time are left out.
+    """
+    window = window or window_of(events)
+    lanes: dict[str, list[Bar]] = {lane: [] for lane in LANES}
+    for event in events:
+        start, end = _span(event, window)
+        start, end = max(start, window[0]), min(end, window[1])
+        lane = "compute" if event.kind == "WAIT" else _LANE_OF.get(event.kind)
+        if lane is None or end < start or (end == start and event.kind in ("WAIT", "DRAIN")):
+            continue
+        bar = Bar(event.kind, start, end, event.unit, event.weight, event.phase, event.nbytes)
+        lanes[lane].append(bar)
+    lanes["compute"] += _computing(events, window)
+    return Timeline(
+        window, {k: sorted(v, key=lambda b: (b.start, b.end)) for k, v in lanes.items()}
+    )
+
+
+def _computing(events: Sequence[Event], window: Interval) -> list[Bar]:
+    stepping = [_span(e, window) for e in events if e.kind == "STEP"]
+    busy = subtract([window], [*waits(events, window), *stepping])
+    marks = sorted(
+        (
+            (e.start, e.unit, e.phase or _PHASE_OF.get(e.kind, ""))
+            for e in events
+            if e.kind == "USE" or e.kind in _PHASE_OF
+        ),
+        key=lambda mark: mark[0],
+    )
+    times = [mark[0] for mark in marks]
+    bars: list[Bar] = []
+    for start, end in busy:
+        at = start
+        while at < end:
+            i = bisect_right(times, at)
+            until = min(end, times[i]) if i < len(times) else end
+            unit, phase = (marks[i - 1][1], marks[i - 1][2]) if i else ("", "")
+            last = bars[-1] if bars else None
+            if last and (last.end, last.unit, last.phase) == (at, unit, phase):
+                bars[-1] = Bar("COMPUTE", last.start, until, unit, "", phase)
+            else:
+                bars.append(Bar("COMPUTE", at, until, unit, "", phase))
+            at = until
+    return bars
+
+
+def _span(event: Event, window: Interval) -> Interval:
+    """The event's interval; one still in flight lasts to the end of the window."""
+    return event.start, window[1] if event.end is None else event.end
+
+
+def _awaited(wait: Event, flights: Sequence[Event], window: Interval) -> str:
+    start, end = _span(wait, window)
+    best, distance = "", float("inf")
+    for event in flights:
+        launched, done = _span(event, window)
+        # A completion is noticed at the end of its wait, so the two touch or overlap.
+        if launched <= end and done >= start and abs(done - end) < distance:
+            best, distance = event.kind, abs(done - end)
+    return best
