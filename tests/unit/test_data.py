@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from internsp.config import DataConfig
+from internsp.errors import ConfigError, MissingDependencyError
+from internsp.train.data import DataSource, TokenStream, rows_of, split_documents
+from internsp.train.text import ByteTokenizer, load_tokenizer, read_documents, stdlib_documents
+
+OWN_TEXT = Path(__file__).parents[1] / "data"
+END = 256
+
+
+def own_text(length: int = 64, seed: int = 0, batch: int = 4, **changes: object) -> DataSource:
+    config = DataConfig(
+        source="text", paths=(str(OWN_TEXT),), sequence_length=length, held_out=0.2, **changes
+    )
+    return DataSource.create(config, global_batch=batch, seed=seed)
+
+
+def text_folder(folder: Path, *texts: str) -> DataConfig:
+    for index, text in enumerate(texts):
+        (folder / f"{index}.txt").write_text(text)
+    return DataConfig(source="text", paths=(str(folder),), sequence_length=4, held_out=0.0)
+
+
+def test_documents_are_packed_end_to_end_with_an_end_token_and_their_starts(tmp_path: Path) -> None:
+    source = DataSource.create(text_folder(tmp_path, "abc", "de"), global_batch=1, seed=0)
+    tokens, starts = source.train.tokens.tolist(), source.train.starts.tolist()
+    first, second = [97, 98, 99, END], [100, 101, END]
+    assert (tokens, starts) in [(first + second, [0, 4]), (second + first, [0, 3])]
+
+
+def test_a_row_is_the_stream_from_its_begin_and_knows_the_documents_that_start_in_it() -> None:
+    documents = [np.array(d, np.uint16) for d in ([1, 2, END], [3, END], [4, 5, 6, 7, END])]
+    stream = TokenStream.join(documents, 257)
+    batch = stream.cut([0, 2, 3, 6], 4, pack=True)
+    assert batch.ids.dtype == torch.int64
+    assert batch.ids.tolist() == [
+        [1, 2, END, 3], [END, 3, END, 4], [3, END, 4, 5], [5, 6, 7, END],
+    ]  # fmt: skip
+    assert batch.boundaries == [[0, 3], [0, 1, 3], [0, 2], [0]]
+    assert stream.cut([0], 4, pack=False).boundaries is None
+
+
+def test_the_rows_of_all_ranks_and_micro_batches_together_are_the_global_batch() -> None:
+    source = own_text(batch=12)
+    whole = source.train_batch(3)
+    seen: list[list[int]] = []
+    for micro_batch in range(3):
+        for rank in range(2):
+            rows = rows_of(
+                12, micro_batches=3, micro_batch=micro_batch, data=2, data_rank=rank
+            )
+            part = source.train_batch(3, rows)
+            assert part.boundaries == whole.boundaries[rows]
+            seen += part.ids.tolist()
+    assert seen == whole.ids.tolist()
+    with pytest.raises(ConfigError, match=r"12 does not divide by .* 5 x 2"):
+        rows_of(12, micro_batches=5, micro_batch=0, data=2, data_rank=0)
+
+
+def test_one_pass_sees_no_token_twice_and_the_next_pass_is_cut_and_ordered_anew() -> None:
+    source = own_text(batch=1)
+    rows = source.rows_per_epoch
+    passes = [[source._epoch(epoch)[i] for i in range(rows)] for epoch in (0, 1)]
+    for begins in passes:
+        assert np.all(np.diff(sorted(begins)) == 64)
+        assert min(begins) >= 0
+        assert max(begins) + 64 <= len(source.train)
+    assert passes[0] != passes[1]
+    assert passes[0][0] % 64 != passes[1][0] % 64
+    last, following = source.train_batch(rows - 1).ids[0], source.train_batch(rows).ids[0]
+    tokens = torch.from_numpy(source.train.tokens.astype(np.int64))
+    assert torch.equal(last, tokens[passes[0][-1] :][:64])
+    assert torch.equal(following, tokens[passes[1][0] :][:64])
+
+
+def test_order_depends_on_the_seed_and_the_step_alone() -> None:
+    one, same, other = own_text(seed=1), own_text(seed=1), own_text(seed=2)
+    same.train_batch(40)  # no state: what was asked before changes nothing
+    assert torch.equal(one.train_batch(7).ids, same.train_batch(7).ids)
+    assert not torch.equal(one.train_batch(7).ids, other.train_batch(7).ids)
+    assert not torch.equal(one.train_batch(7).ids, one.train_batch(8).ids)
+    assert one.fingerprint == same.fingerprint
+    assert torch.equal(one.held_out.cut([0], 64, True).ids, other.held_out.cut([0], 64, True).ids)
+
+
+def test_held_out_documents_are_whole_chosen_by_content_and_not_in_the_training_text() -> None:
+    documents = [np.frombuffer(f"document {i}".encode(), np.uint8) for i in range(40)]
+    train, held = split_documents(documents, 0.1, END)
+    moved, held_again = split_documents(documents[::-1], 0.1, END)
+    texts = {bytes(d[:-1].astype(np.uint8)) for d in held}
+    assert len(held) == 4
+    assert len(train) == 36
+    assert texts == {bytes(d[:-1].astype(np.uint8)) for d in held_again}
+    assert not texts & {bytes(d[:-1].astype(np.uint8)) for d in [*train, *moved]}
+    assert all(d[-1] == END for d in [*train, *held])
+
+
+def test_of_few_documents_the_tail_of_each_is_held_out() -> None:
+    document = np.arange(100, dtype=np.uint16)
+    train, held = split_documents([document], 0.05, END)
+    assert [d.tolist() for d in train] == [list(range(95))]
+    assert [d.tolist() for d in held] == [[*range(95, 100), END]]
+
+
+def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short() -> None:
+    source = own_text(length=32)
+    available = len(source.held_out) // 32
+    batches = list(source.held_out_batches(2, batch=available // 2))
+    assert len({tuple(row) for b in batches for row in b.ids.tolist()}) == available // 2 * 2
+    assert [b.ids.shape[0] for b in source.held_out_batches(3, batch=available)] == [available] * 3
+    whole = next(source.held_out_batches(1, batch=4))
+    halves = [next(source.held_out_batches(1, 4, slice(a, a + 2))).ids for a in (0, 2)]
+    assert torch.equal(torch.cat(halves), whole.ids)
+    assert whole.ids[0].tolist() == source.held_out.tokens[:32].tolist()
+
+
+def test_nothing_is_held_out_when_the_share_is_zero(tmp_path: Path) -> None:
+    source = DataSource.create(text_folder(tmp_path, "abcdefgh"), global_batch=1)
+    assert list(source.held_out_batches(3)) == []
+    assert source.train_batch(0).ids.shape == (1, 4)
+
+
+def test_the_standard_library_starts_quickly_and_is_the_same_every_time() -> None:
+    start = time.perf_counter()
+    source = DataSource.create(DataConfig(), global_batch=2)
+    seconds = time.perf_counter() - start
+    assert seconds < 5  # under one second when nothing else runs
+    assert len(source.train) > 4_000_000
+    assert source.train.tokens.dtype == np.uint16
+    first = next(stdlib_documents())
+    assert first == next(stdlib_documents())
+    assert sum(len(d) for d in stdlib_documents(limit=1000)) == 1000
+
+
+def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name, data in {
+        "z.md": b"last", "b/a.txt": b"first of b", "a.bin": b"a\0b", ".hidden/x": b"no",
+        ".dot": b"no", "empty": b" \n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(data)
+    config = DataConfig(source="text", paths=(str(tmp_path), str(tmp_path / "z.md")))
+    assert list(read_documents(config)) == [b"last", b"first of b", b"last"]
+
+
+def test_bytes_and_text_turn_into_each_other_whatever_the_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("é") == [0xC3, 0xA9]
+    assert tokenizer.decode([0xC3, 0xA9, END, 65]) == "éA"
+    assert tokenizer.decode([0xC3, 65]) == "\N{REPLACEMENT CHARACTER}A"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"paths": ("gone/a", "gone/b")}, r"'gone/a'\n.*'gone/b'"),
+        ({"paths": ()}, "needs at least one path"),
+        ({"sequence_length": 100_000}, r"takes 100000 tokens but the training text has \d+"),
+        ({"held_out": 0.001}, "held-out text has .* raise data.held_out"),
+        ({"tokenizer": "gone.json"}, "no file 'gone.json'"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_remedy(change: dict[str, object], message: str) -> None:
+    values: dict[str, object] = {"source": "text", "paths": (str(OWN_TEXT),), **change}
+    with pytest.raises(ConfigError, match=message):
+        DataSource.create(DataConfig(**values), global_batch=2)
+
+
+def test_empty_text_is_an_error_that_names_where(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no text in"):
+        DataSource.create(text_folder(tmp_path, "", "  "), global_batch=1)
+
+
+def test_a_negative_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="not -1"):
+        own_text().train_batch(-1)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_without_the_extra_the_install_line_is_given(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'internsp\[data\]'"):
+        list(read_documents(DataConfig(source=source, paths=(str(tmp_path),))))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'internsp\[data\]'"):
+        load_tokenizer("any.json")
+
+
+def test_rows_of_jsonl_and_parquet_files_are_documents(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+    texts = ["one\ntwo", "drei", "", "quattro é"]
+    lines = "\n".join(json.dumps({"body": text, "n": i}) for i, text in enumerate(texts))
+    (tmp_path / "a.jsonl").write_text(lines)
+    datasets.Dataset.from_dict({"body": texts}).to_parquet(str(tmp_path / "a.parquet"))
+    expected = [text.encode() for text in texts if text]
+    for source in ("jsonl", "parquet"):
+        config = DataConfig(source=source, paths=(str(tmp_path),), text_field="body")
+        assert list(read_documents(config)) == expected
+    with pytest.raises(ConfigError, match=r"no text 'text'; it has \['body', 'n'\]"):
+        list(read_documents(DataConfig(source="jsonl", paths=(str(tmp_path / "a.jsonl"),))))
+    with pytest.raises(ConfigError, match=r"no \.parquet file"):
+        (tmp_path / "a.parquet").unlink()
+        list(read_documents(DataConfig(source="parquet", paths=(str(tmp_path),))))
+
+
+@pytest.mark.parametrize("end_name", ["</s>", "unusual"])
+def test_a_tokenizers_file_gives_ids_and_text_and_the_end_of_a_document(
+    end_name: str, tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
+    words = {"<unk>": 0, end_name: 1, "cut": 2, "every": 3, "weight": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    end = 1 if end_name == "</s>" else 5
+    assert (tokenizer.end_of_document, tokenizer.vocab_size) == (end, max(5, end + 1))
+    assert tokenizer.encode("cut every head") == [2, 3, 0]
+    assert tokenizer.decode([2, 4, end]) == "cut weight"
+    encoded = list(tokenizer.encode_documents([b"weight", b"cut every"] * 300))
+    assert [e.tolist() for e in encoded] == [[4], [2, 3]] * 300
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        load_tokenizer(str(tmp_path / "broken.json"))
