@@ -1,0 +1,127 @@
+"""Values that are right alone and impossible together. Each check names the keys it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from internsp.config_errors import Problem
+
+if TYPE_CHECKING:
+    from internsp.config import Config
+
+
+def combinations(config: Config) -> Iterator[Problem]:
+    """What no machine and no number of ranks could make right."""
+    yield from _model(config)
+    yield from _data(config)
+    yield from _memory_and_order(config)
+    yield from _optimizer(config)
+
+
+def machine(config: Config, world_size: int) -> Iterator[Problem]:
+    """What is wrong for ``world_size`` ranks, or for the files that are here."""
+    yield from _degrees(config, world_size)
+    yield from _files(config)
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    heads_keys = ("model.heads", "model.hidden_size", "model.head_dim")
+    if model.head_dim is None and model.hidden_size % model.heads:
+        text = f"{model.heads} heads do not divide hidden_size = {model.hidden_size}"
+        yield Problem(heads_keys, f"{text}; change one, or give model.head_dim")
+    elif (model.head_dim or model.hidden_size // model.heads) % 2:
+        size = model.head_dim or model.hidden_size // model.heads
+        lead = "model.head_dim" if model.head_dim else "model.heads"
+        keys = (lead, *(key for key in heads_keys if key != lead))
+        yield Problem(keys, f"{size} features a head, but rotary embedding needs an even number")
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        text = f"{model.kv_heads} key/value heads do not divide heads = {model.heads}"
+        yield Problem(("model.kv_heads", "model.heads"), text)
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.source == "stdlib" and data.paths:
+        text = 'unused with data.source = "stdlib"; set data.source to "text", "jsonl" or "parquet"'
+        yield Problem(("data.paths", "data.source"), text)
+    if data.source != "stdlib" and not data.paths:
+        text = f'data.source = "{data.source}" needs at least one file or folder'
+        yield Problem(("data.paths", "data.source"), text)
+    if data.tokenizer == "bytes" and config.model.vocab_size < 257:
+        text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
+        yield Problem(("model.vocab_size", "data.tokenizer"), text)
+    if data.sequence_length < config.parallel.sequence:
+        text = f"{data.sequence_length} tokens cannot be cut over {config.parallel.sequence} ranks"
+        yield Problem(("data.sequence_length", "parallel.sequence"), text)
+
+
+def _memory_and_order(config: Config) -> Iterator[Problem]:
+    weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
+    # WP-13: a gather cannot start in the middle of a compiled region.
+    if weights.compile and weights.granularity == "module":
+        text = 'gathers module by module; a compiled block needs "block"'
+        yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
+    if weights.compile and weights.overlap and (weights.trigger != "qkv" or weights.anchors):
+        lead = "weight_parallel.anchors" if weights.anchors else "weight_parallel.trigger"
+        text = 'lies inside a compiled block; use trigger = "qkv" (the block\'s entry), no anchors'
+        yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
+    if model.tie_embeddings and weights.embedding_cut == "hidden":
+        text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
+        yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
+    if again.mode == "selective" and again.reentrant:
+        text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'
+        keys = ("activation_checkpoint.reentrant", "activation_checkpoint.mode")
+        yield Problem(keys, text)
+    outside = [str(i) for i in again.blocks or () if i >= model.layers]
+    if outside:
+        text = f"no block {', '.join(outside)}: model.layers = {model.layers}, counted from 0"
+        yield Problem(("activation_checkpoint.blocks", "model.layers"), text)
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.momentum and optimizer.name == "adamw":
+        text = 'adamw has no momentum; set optimizer.betas, or optimizer.name = "sgd"'
+        yield Problem(("optimizer.momentum", "optimizer.name"), text)
+
+
+def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
+    """Sequence x data x pipeline and weight x replica x pipeline are factorings of the ranks."""
+    parallel, train = config.parallel, config.train
+    # The remedy for a wrong world differs with who chose it, but the keys are the same.
+    world = f"{world_size} rank" + ("" if world_size == 1 else "s")
+    if parallel.pipeline > 1:
+        text = f"{parallel.pipeline} stages, but the trainer runs no pipeline yet; use 1"
+        yield Problem(("parallel.pipeline",), text)
+        return
+    for name, degree in (("weight", parallel.weight), ("sequence", parallel.sequence)):
+        if world_size % degree:
+            text = f"{degree} does not divide the {world} (launch.processes, or torchrun's)"
+            yield Problem((f"parallel.{name}", "launch.processes"), text)
+    replicas, left = divmod(world_size, parallel.weight)
+    if parallel.zero is not None and not left and replicas % parallel.zero:
+        text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"
+        keys = ("parallel.zero", "parallel.weight", "launch.processes")
+        yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
+    data, left = divmod(world_size, parallel.sequence)
+    parts = train.micro_batches * data
+    if not left and train.global_batch % parts:
+        small = train.global_batch < parts
+        text = f"{train.global_batch} sequences are {'too few for' if small else 'no multiple of'}"
+        why = f"micro_batches = {train.micro_batches} x data degree = {data}"
+        keys = ("train.global_batch", "train.micro_batches", "parallel.sequence")
+        yield Problem((*keys, "launch.processes"), f"{text} {parts} ({why})")
+
+
+def _files(config: Config) -> Iterator[Problem]:
+    for path in config.data.paths:
+        if not Path(path).exists():
+            yield Problem(("data.paths",), f"no such file or folder: {path}")
+    if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_file():
+        text = f'no such file: {config.data.tokenizer} (or "bytes" for no tokenizer)'
+        yield Problem(("data.tokenizer",), text)
+    if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).exists():
+        yield Problem(("checkpoint.resume",), f"no such checkpoint: {config.checkpoint.resume}")
