@@ -211,8 +211,8 @@ def test_rows_of_jsonl_and_parquet_files_are_documents(tmp_path: Path) -> None:
         assert list(read_documents(config)) == expected
     with pytest.raises(ConfigError, match=r"no text 'text'; it has \['body', 'n'\]"):
         list(read_documents(DataConfig(source="jsonl", paths=(str(tmp_path / "a.jsonl"),))))
+    (tmp_path / "a.parquet").unlink()
     with pytest.raises(ConfigError, match=r"no \.parquet file"):
-        (tmp_path / "a.parquet").unlink()
         list(read_documents(DataConfig(source="parquet", paths=(str(tmp_path),))))
 
 

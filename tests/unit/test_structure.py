@@ -1,0 +1,280 @@
+"""The shape of the source, read from its syntax trees: who may import whom, and a few bans."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# From the bottom up; a module imports from its own level or below. The longest name wins, so that
+# `internsp.wp.pool` is found before `internsp.wp`, which is what users import from.
+LEVELS = [
+    ["internsp.errors", "internsp.trace"],
+    ["internsp.config", "internsp.config_checks", "internsp.config_errors",
+     "internsp.config_sections", "internsp.mesh"],
+    ["internsp.wp.collectives", "internsp.wp.shard", "internsp.wp.schedule", "internsp.wp.blocks",
+     "internsp.sp"],
+    ["internsp.wp.pool", "internsp.wp.pending", "internsp.wp.replicated"],
+    ["internsp.wp.communicator", "internsp.wp.isp", "internsp.wp.head", "internsp.wp.embedding"],
+    ["internsp.layers", "internsp.wp.prefetch", "internsp.optim", "internsp.wp"],
+    ["internsp.parallelize"],
+    ["internsp.pipeline"],
+    ["internsp.train"],
+    ["internsp.cli", "internsp"],
+]  # fmt: skip
+SP_MAY_IMPORT = ("internsp.errors", "internsp.trace", "internsp.mesh", "internsp.sp")
+ZOO_MAY_IMPORT = ("internsp.errors", "internsp.layers", "internsp.sp", "internsp.config")
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+}  # fmt: skip
+WEIGHT_SIDE = ("internsp.wp", "internsp.layers", "internsp.optim", "internsp.parallelize")
+
+Sources = dict[str, str]
+
+
+def sources() -> Sources:
+    """Source of each module of the library and the zoo, by dotted name."""
+    found: Sources = {}
+    for package in ("internsp", "model_zoo"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path.read_text()
+    return found
+
+
+def below(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def imports(module: str, source: str, known: Sources, types: bool = True) -> Iterator[str]:
+    """Modules of this project that ``source`` imports anywhere, also within functions.
+
+    ``types=False`` leaves out what stands under ``if TYPE_CHECKING:`` and never runs.
+    """
+    is_package = any(name.startswith(module + ".") for name in known)
+    tree = ast.parse(source)
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    guards = [] if types else [b for b in branches if "TYPE_CHECKING" in ast.unparse(b.test)]
+    unseen = {id(node) for guard in guards for node in ast.walk(guard)}
+    for node in ast.walk(tree):
+        if id(node) in unseen:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                steps = node.level - (1 if is_package else 0)
+                anchor = module.split(".")[: len(module.split(".")) - steps]
+                base = ".".join([*anchor, *([base] if base else [])])
+            full = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in known else base for name in full]
+        else:
+            continue
+        yield from (n for n in names if below(n, "internsp") or below(n, "model_zoo"))
+
+
+def level(module: str) -> int:
+    placed = [(len(p), i) for i, ps in enumerate(LEVELS) for p in ps if below(module, p)]
+    return max(placed)[1]
+
+
+def upward_imports(known: Sources) -> list[str]:
+    return [
+        f"{module} imports {name}"
+        for module, source in known.items()
+        if below(module, "internsp")
+        for name in imports(module, source, known)
+        if below(name, "internsp") and level(name) > level(module)
+    ]
+
+
+def forbidden_imports(known: Sources) -> list[str]:
+    """Breaches of the narrower rules: wp and sp apart, sp and the zoo modest."""
+    found = []
+    for module, source in known.items():
+        for name in imports(module, source, known):
+            wrong = (
+                (below(module, "internsp.wp") and below(name, "internsp.sp"))
+                or (below(module, "internsp.sp") and not any(below(name, p) for p in SP_MAY_IMPORT))
+                or (
+                    below(module, "model_zoo")
+                    and not any(below(name, p) for p in (*ZOO_MAY_IMPORT, "model_zoo"))
+                )
+            )
+            if wrong:
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def zoo_names(known: Sources) -> list[str]:
+    """Modules of internsp that name the zoo, in an import or in a string that is code."""
+    found = []
+    for module, source in known.items():
+        tree = ast.parse(source)
+        texts = {
+            id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+        }  # docstrings may speak of it
+        named = any(below(n, "model_zoo") for n in imports(module, source, known)) or any(
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and "model_zoo" in node.value
+            and id(node) not in texts
+            for node in ast.walk(tree)
+        )
+        if named and below(module, "internsp"):
+            found.append(module)
+    return found
+
+
+def distributed_calls(source: str) -> list[str]:
+    """Collectives of torch.distributed that ``source`` uses, under whatever name it imported."""
+    tree = ast.parse(source)
+    modules, functions = {"torch.distributed"}, {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if below(alias.name, "torch.distributed") and alias.asname:
+                    modules.add(alias.asname)
+                elif below(alias.name, "torch.distributed"):
+                    modules.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if below(full, "torch.distributed") and alias.name in COLLECTIVES:
+                    functions[alias.asname or alias.name] = alias.name
+                elif below(full, "torch.distributed"):
+                    modules.add(alias.asname or alias.name)
+    used = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+            if ast.unparse(node.value) in modules:
+                used.append(node.attr)
+        elif isinstance(node, ast.Name) and node.id in functions:
+            used.append(functions[node.id])
+    return used
+
+
+def cycle(known: Sources) -> list[str]:
+    """Some cycle of imports (a package and its own modules aside), or nothing."""
+    edges = {
+        module: sorted(
+            {n for n in imports(module, source, known, types=False) if not below(module, n)}
+        )
+        for module, source in known.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for name in edges.get(module, []):
+            if found := visit(name, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in edges if (found := visit(module, []))), [])
+
+
+def test_imports_point_one_way() -> None:
+    assert upward_imports(sources()) == []
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    assert cycle(sources()) == []
+
+
+def test_wp_and_sp_do_not_know_each_other_and_the_zoo_knows_layers_sp_and_config_alone() -> None:
+    assert forbidden_imports(sources()) == []
+
+
+def test_only_the_factory_table_names_the_zoo() -> None:
+    assert zoo_names(sources()) in ([], ["internsp.train.factory"])
+
+
+def test_only_one_file_calls_torch_distributed_for_weights_and_gradients() -> None:
+    users = {
+        module: calls
+        for module, source in sources().items()
+        if any(below(module, package) for package in WEIGHT_SIDE)
+        and module != "internsp.wp.collectives"
+        and (calls := distributed_calls(source))
+    }
+    assert users == {}
+
+
+def test_no_python_file_is_longer_than_400_lines() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    paths = [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in paths}
+    assert len(lengths) > 20
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        (
+            "internsp.wp.pool",
+            "def late():\n    from .isp import x",
+            ["internsp.wp.pool imports internsp.wp.isp"],
+        ),
+        ("internsp.mesh", "import internsp", ["internsp.mesh imports internsp"]),
+        ("internsp.wp.head", "from internsp.wp.isp import x", []),
+        ("internsp.train.trainer", "from internsp import wp, mesh", []),
+    ],
+)
+def test_an_upward_import_is_found(module: str, source: str, found: list[str]) -> None:
+    known = dict.fromkeys(["internsp", "internsp.wp", "internsp.wp.isp", "internsp.mesh"], "")
+    assert upward_imports({**known, module: source}) == found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("internsp.wp.isp", "from internsp.sp import SequenceLayout"),
+        ("internsp.sp.exchange", "from internsp.wp.collectives import Gather"),
+        ("internsp.sp.exchange", "from internsp.config import Config"),
+        ("model_zoo.llama", "from internsp.wp import ISPCommunicator"),
+        ("model_zoo.llama", "import internsp"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert len(forbidden_imports({module: source})) == 1
+
+
+def test_a_circle_and_a_named_zoo_are_found() -> None:
+    known = {"internsp.a": "from internsp import b", "internsp.b": "import internsp.a"}
+    assert cycle(known) == ["internsp.a", "internsp.b", "internsp.a"]
+    table = {"internsp.x": 'T = {"llama": "model_zoo.llama"}', "internsp.y": '"""a model_zoo"""'}
+    assert zoo_names(table) == ["internsp.x"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "from torch import distributed\ndistributed.all_reduce(x)",
+        "import torch\ntorch.distributed.all_reduce(x)",
+        "from torch.distributed import all_reduce as add\nadd(x)",
+        "import torch.distributed._functional_collectives as f\nf.all_reduce(x)",
+    ],
+)
+def test_a_collective_is_found_under_every_name(source: str) -> None:
+    assert distributed_calls(source) == ["all_reduce"]
+    assert distributed_calls(source.replace("all_reduce", "get_rank")) == []
