@@ -1,0 +1,29 @@
+"""What every test shares: one torch thread, hypothesis without clocks, marks by folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+
+torch.set_num_threads(1)
+# No deadline (two busy cores), and the same examples at every run: a failure repeats.
+hypothesis.settings.register_profile("internsp", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("internsp")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by folder; GPU tests say why they are skipped where there is no GPU."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder == "ranks":
+            item.add_marker(pytest.mark.ranks)
+        if folder == "gpu":
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
