@@ -25,6 +25,9 @@ class Site(Protocol):
     tag: int
     """What :meth:`acquire` last handed out: changes whenever the parameter's values may have."""
 
+    guarded: bool
+    """Whether backward needs the tensor at the same place again (false for small replicas)."""
+
     def acquire(self) -> Tensor:
         """Wait for the tensor to compute with and return it (it aliases its slot)."""
 
@@ -116,10 +119,10 @@ def guard(module: nn.Module, output: Tensor) -> Tensor:
 
 def guard_sites(used: Iterable[Site], output: Tensor) -> None:
     """:func:`guard` for ``output`` computed from several modules' parameters."""
-    tags = [(site, site.tag) for site in used]
+    tags = [(site, site.tag) for site in used if site.guarded]
     for site, _ in tags:
         site.release()
-    if output.requires_grad:
+    if tags and output.requires_grad:
         output.register_hook(partial(_before_backward, tags))
 
 

@@ -20,6 +20,7 @@ from internsp.layers.access import guard, guard_sites, sites, whole
 class ParallelLinearWithCommExt(nn.Linear):
     """``y = x W^T + b`` with ``W`` [out, in] at rest as ``ceil(out / wp)`` rows a rank."""
 
+    takes_whole = True
     shard_dim = 0
 
     def forward(self, input: Tensor) -> Tensor:
@@ -62,6 +63,7 @@ class RowParallelLinearWithCommExt(ParallelLinearWithCommExt):
 class GroupedLinearWithCommExt(nn.Module):
     """``groups`` linear maps in one 3-D weight ``[groups, in, out]``, as experts keep them."""
 
+    takes_whole = True
     shard_dim = 0
 
     def __init__(
@@ -106,6 +108,7 @@ class GroupedLinearWithCommExt(nn.Module):
 class ParallelEmbeddingWithCommExt(nn.Embedding):
     """An embedding table ``[vocabulary, hidden]``, cut on either dimension over a weight group."""
 
+    takes_whole = True
     shard_dim = 0
 
     def forward(self, input: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ class RMSNorm(nn.Module):
         MissingDependencyError: ``apex`` was asked for by name and is not installed.
     """
 
+    takes_whole = True
+
     def __init__(
         self,
         size: int,

@@ -1,0 +1,363 @@
+"""``parallelize``: where weight parallel, sequence parallel and layers meet one model."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import LayoutError, StructureError
+from internsp.layers.access import Site, attach
+from internsp.layers.adopt import adopt
+from internsp.layers.compiled import compile_block
+from internsp.layers.recompute import checkpoint_block
+from internsp.mesh import ParallelMesh
+from internsp.sp import DistributedAttention, checkpoint_context_fn
+from internsp.trace import Trace
+from internsp.wp.blocks import Structure, anchor_position, read
+from internsp.wp.collectives import Collectives, Counters
+from internsp.wp.communicator import ChunkState, UnitCommunicator, WeightSite
+from internsp.wp.embedding import CUTS, EmbeddingWeightParallelCommunicator
+from internsp.wp.head import HeadWeightParallelCommunicator
+from internsp.wp.isp import ISPCommunicator
+from internsp.wp.pending import PendingGradients
+from internsp.wp.pool import MemoryPool, Unit
+from internsp.wp.prefetch import Prefetcher
+from internsp.wp.replicated import ReplicatedParameter, SmallParameters
+from internsp.wp.schedule import Policy
+from internsp.wp.shard import ShardedWeight, ShardLayout
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+Initialise = Callable[[str, Tensor, torch.Generator], None]
+
+
+@dataclass
+class _Owner:
+    """One place where a module holds a parameter."""
+
+    module_name: str
+    module: nn.Module
+    name: str
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.module_name}.{self.name}" if self.module_name else self.name
+
+
+@dataclass
+class _Shared:
+    """A parameter and all its owners; the first names it."""
+
+    parameter: nn.Parameter
+    owners: list[_Owner] = field(default_factory=list)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: WeightParallelConfig | None = None,
+    *,
+    activation_checkpoint: ActivationCheckpointConfig | None = None,
+    trace: Trace | None = None,
+) -> ISPCommunicator:
+    """Cut ``model``'s weights over the weight group and attach communication to it, in place.
+
+    Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``. The model may be on the meta
+    device; then call :func:`initialise` before its first forward. Collective: all ranks call it.
+
+    Args:
+        model: blocks, embedding and head are found by name patterns (WP-7).
+        activation_checkpoint: blocks that recompute their activations.
+        trace: where events of communication go.
+
+    Returns:
+        The communicator of the blocks, with ``head``, ``embedding``, ``small`` and ``state``.
+
+    Raises:
+        StructureError: when no block or anchor is found, or a weight is shared between blocks.
+    """
+    config = config or WeightParallelConfig()
+    structure = read(model, config.trigger, config.blocks, config.anchors)
+    recomputed = _recomputed(activation_checkpoint, len(structure.blocks))
+    trace = trace or Trace()
+    builder = _Builder(model, mesh, config, structure, recomputed)
+    communicator = builder.build(trace)
+    for module in model.modules():
+        if isinstance(module, DistributedAttention):
+            module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace)
+    for index, block in enumerate(structure.blocks):
+        if config.compile:
+            compile_block(block.module)
+        if index in recomputed and activation_checkpoint is not None:
+            selective = activation_checkpoint.mode == "selective"
+            checkpoint_block(
+                block.module,
+                activation_checkpoint.reentrant,
+                checkpoint_context_fn if selective else None,
+            )
+    _watch(model, communicator)
+    return communicator
+
+
+def _recomputed(config: ActivationCheckpointConfig | None, blocks: int) -> set[int]:
+    chosen = set(config.selected(blocks)) if config is not None else set()
+    wrong = sorted(i for i in chosen if not 0 <= i < blocks)
+    if wrong:
+        raise StructureError(
+            f"activation_checkpoint.blocks names {wrong}, but the model has {blocks} blocks (0 to "
+            f"{blocks - 1})"
+        )
+    return chosen
+
+
+class _Builder:
+    """Assigns every parameter to a unit or to the small ones, and makes the communicators."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        config: WeightParallelConfig,
+        structure: Structure,
+        recomputed: set[int],
+    ) -> None:
+        self.model, self.mesh, self.config = model, mesh, config
+        self.structure = structure
+        self.recomputed = recomputed
+        self.dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
+        self.sharded: list[ShardedWeight] = []
+        self.small = SmallParameters(mesh, self.sharded)
+        self.units: dict[str, Unit] = {}
+        self.policy = Policy(
+            len(structure.blocks), config.prefetch_depth, config.granularity == "module"
+        )
+
+    def build(self, trace: Trace) -> ISPCommunicator:
+        places: list[tuple[_Owner, Unit | None, ShardedWeight | int]] = []
+        for shared in self._parameters():
+            places += self._place(shared)
+        blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
+        others = [u for n, u in self.units.items() if u.block < 0]
+        state = self._state(blocks, others, trace)
+        communicator = ISPCommunicator(
+            state,
+            self.mesh,
+            blocks,
+            self.small,
+            strict_order=self.config.unexpected_order == "error",
+            mean=self.config.reduction == "mean",
+        )
+        by_unit = self._communicators(communicator, others)
+        for owner, unit, what in places:
+            site: Site
+            if unit is None or isinstance(what, int):
+                assert isinstance(what, int), "a small parameter has an index and no unit"
+                site = self.small.site(what)
+            else:
+                site = WeightSite(by_unit.get(unit.name, communicator), unit, what)
+            adopt(owner.module_name, owner.module)
+            attach(owner.module, owner.name, site)
+        hooked = [
+            (block.module, unit, block.anchor)
+            for block, unit in zip(self.structure.blocks, blocks, strict=True)
+        ]
+        communicator.anchors = [self._anchor(i) for i in range(len(blocks))]
+        communicator.prefetcher = Prefetcher(
+            communicator, self.model, hooked, self._equal_counts() if communicator.mean else None
+        )
+        return communicator
+
+    def _parameters(self) -> list[_Shared]:
+        found: dict[int, _Shared] = {}
+        for module_name, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if isinstance(parameter, DTensor):
+                    raise StructureError(
+                        f"{module_name}.{name} is a DTensor already: parallelize a model once, "
+                        "and do not combine it with FSDP"
+                    )
+                shared = found.setdefault(id(parameter), _Shared(parameter))
+                shared.owners.append(_Owner(module_name, module, name))
+        return list(found.values())
+
+    def _place(self, shared: _Shared) -> list[tuple[_Owner, Unit | None, ShardedWeight | int]]:
+        owner, parameter = shared.owners[0], shared.parameter
+        cut = parameter.ndim >= 2 and parameter.numel() >= self.config.min_shard_elements
+        if not cut:
+            member = ReplicatedParameter(owner.full_name, parameter, self.mesh, self.dtype)
+            self.small.append(member)
+            index = len(self.small.members) - 1
+            for o in shared.owners:
+                o.module._parameters[o.name] = member.parameter
+            return [(o, None, index) for o in shared.owners]
+        unit = self._unit(shared)
+        weight = self._weight(owner, parameter)
+        self.sharded.append(weight)
+        unit.weights.append(weight)
+        for o in shared.owners:
+            o.module._parameters[o.name] = weight.parameter
+        return [(o, unit, weight) for o in shared.owners]
+
+    def _weight(self, owner: _Owner, parameter: nn.Parameter) -> ShardedWeight:
+        dim = getattr(owner.module, "shard_dim", 0)
+        if isinstance(owner.module, nn.Embedding):
+            dim = CUTS[self.config.embedding_cut]
+        try:
+            layout = ShardLayout.create(tuple(parameter.shape), dim, self.mesh.weight)
+        except LayoutError as error:
+            raise LayoutError(f"{owner.full_name}: {error}") from error
+        linear = isinstance(owner.module, nn.Linear)
+        return ShardedWeight(owner.full_name, parameter, layout, self.mesh, self.dtype, linear)
+
+    def _unit(self, shared: _Shared) -> Unit:
+        blocks = {self._block_of(o.module_name) for o in shared.owners}
+        if len(blocks) > 1:
+            raise StructureError(
+                f"{shared.owners[0].full_name} is shared between blocks or with the outside "
+                f"({', '.join(o.full_name for o in shared.owners)}): a block's weights must be "
+                "its own; untie it, or keep it small (weight_parallel.min_shard_elements)"
+            )
+        block = blocks.pop()
+        if block >= 0:
+            return self._block_unit(block)
+        name = shared.owners[0].module_name
+        return self.units.setdefault(name, Unit(name, []))
+
+    def _block_of(self, module_name: str) -> int:
+        for i, block in enumerate(self.structure.blocks):
+            if module_name == block.name or module_name.startswith(block.name + "."):
+                return i
+        return -1
+
+    def _block_unit(self, index: int) -> Unit:
+        name = self.structure.blocks[index].name
+        if name not in self.units:
+            unit = Unit(name, [], block=index, recomputed=index in self.recomputed)
+            self.units[name] = unit
+        return self.units[name]
+
+    def _anchor(self, index: int) -> int:
+        block = self.structure.blocks[index]
+        owners = [
+            w.name.removeprefix(block.name + ".").rpartition(".")[0]
+            for w in self._block_unit(index).weights
+        ]
+        return anchor_position(block, owners, self.config.trigger)
+
+    def _state(self, blocks: list[Unit], others: list[Unit], trace: Trace) -> ChunkState:
+        for unit in (*blocks, *others):
+            unit.place()
+        largest = max((u.nbytes for u in blocks), default=0)
+        sizes = [largest] * (self.policy.slots if blocks else 0)
+        for unit in blocks:
+            unit.slot = self.policy.slot(unit.block)
+        for unit in others:
+            unit.slot = len(sizes)
+            sizes.append(unit.nbytes)
+        counters = Counters()
+        pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
+        collectives = Collectives(
+            self.mesh.weight_group, self.config.overlap, trace, counters
+        )
+        pending = PendingGradients(collectives, pool, self.config.pending_blocks)
+        return ChunkState(collectives, pool, pending, self.policy, counters, trace)
+
+    def _communicators(
+        self, communicator: ISPCommunicator, others: list[Unit]
+    ) -> dict[str, UnitCommunicator]:
+        state, by_unit = communicator.state, {}
+        embedding, head = self.structure.embedding, self.structure.head
+        for unit in others:
+            made: UnitCommunicator
+            if embedding is not None and unit.name == embedding[0]:
+                made = communicator.embedding = EmbeddingWeightParallelCommunicator(state, unit)
+            elif head is not None and unit.name == head[0]:
+                made = communicator.head = HeadWeightParallelCommunicator(
+                    state, unit, self.config.head_output
+                )
+            else:
+                made = UnitCommunicator(state)
+                communicator.others.append(made)
+            by_unit[unit.name] = made
+        return by_unit
+
+    def _equal_counts(self) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+        """For a user's own mean loss: equal shapes on all ranks, checked once (DESIGN 6)."""
+        checked: list[bool] = []
+
+        def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if checked:
+                return
+            checked.append(True)
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            mine = tensors[0].numel() if tensors else 0
+            counts: list[int | None] = [None] * self.mesh.shape.stage_size
+            dist.all_gather_object(counts, mine, group=self.mesh.stage_group)
+            if len(set(counts)) > 1:
+                raise LayoutError(
+                    f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
+                    f"got {counts} (this is rank {self.mesh.rank}); divide a sum by the number of "
+                    "valid tokens over all ranks instead (reduction = 'sum')"
+                )
+
+        return check
+
+
+def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
+    """Notice writes that no version counter shows: fused optimizers, loads (WP-11)."""
+    reference = weakref.ref(communicator)
+
+    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = reference()
+        if alive is None:
+            return
+        written = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        for weight in alive.small.sharded:
+            if id(weight.parameter) in written:
+                weight.invalidate()
+
+    handle = register_optimizer_step_post_hook(stepped)
+    weakref.finalize(communicator, handle.remove)
+    model.register_state_dict_pre_hook(lambda *_: communicator.publish())
+    model.register_load_state_dict_post_hook(lambda *_: communicator.invalidate())
+
+
+def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> None:
+    """Give every parameter its first values, the same whatever the mesh. Not collective.
+
+    One whole parameter at a time is made, filled and cut.
+
+    Args:
+        fill: ``fill(name, whole, generator)`` writes the whole parameter ``name`` in place.
+        seed: together with the name decides the generator's state.
+    """
+    device = communicator.mesh.device
+    for member in (*communicator.small.members, *communicator.small.sharded):
+        digest = hashlib.sha256(f"{seed}:{member.name}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+        parameter = member.parameter
+        value = torch.empty(parameter.shape, dtype=member.dtype)
+        fill(member.name, value, generator)
+        with torch.no_grad():
+            if isinstance(member, ShardedWeight):
+                rows = member.layout.cut(value, member.rank)
+                member.storage[: len(rows)].copy_(rows.to(device))
+            else:
+                member.storage.copy_(value.to(device))
+        member.invalidate()

@@ -1,0 +1,153 @@
+"""Reads a model into blocks, anchors, embedding and head (WP-7: patterns, never a guess)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from internsp.errors import StructureError
+
+BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
+HEADS = ("head", "lm_head", "output", "output_layer", "unembed")
+ANCHORS: dict[str, tuple[str, ...]] = {
+    "attention": ("attend", "core_attention", "inner_attention", "attn_core", "inner_attn"),
+    "out_proj": ("out_proj", "wo", "o_proj", "c_proj", "dense", "proj", "to_out"),
+    "mlp": ("w1", "gate_proj", "fc1", "c_fc", "up_proj", "dense_h_to_4h", "fc_in", "gate_up_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block and the module whose forward triggers the next block's gather."""
+
+    name: str
+    module: nn.Module
+    anchor_name: str | None
+    anchor: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model as weight communication sees it."""
+
+    blocks: tuple[Block, ...]
+    embedding: tuple[str, nn.Module] | None
+    head: tuple[str, nn.Module] | None
+
+
+def read(
+    model: nn.Module,
+    trigger: str = "out_proj",
+    blocks: Sequence[str] = (),
+    anchors: Sequence[str] = (),
+) -> Structure:
+    """Find the parts of ``model``.
+
+    Args:
+        trigger: which anchor to look for; ``"qkv"``, the block's entry, needs none.
+        blocks: glob patterns of block names; empty: children of module lists with usual names.
+        anchors: glob patterns, matched against names within a block; empty: usual names.
+
+    Raises:
+        StructureError: when no block, or in a block no anchor, is found; lists candidates.
+    """
+    found = _blocks(model, blocks)
+    parts = tuple(_with_anchor(name, module, trigger, anchors) for name, module in found)
+    inside = {id(m) for _, block in found for m in block.modules()}
+    outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
+    embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
+    heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
+    return Structure(
+        parts, embeddings[0] if embeddings else None, heads[-1] if heads else None
+    )
+
+
+def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    named = [(n, m) for n, m in model.named_modules() if n]
+    if patterns:
+        chosen: list[tuple[str, nn.Module]] = []
+        for pattern in patterns:
+            hits = [(n, m) for n, m in named if fnmatchcase(n, pattern)]
+            if not hits:
+                raise StructureError(
+                    f"block pattern {pattern!r} matches no module; {_block_candidates(named)}"
+                )
+            chosen += [hit for hit in hits if hit not in chosen]
+        _refuse_nested(chosen)
+        return chosen
+    lists = [
+        (n, m)
+        for n, m in named
+        if isinstance(m, (nn.ModuleList, nn.Sequential))
+        and n.split(".")[-1] in BLOCK_LISTS
+        and len(m) > 0
+        and all(any(True for _ in child.parameters()) for child in m)
+    ]
+    outermost = [
+        (n, m) for n, m in lists if not any(n.startswith(o + ".") for o, _ in lists if o != n)
+    ]
+    if not outermost:
+        raise StructureError(
+            "no transformer blocks found by the usual names "
+            f"({', '.join(BLOCK_LISTS)}); set weight_parallel.blocks, {_block_candidates(named)}"
+        )
+    return [(f"{n}.{i}", child) for n, m in outermost for i, child in enumerate(m)]
+
+
+def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
+    for name, _ in chosen:
+        inner = [n for n, _ in chosen if n.startswith(name + ".")]
+        if inner:
+            raise StructureError(
+                f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
+                "make the patterns of weight_parallel.blocks match one level only"
+            )
+
+
+def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
+    lists = [f"{n}.*" for n, m in named if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    classes = sorted({type(m).__name__ for _, m in named if any(True for _ in m.children())})
+    return (
+        f"candidates: {', '.join(lists) or 'no module list in this model'}; "
+        f"composite classes: {', '.join(classes) or 'none'}"
+    )
+
+
+def _with_anchor(
+    block: str, module: nn.Module, trigger: str, patterns: Sequence[str]
+) -> Block:
+    if trigger == "qkv" and not patterns:
+        return Block(block, module, None, None)
+    usual = ANCHORS.get(trigger, ())
+    named = [(n, m) for n, m in module.named_modules() if n]
+    for pattern in patterns or usual:
+        for name, child in named:
+            if fnmatchcase(name, pattern) or fnmatchcase(name.split(".")[-1], pattern):
+                return Block(block, module, name, child)
+    linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
+    raise StructureError(
+        f"no anchor for trigger {trigger!r} in block {block}: none of its modules is named "
+        f"{', '.join(patterns or usual)}; set weight_parallel.anchors, candidates: "
+        f"{', '.join(linear) or 'none'}"
+    )
+
+
+def anchor_position(block: Block, owners: Sequence[str], trigger: str) -> int:
+    """Position of the first weight used after the anchor among ``owners`` (in order of use).
+
+    Args:
+        owners: for each sharded weight of the block, the name of its module within the block.
+    """
+    if block.anchor_name is None:
+        return -1
+    names = [block.anchor_name]
+    if trigger == "attention":  # owns no weight itself; the out-projection follows it
+        names += list(ANCHORS["out_proj"])
+    for name in names:
+        for position, owner in enumerate(owners):
+            if owner == name or owner.startswith(name + ".") or owner.split(".")[-1] == name:
+                return position
+    return len(owners)

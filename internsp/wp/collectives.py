@@ -1,0 +1,219 @@
+"""The only file of ``wp`` that calls ``torch.distributed``: gathers, reductions, agreement.
+
+A reduction is an all-to-all of the whole gradient's pieces and a local sum: on gloo that sends
+half of what its ``reduce_scatter`` sends, and on every backend the pieces travel in the
+gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and
+the synchronous form issue the same messages in the same order; only the wait differs (WP-12).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.errors import CollectiveError
+from internsp.trace import Trace
+
+
+@dataclass
+class Counters:
+    """Payload bytes this rank received from others, and seconds its computing thread waited."""
+
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    exposed_seconds: float = 0.0
+    gathers: int = 0
+    reductions: int = 0
+
+    def reset(self) -> None:
+        """Start counting anew (a step's metrics)."""
+        self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
+        self.exposed_seconds = 0.0
+
+
+@dataclass
+class Handle:
+    """A collective in flight. ``wait`` is idempotent; on a device it orders streams only."""
+
+    work: dist.Work | None
+    event: int = -1
+    keep: tuple[Tensor, ...] = field(default=(), repr=False)
+    """Tensors the collective reads or writes: kept until the wait (WP-6)."""
+
+    @property
+    def done(self) -> bool:
+        """Whether somebody has waited already."""
+        return self.work is None
+
+
+class Collectives:
+    """Launches and waits for one group's collectives, counting bytes and waits.
+
+    Args:
+        group: ranks among which weights are cut.
+        overlap: when false every launch waits at once: the synchronous oracle (WP-12).
+        trace: where ``AG``, ``RS`` and ``WAIT`` events go.
+        counters: shared by the communicators of a model.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, overlap: bool, trace: Trace, counters: Counters
+    ) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.overlap = overlap
+        self.trace = trace
+        self.counters = counters
+
+    def gather(self, output: Tensor, shard: Tensor, unit: str, weight: str, phase: str) -> Handle:
+        """All-gather ``shard`` ``[rows, ...]`` into ``output`` ``[size * rows, ...]``.
+
+        Does not block unless ``overlap`` is off. ``output`` must be a ``.data`` alias of its slot:
+        collectives raise a version counter, which the slot's views must not share (DESIGN 4.1).
+        """
+        nbytes = (self.size - 1) * shard.numel() * shard.element_size()
+        self.counters.gathered_bytes += nbytes
+        self.counters.gathers += 1
+        event = self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)
+        if self.size == 1:
+            output.copy_(shard)
+            self.trace.finish(event)
+            return Handle(None)
+        work = _gather_into(output, shard, self.group)
+        return self._launched(work, event, (output, shard), unit, weight, phase)
+
+    def reduce(self, output: Tensor, pieces: Tensor, unit: str, weight: str, phase: str) -> Handle:
+        """Send piece ``p`` of ``pieces`` ``[size, ...]`` to rank ``p``; receive into ``output``.
+
+        After the wait, ``output.sum(0)`` in a wide dtype is this rank's reduced shard. Does not
+        block unless ``overlap`` is off.
+        """
+        nbytes = (self.size - 1) * pieces[0].numel() * pieces.element_size()
+        self.counters.reduced_bytes += nbytes
+        self.counters.reductions += 1
+        event = self.trace.record("RS", unit, weight, phase, nbytes, in_flight=True)
+        if self.size == 1:
+            self.trace.finish(event)
+            return Handle(None, keep=(output, pieces))
+        work = dist.all_to_all_single(
+            output.flatten(), pieces.flatten(), group=self.group, async_op=True
+        )
+        return self._launched(work, event, (output, pieces), unit, weight, phase)
+
+    def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
+        """Wait for ``handle`` on the current stream (CPU: block). Later waits return at once.
+
+        Raises:
+            CollectiveError: when the collective failed, naming the weight and the rank.
+        """
+        if handle.work is None:
+            return
+        work, handle.work = handle.work, None
+        start = time.perf_counter()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"a collective for {weight or unit} ({phase}) failed on rank {dist.get_rank()}: "
+                f"{error}. Another rank has stopped or taken another path; its log has the cause"
+            ) from error
+        end = time.perf_counter()
+        self.counters.exposed_seconds += end - start
+        self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
+        if not self.trace.enabled:
+            return
+        self.trace.finish(handle.event, end)
+
+    def _launched(
+        self,
+        work: dist.Work,
+        event: int,
+        keep: tuple[Tensor, ...],
+        unit: str,
+        weight: str,
+        phase: str,
+    ) -> Handle:
+        handle = Handle(work, event, keep)
+        if event >= 0:
+            _stamp(work, self.trace, event)
+        if not self.overlap:
+            self.wait(handle, unit, weight, phase)
+        return handle
+
+
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, counters: Counters | None = None
+) -> dist.Work | None:
+    """Sum ``tensor`` over ``group`` in place, asynchronously; ``None`` for a group of one."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return None
+    if counters is not None:
+        counters.reduced_bytes += 2 * (size - 1) * tensor.numel() * tensor.element_size() // size
+        counters.reductions += 1
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def gather_slices(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """All-gather equal 1-D slices, asynchronously (the optimizer publishes with it)."""
+    if dist.get_world_size(group) == 1:
+        if output.data_ptr() != piece.data_ptr():
+            output.copy_(piece)
+        return None
+    return _gather_into(output, piece, group)
+
+
+def exchange_pieces(output: Tensor, pieces: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """All-to-all of equal 1-D pieces, asynchronously (the optimizer's reduce-scatter)."""
+    if dist.get_world_size(group) == 1:
+        output.copy_(pieces)
+        return None
+    return dist.all_to_all_single(output, pieces, group=group, async_op=True)
+
+
+def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # torch 2.13 renames the call; 2.11 and 2.12 have only the old name.
+    call: Callable[..., dist.Work] = getattr(
+        dist, "all_gather_single", dist.all_gather_into_tensor
+    )
+    return call(output, shard, group=group, async_op=True)
+
+
+def _stamp(work: dist.Work, trace: Trace, event: int) -> None:
+    """Note the time at which the collective itself ended, without polling (DESIGN 8)."""
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return
+    future.add_done_callback(lambda _: trace.finish(event))
+
+
+def all_meet(store: dist.Store, key: str, rank: int, ranks: list[int], seconds: float) -> bool:
+    """Whether all ``ranks`` post ``key`` within ``seconds``: agreement without a collective.
+
+    Used after an exception, when no collective may be trusted (WP-10).
+    """
+    store.set(f"{key}/{rank}", "1")
+    deadline = time.monotonic() + seconds
+    missing = [f"{key}/{r}" for r in ranks]
+    while not store.check(missing):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def default_store() -> dist.Store:
+    """The store with which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether sums in ``dtype`` need no upcast."""
+    return dtype in (torch.float32, torch.float64)

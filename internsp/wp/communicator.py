@@ -1,0 +1,193 @@
+"""``WPCommunicator``: what a parallel layer asks of weight communication (InternEvo's interface).
+
+:class:`UnitCommunicator` implements it over one chunk's :class:`ChunkState`; head, embedding and
+transformer blocks differ in which units they own and when they gather them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from internsp.errors import StaleWeightError
+from internsp.trace import Trace
+from internsp.wp.collectives import Collectives, Counters, Handle
+from internsp.wp.pending import PendingGradients
+from internsp.wp.pool import MemoryPool, Unit
+from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
+from internsp.wp.shard import ShardedWeight
+
+
+def in_backward() -> bool:
+    """Whether an autograd graph task runs on this thread: the phase, from where we are (WP-9)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class WPCommunicator(ABC):
+    """Gathers weights and reduces their gradients on behalf of layers.
+
+    ``mode`` says what travels: ``"weight"`` for all implementations of this project.
+    """
+
+    mode: str = "weight"
+
+    @abstractmethod
+    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        """The whole weight, for use now. Waits for this weight's gather only."""
+
+    @abstractmethod
+    def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
+        """The layer's forward is over."""
+
+    @abstractmethod
+    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: int) -> None:
+        """The layer's backward is about to run with the view that carried ``tag``."""
+
+    @abstractmethod
+    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
+        """The whole gradient is born: start its reduction. Never blocks on that reduction."""
+
+
+@dataclass
+class ChunkState:
+    """What the communicators of one model chunk share (WP-8: an object that is passed in)."""
+
+    collectives: Collectives
+    pool: MemoryPool
+    pending: PendingGradients
+    policy: Policy
+    counters: Counters
+    trace: Trace
+    handles: dict[ShardedWeight, Handle] = field(default_factory=dict)
+    touched: dict[ShardedWeight, bool] = field(default_factory=dict)
+    """Weights with a reduction in this backward, in launch order; whether this rank had a birth."""
+    births_need_callback: bool = False
+
+
+class WeightSite:
+    """One module's use of one sharded weight (:class:`internsp.layers.access.Site`)."""
+
+    guarded = True
+
+    def __init__(self, communicator: WPCommunicator, unit: Unit, weight: ShardedWeight) -> None:
+        self.communicator = communicator
+        self.unit = unit
+        self.weight = weight
+        self.tag = -1
+
+    def acquire(self) -> Tensor:
+        """See :meth:`WPCommunicator.weight_hook`."""
+        tensor = self.communicator.weight_hook(self.unit, self.weight)
+        self.tag = self.weight.tag()
+        return tensor
+
+    def release(self) -> None:
+        """See :meth:`WPCommunicator.release_hook`."""
+        self.communicator.release_hook(self.unit, self.weight)
+
+    def before_backward(self, tag: int) -> None:
+        """See :meth:`WPCommunicator.backward_hook`."""
+        self.communicator.backward_hook(self.unit, self.weight, tag)
+
+    def born(self, gradient: Tensor) -> None:
+        """See :meth:`WPCommunicator.gradient_hook`."""
+        self.communicator.gradient_hook(self.unit, self.weight, gradient)
+
+
+class UnitCommunicator(WPCommunicator):
+    """Gathers, uses and frees the weights of units; starts their reductions."""
+
+    def __init__(self, state: ChunkState) -> None:
+        self.state = state
+
+    def fetch(self, unit: Unit, weights: Sequence[ShardedWeight], phase: str) -> None:
+        """Launch the gathers of those of ``weights`` whose right values are not in the slot.
+
+        Does not block. Leases the slot (WP-4); what is there with the right tag is not gathered
+        again (WP-11).
+        """
+        state = self.state
+        moving = [w for w in weights if not w.resident]
+        if not moving:
+            return
+        slot = state.pool.slots[unit.slot]
+        if slot.owner is not None and slot.owner is not unit:
+            self.settle(slot.owner)
+        slot = state.pool.lease(unit, phase)
+        for weight in moving:
+            if slot.tags.get(weight) == weight.tag():
+                continue
+            if weight in state.handles:  # an older version is still arriving at the same place
+                self._wait(unit, weight, phase)
+            shard = weight.to_send()
+            flat = slot.flat(unit, weight)
+            slot.tags[weight] = weight.tag()
+            handle = state.collectives.gather(
+                flat, shard.view(-1), unit.name, weight.name, phase
+            )
+            if not handle.done:
+                state.handles[weight] = handle
+
+    def settle(self, unit: Unit) -> None:
+        """Wait for gathers of ``unit`` that nobody used: its slot is about to be overwritten."""
+        for weight in unit.weights:
+            self._wait(unit, weight, "settle")
+
+    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        phase = RECOMPUTE if in_backward() else FORWARD
+        self._present(unit, weight, phase)
+        return self.view(unit, weight)
+
+    def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
+        if not in_backward():
+            self.state.trace.record("FREE", unit.name, weight.name, FORWARD)
+            self.used(unit)
+
+    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: int) -> None:
+        if weight.tag() != tag:
+            raise StaleWeightError(
+                f"{weight.name} changed on rank {self.state.collectives.rank} of its weight group "
+                "between its use in forward and its backward: its gradient would be computed with "
+                "other values. Take the optimizer step, load_state_dict or edit after backward"
+            )
+        self._present(unit, weight, BACKWARD)
+
+    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
+        self.reduce(unit, weight, gradient)
+        self.used(unit)
+
+    def reduce(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
+        """Launch one reduction; ``None`` stands for zeros, so that ranks stay in step (WP-2)."""
+        state = self.state
+        state.pending.launch(unit, weight, gradient)
+        state.touched[weight] = state.touched.get(weight, False) or gradient is not None
+        state.trace.record("FREE", unit.name, weight.name, BACKWARD)
+
+    def used(self, unit: Unit) -> None:
+        """A use of a unit outside the blocks has ended: nobody holds its slot."""
+        self.state.pool.slots[unit.slot].release(unit)
+
+    def view(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        """The whole weight, aliasing its slot (or its storage where no gather is needed)."""
+        if weight.resident:
+            return weight.layout.whole_view(weight.to_send().view(-1))
+        return weight.layout.whole_view(self.state.pool.slots[unit.slot].flat(unit, weight))
+
+    def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+        """With prefetch per module: launch what comes after ``weight``. Blocks override it."""
+
+    def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+        state = self.state
+        self.fetch(unit, (weight,), phase)
+        self._wait(unit, weight, phase)
+        state.trace.record("USE", unit.name, weight.name, phase)
+        self.follow(unit, weight, phase)
+
+    def _wait(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+        handle = self.state.handles.pop(weight, None)
+        if handle is not None:
+            self.state.collectives.wait(handle, unit.name, weight.name, phase)

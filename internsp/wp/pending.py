@@ -1,0 +1,100 @@
+"""Pending gradients: reductions in flight, drained in launch order and never too many (WP-6)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.pool import MemoryPool, Unit
+from internsp.wp.shard import ShardedWeight
+
+
+@dataclass
+class PendingGradient:
+    """A reduction in flight: weight, buffers and work handle."""
+
+    unit: Unit
+    weight: ShardedWeight
+    received: Tensor
+    packed: Tensor | None
+    handle: Handle
+
+
+class PendingGradients:
+    """A queue of reductions.
+
+    Args:
+        collectives: of the weight group (or of a group of its own for gradients).
+        pool: where received and packed pieces lie.
+        limit: units whose whole gradients may be in flight; the oldest unit is drained first.
+    """
+
+    def __init__(self, collectives: Collectives, pool: MemoryPool, limit: int) -> None:
+        self._collectives = collectives
+        self._pool = pool
+        self._limit = limit
+        self._queue: deque[PendingGradient] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
+        """Start the reduction of ``weight``'s whole gradient; ``None`` stands for zeros (WP-2)."""
+        self._make_room(unit)
+        layout = weight.layout
+        pieces, packed = None, None
+        dtype = weight.compute_dtype
+        if gradient is not None:
+            gradient = gradient.to(dtype)
+            pieces = layout.packed_as_is(gradient)
+        if pieces is None:
+            packed = self._pool.take(layout.padded_numel, dtype)
+            pieces = packed.view(layout.size, *layout.shard_shape)
+            if gradient is None:
+                pieces.zero_()
+            else:
+                layout.pack(gradient, pieces)
+        if layout.size == 1:
+            received = pieces
+            handle = self._collectives.reduce(pieces, pieces, unit.name, weight.name, "backward")
+        else:
+            buffer = self._pool.take(layout.padded_numel, dtype)
+            received = buffer.view(layout.size, *layout.shard_shape)
+            handle = self._collectives.reduce(received, pieces, unit.name, weight.name, "backward")
+        self._queue.append(PendingGradient(unit, weight, received, packed, handle))
+
+    def _make_room(self, unit: Unit) -> None:
+        """Drain until ``unit`` and at most ``limit - 1`` others have gradients in flight."""
+        while True:
+            units = {id(p.unit) for p in self._queue} - {id(unit)}
+            if len(units) < self._limit:
+                return
+            self.drain_one()
+
+    def drain_one(self) -> None:
+        """Wait for the oldest reduction and add it to its shard's partial sum."""
+        pending = self._queue.popleft()
+        weight = pending.weight
+        self._collectives.wait(pending.handle, pending.unit.name, weight.name, "drain")
+        pending.handle.keep = ()
+        weight.add_partial(pending.received)
+        self._collectives.trace.record("DRAIN", pending.unit.name, weight.name, "drain")
+        if weight.layout.size > 1:
+            self._pool.give(pending.received.flatten())
+        if pending.packed is not None:
+            self._pool.give(pending.packed)
+
+    def drain(self) -> None:
+        """Drain everything, in launch order."""
+        while self._queue:
+            self.drain_one()
+
+    def discard(self) -> None:
+        """After a failure that all ranks met: let everything arrive, keep nothing (WP-10)."""
+        while self._queue:
+            pending = self._queue.popleft()
+            self._collectives.wait(pending.handle, pending.unit.name, pending.weight.name, "drain")
+            pending.handle.keep = ()

@@ -1,0 +1,191 @@
+"""Where a weight grows whole: slots with leases, and buffers for reductions (WP-1, WP-4, WP-6).
+
+A slot holds the whole weights of one unit at a time. Its contents stay until another unit takes
+the slot, and carry a tag for each weight, so that what is still right is not gathered again
+(WP-11). With ``reuse=False`` each unit has memory of its own that is allocated when its slot is
+leased and freed when another unit takes the slot: the same moments, the same messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from internsp.errors import PoolError
+from internsp.wp.shard import ShardedWeight
+
+ALIGNMENT = 256  # bytes: what allocators and vector loads like
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment of weights in a slot."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False)
+class Unit:
+    """Weights that are gathered together: a transformer block, the embedding, the head.
+
+    Attributes:
+        weights: in the order of use (of registration in the model).
+        slot: index of the slot among the pool's, fixed by the schedule (DESIGN 4.1).
+    """
+
+    name: str
+    weights: list[ShardedWeight]
+    slot: int = -1
+    block: int = -1
+    """Index among the chunk's blocks; -1 for units that are not blocks."""
+    recomputed: bool = False
+    """Whether activation checkpointing recomputes it, so that backward gathers in forward order."""
+    offsets: dict[ShardedWeight, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit's whole weights in a slot."""
+        return sum(aligned(w.slot_nbytes) for w in self.weights)
+
+    def place(self) -> None:
+        """Give each weight its offset in the slot."""
+        offset = 0
+        for weight in self.weights:
+            self.offsets[weight] = offset
+            offset += aligned(weight.slot_nbytes)
+
+
+class Slot:
+    """One buffer of bytes and what is in it."""
+
+    def __init__(self, index: int, nbytes: int, device: torch.device, reuse: bool) -> None:
+        self.index = index
+        self.nbytes = nbytes
+        self.device = device
+        self.reuse = reuse
+        self.owner: Unit | None = None  # whose weights are in it
+        self.holder: Unit | None = None  # who has the lease
+        self.purpose = ""
+        self.tags: dict[ShardedWeight, int] = {}
+        self._buffers: dict[Unit | None, Tensor] = {}
+        if reuse:
+            self._buffers[None] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def lease(self, unit: Unit, purpose: str) -> None:
+        """Take the right to use the slot.
+
+        Raises:
+            PoolError: when another unit holds it, naming both (WP-4).
+        """
+        if self.holder is not None and self.holder is not unit:
+            raise PoolError(
+                f"slot {self.index} asked for by {unit.name} ({purpose}) while it is held by "
+                f"{self.holder.name} ({self.purpose}); blocks must run in the declared order, or "
+                "set weight_parallel.unexpected_order = 'gather'"
+            )
+        self.holder, self.purpose = unit, purpose
+        if self.owner is not unit:
+            self._evict(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Give the lease back (no effect without one); the contents stay until overwritten."""
+        if self.holder is unit:
+            self.holder, self.purpose = None, ""
+
+    def flat(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        """``weight``'s padded place in the slot, flat, in its compute dtype.
+
+        An alias with a version counter of its own: filling the slot must not look to autograd
+        like a change of saved tensors (DESIGN 4.1; WP-14 checks the tag in its stead).
+        """
+        buffer = self._buffers[None if self.reuse else unit].data
+        start = unit.offsets[weight]
+        nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
+        return buffer[start : start + nbytes].view(weight.compute_dtype)
+
+    def forget(self) -> None:
+        """Nothing in the slot may be reused (WP-10)."""
+        self.tags.clear()
+        self.holder, self.purpose = None, ""
+
+    def _evict(self, unit: Unit) -> None:
+        if not self.reuse:
+            if self.owner is not None:
+                self._buffers[self.owner].untyped_storage().resize_(0)
+            if unit not in self._buffers:
+                self._buffers[unit] = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)
+            else:  # saved views alias this storage: grow the same one again
+                self._buffers[unit].untyped_storage().resize_(unit.nbytes)
+        self.owner = unit
+        self.tags.clear()
+
+    def live_nbytes(self) -> int:
+        """Bytes this slot occupies now."""
+        return sum(b.untyped_storage().nbytes() for b in self._buffers.values())
+
+
+class MemoryPool:
+    """The slots of one model chunk, and pooled buffers for its reductions.
+
+    Args:
+        sizes: bytes of each slot.
+        reuse: ``weight_parallel.memory_pool``.
+        poison: fill a slot with NaN bytes when it changes owner (for tests of stale reads).
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device, reuse: bool = True, poison: bool = False
+    ) -> None:
+        self.slots = [Slot(i, n, device, reuse) for i, n in enumerate(sizes)]
+        self.device = device
+        self.reuse = reuse
+        self.poison = poison
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self.buffer_nbytes = 0
+        self.buffer_allocations = 0
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of all slots: exact, and known before training starts (WP-1)."""
+        return sum(s.nbytes for s in self.slots)
+
+    def live_nbytes(self) -> int:
+        """Bytes of whole weights that exist now."""
+        return sum(s.live_nbytes() for s in self.slots)
+
+    def lease(self, unit: Unit, purpose: str) -> Slot:
+        """Lease ``unit``'s slot; see :meth:`Slot.lease`."""
+        slot = self.slots[unit.slot]
+        changed = slot.owner is not unit
+        slot.lease(unit, purpose)
+        if changed and self.poison:
+            slot._buffers[None if self.reuse else unit].data.fill_(0xFF)  # NaN in every float type
+        return slot
+
+    def release_all(self) -> None:
+        """End every lease; contents stay."""
+        for slot in self.slots:
+            slot.holder, slot.purpose = None, ""
+
+    def forget(self) -> None:
+        """After a failure: no lease, and nothing to be reused (WP-10)."""
+        for slot in self.slots:
+            slot.forget()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer with undefined contents; give it back with :meth:`give`."""
+        free = self._free[(numel, dtype)]
+        if free:
+            return free.pop()
+        self.buffer_allocations += 1
+        self.buffer_nbytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer of :meth:`take` that no collective uses any more."""
+        if self.reuse:
+            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+        else:
+            self.buffer_nbytes -= buffer.numel() * buffer.element_size()

@@ -1,0 +1,113 @@
+"""When: the hooks that perform the schedule on a model (InternEvo's prefetch, made tag-based).
+
+Nothing here decides what is gathered; every hook says where the model is, and
+:class:`internsp.wp.isp.ISPCommunicator` acts. The phase is found from where a hook fires (WP-9).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp.wp.communicator import in_backward
+from internsp.wp.isp import ISPCommunicator
+from internsp.wp.pool import Unit
+
+
+class Prefetcher:
+    """Hooks of one chunk. ``remove`` takes them off again.
+
+    Args:
+        at_entry: called with the root's arguments at each outermost forward.
+    """
+
+    def __init__(
+        self,
+        communicator: ISPCommunicator,
+        root: nn.Module,
+        blocks: list[tuple[nn.Module, Unit, nn.Module | None]],
+        at_entry: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self._at_entry = at_entry
+        self._handles = [
+            root.register_forward_pre_hook(self._enter_root, prepend=True, with_kwargs=True),
+            root.register_forward_hook(self._leave_root, always_call=True),
+        ]
+        for module, unit, anchor in blocks:
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._enter_block, unit), prepend=True),
+                module.register_forward_hook(partial(self._leave_block, unit)),
+            ]
+            trigger = anchor if anchor is not None else module
+            self._handles.append(trigger.register_forward_pre_hook(partial(self._anchor, unit)))
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward():
+            return
+        if self._at_entry is not None:
+            self._at_entry(args, kwargs)
+        self.communicator.begin_forward()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        error = sys.exc_info()[1]
+        if output is None and error is not None:  # a failed forward: begin_forward will recover
+            self.communicator.cause = f"{type(error).__name__} in forward: {error}"
+            return
+        self.communicator.end_forward()
+        for tensor in tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        self.communicator.begin_backward()
+        self.communicator.expect_last_block()
+
+    def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self.communicator.enter_block(unit)
+
+    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        recompute = in_backward()
+        if not recompute:
+            self.communicator.leave_block(unit)
+        if torch.is_grad_enabled():
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    # An inner graph of a reentrant recompute must not queue the end of backward.
+                    tensor.register_hook(partial(self._gradient_arrives, unit, not recompute))
+
+    def _gradient_arrives(self, unit: Unit, outermost: bool, gradient: Tensor) -> None:
+        if outermost:
+            self.communicator.begin_backward()
+        self.communicator.enter_backward(unit)
+
+    def _anchor(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self.communicator.reach_anchor(unit)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors(getattr(value, name))

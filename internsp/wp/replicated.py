@@ -1,0 +1,171 @@
+"""Small parameters: replicated on every rank, their gradients reduced in one flat collective."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from internsp.mesh import ParallelMesh
+from internsp.wp.collectives import Counters, all_reduce
+from internsp.wp.shard import Ready, ShardedWeight
+
+
+class ReplicatedParameter:
+    """A whole parameter on every rank, as a ``DTensor`` on the same mesh as the cut ones.
+
+    Args:
+        compute_dtype: what its module computes with (``None``: its own).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        mesh: ParallelMesh,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self.name = name
+        self.dtype = parameter.dtype
+        self.shape = parameter.shape
+        self.compute_dtype = compute_dtype or parameter.dtype
+        self.requires_grad = parameter.requires_grad
+        self.ready: Ready | None = None
+        self._mesh = mesh
+        local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device)
+        if parameter.device.type != "meta":
+            local.copy_(parameter.detach())
+        self.storage = local
+        self.parameter = nn.Parameter(self.wrap(local), requires_grad=parameter.requires_grad)
+
+    def wrap(self, storage: Tensor) -> DTensor:
+        """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
+        return DTensor.from_local(
+            storage, self._mesh.param_mesh, [Replicate(), Replicate()], run_check=False
+        )
+
+    def relocate(self, storage: Tensor) -> None:
+        """Move the values into ``storage`` (same shape): an optimizer packs small parameters."""
+        storage.copy_(self.storage)
+        self.storage = storage
+        self.parameter.data = self.wrap(storage)
+
+    def local(self, storage: Tensor) -> Tensor:
+        """A tensor like ``storage``, as the parameter sees it."""
+        return storage
+
+    def tag(self) -> int:
+        """Small parameters are never gathered: nothing can be stale."""
+        return 0
+
+    def invalidate(self) -> None:
+        """Nothing is kept of a small parameter."""
+
+    def current(self) -> Tensor:
+        """The values to compute with, published (WP-3)."""
+        if self.ready is not None:
+            ready, self.ready = self.ready, None
+            ready.wait()
+        return self.parameter._local_tensor.data.to(  # type: ignore[attr-defined]
+            self.compute_dtype
+        )
+
+
+class ReplicatedSite:
+    """One module's use of one small parameter (:class:`internsp.layers.access.Site`)."""
+
+    guarded = False  # nothing overwrites it between forward and backward
+
+    def __init__(self, small: SmallParameters, index: int) -> None:
+        self._small = small
+        self._index = index
+        self.tag = 0
+
+    def acquire(self) -> Tensor:
+        """The local replica, in the compute dtype."""
+        return self._small.members[self._index].current()
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def before_backward(self, tag: int) -> None:
+        """Nothing to gather."""
+
+    def born(self, gradient: Tensor) -> None:
+        """Add this rank's part to the flat sum."""
+        self._small.add(self._index, gradient)
+
+
+class SmallParameters:
+    """All small parameters of a chunk and one flat gradient for them.
+
+    The flat vector ends with one flag a gradient (small and sharded ones), so that after the
+    reduction every rank knows which parameters were used by some rank: an unused one keeps
+    ``grad = None``, as on one process.
+    """
+
+    def __init__(self, mesh: ParallelMesh, sharded: list[ShardedWeight]) -> None:
+        self._mesh = mesh
+        self.members: list[ReplicatedParameter] = []
+        self.sharded = sharded
+        self.flat: Tensor | None = None
+        self.offsets: list[int] = []
+        self.numel = 0
+
+    def append(self, member: ReplicatedParameter) -> ReplicatedSite:
+        """Take in a parameter; the flat gradient is made at the first birth."""
+        self.members.append(member)
+        self.offsets.append(self.numel)
+        self.numel += member.shape.numel()
+        return self.site(len(self.members) - 1)
+
+    def site(self, index: int) -> ReplicatedSite:
+        """A site for another owner of the same parameter."""
+        return ReplicatedSite(self, index)
+
+    def gradient(self) -> Tensor:
+        """The flat sum, fp32 or wider: values, then flags. Made when first needed."""
+        if self.flat is None:
+            dtype = torch.float32
+            for member in self.members:
+                dtype = torch.promote_types(dtype, member.dtype)
+            for weight in self.sharded:
+                dtype = torch.promote_types(dtype, weight.dtype)
+            length = self.numel + len(self.members) + len(self.sharded)
+            self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
+        return self.flat
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add a birth to the flat sum (no message)."""
+        start, n = self.offsets[index], gradient.numel()
+        flat = self.gradient()
+        flat[start : start + n] += gradient.flatten()
+        flat[self.numel + index] = 1
+
+    def flag(self, touched: dict[ShardedWeight, bool]) -> None:
+        """Note which sharded weights had a birth on this rank."""
+        flat = self.gradient()
+        base = self.numel + len(self.members)
+        for i, weight in enumerate(self.sharded):
+            if touched.get(weight, False):
+                flat[base + i] = 1
+
+    def reduce(self, group: dist.ProcessGroup, counters: Counters) -> dist.Work | None:
+        """Start the one flat all-reduce over all ranks that hold these parameters."""
+        return all_reduce(self.gradient(), group, counters)
+
+    def value(self, index: int) -> Tensor:
+        """Parameter ``index``'s part of the flat sum, in its shape (a view)."""
+        start, shape = self.offsets[index], self.members[index].shape
+        return self.gradient()[start : start + shape.numel()].view(shape)
+
+    def used(self) -> tuple[list[bool], list[bool]]:
+        """After the reduction: which small and which sharded parameters some rank used."""
+        flags = (self.gradient()[self.numel :] != 0).tolist()
+        return flags[: len(self.members)], flags[len(self.members) :]
+
+    def reset(self) -> None:
+        """Forget the sum."""
+        if self.flat is not None:
+            self.flat.zero_()

@@ -1,0 +1,232 @@
+"""One sharded weight: its layout, padding and DTensor parameter (DESIGN 4, "what it is").
+
+A weight ``[n, ...]`` is cut on one dimension into ``ceil(n / W)`` rows a rank. Only the global
+tail is padded, so a gather of the padded shards *is* the padded whole, in one piece::
+
+    n = 5, W = 4    rank 0: r0 r1   rank 1: r2 r3   rank 2: r4 --   rank 3: -- --
+    gathered slot   r0 r1 r2 r3 r4 -- -- --         whole = the first 5 rows, contiguous
+
+For a cut on another dimension the shard is kept with that dimension first, and the whole is a
+transposed view of the slot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from internsp.errors import LayoutError
+from internsp.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Pure arithmetic of one cut weight.
+
+    Attributes:
+        shape: of the whole weight.
+        dim: the dimension that is cut (not negative).
+        size: ranks in the weight group.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    size: int
+
+    @classmethod
+    def create(cls, shape: tuple[int, ...], dim: int, size: int) -> ShardLayout:
+        """Normalise ``dim`` (negative counts from the end).
+
+        Raises:
+            LayoutError: when ``dim`` is out of range.
+        """
+        if not -len(shape) <= dim < len(shape):
+            raise LayoutError(f"cannot cut dimension {dim} of a weight of shape {list(shape)}")
+        return cls(tuple(shape), dim % len(shape), size)
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """The shape with the cut dimension first."""
+        return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def rows(self) -> int:
+        """Rows of every padded shard."""
+        return math.ceil(self.shape[self.dim] / self.size)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Of the padded shard, cut dimension first."""
+        return (self.rows, *self.front[1:])
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the padded shard."""
+        return math.prod(self.shard_shape)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the padded whole weight: what a slot holds and a gather moves."""
+        return self.size * self.shard_numel
+
+    def valid_rows(self, rank: int) -> int:
+        """Rows of ``rank``'s shard that are not padding (may be zero)."""
+        return min(max(self.shape[self.dim] - rank * self.rows, 0), self.rows)
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """``rank``'s rows of ``whole``, without padding, cut dimension first (a view)."""
+        start = min(rank * self.rows, self.shape[self.dim])
+        return whole.movedim(self.dim, 0).narrow(0, start, self.valid_rows(rank))
+
+    def whole_view(self, padded: Tensor) -> Tensor:
+        """The whole weight as a view of the flat, padded, gathered elements."""
+        rows = padded[: self.padded_numel].view(self.size * self.rows, *self.front[1:])
+        return rows[: self.shape[self.dim]].movedim(0, self.dim)
+
+    def pack(self, gradient: Tensor, out: Tensor) -> None:
+        """Write a whole gradient into ``out`` ``[size, rows, ...]`` with a zero tail."""
+        flat = out.view(self.size * self.rows, *self.front[1:])
+        flat[: self.shape[self.dim]].copy_(gradient.movedim(self.dim, 0))
+        flat[self.shape[self.dim] :].zero_()
+
+    def packed_as_is(self, gradient: Tensor) -> Tensor | None:
+        """``gradient`` as ``[size, rows, ...]`` without a copy, or ``None`` if it needs one."""
+        front = gradient.movedim(self.dim, 0)
+        if self.size * self.rows != self.shape[self.dim] or not front.is_contiguous():
+            return None
+        return front.view(self.size, *self.shard_shape)
+
+
+class ShardedWeight:
+    """A parameter at rest as this rank's rows.
+
+    ``storage`` is the padded shard ``[rows, ...]``, contiguous, cut dimension first; the module's
+    parameter is a ``DTensor`` whose local tensor is a view of its valid rows.
+
+    Attributes:
+        name: fully qualified, of the first owner when several modules share the weight.
+        partial: the gradient sum drained so far in this backward, like ``storage`` but fp32 or
+            wider; ``None`` before the first drain.
+        ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
+        compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
+        autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        layout: ShardLayout,
+        mesh: ParallelMesh,
+        compute_dtype: torch.dtype | None,
+        autocasts: bool,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.rank = mesh.weight_rank
+        self.dtype = parameter.dtype
+        self.compute_dtype = compute_dtype or parameter.dtype
+        self.base_compute_dtype = self.compute_dtype
+        self.autocasts = autocasts
+        self.requires_grad = parameter.requires_grad
+        self.partial: Tensor | None = None
+        self.ready: Ready | None = None
+        self._generation = 0
+        self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=mesh.device)
+        if parameter.device.type != "meta":
+            with torch.no_grad():
+                rows = layout.cut(parameter.detach(), self.rank)
+                self.storage[: len(rows)].copy_(rows)
+        self.parameter = self._dtensor(self.storage, mesh)
+        self._mesh = mesh
+
+    def _dtensor(self, storage: Tensor, mesh: ParallelMesh) -> nn.Parameter:
+        return nn.Parameter(self.wrap(storage, mesh), requires_grad=self.requires_grad)
+
+    def wrap(self, storage: Tensor, mesh: ParallelMesh | None = None) -> DTensor:
+        """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
+        mesh = mesh or self._mesh
+        return DTensor.from_local(
+            self.local(storage),
+            mesh.param_mesh,
+            [Replicate(), Shard(self.layout.dim)],
+            run_check=False,
+            shape=torch.Size(self.layout.shape),
+            stride=_strides(self.layout.shape),
+        )
+
+    def local(self, storage: Tensor) -> Tensor:
+        """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
+        return storage[: self.layout.valid_rows(self.rank)].movedim(0, self.layout.dim)
+
+    def relocate(self, storage: Tensor) -> None:
+        """Move the shard into ``storage`` (same shape): an optimizer packs a unit's shards."""
+        storage.copy_(self.storage)
+        self.storage = storage
+        self.parameter.data = self.wrap(storage)
+
+    def tag(self) -> int:
+        """A number that changes whenever the shard's values may have (WP-11).
+
+        Operations on the ``DTensor`` raise its own version counter, operations on its local
+        tensor that one's; what raises neither (fused optimizers, ``.data``) bumps ``invalidate``.
+        """
+        parameter = self.parameter
+        local = parameter._local_tensor  # type: ignore[attr-defined]
+        version = parameter._version + local._version + self._generation
+        # Two dtypes of the same values are different contents of a slot.
+        return 2 * version + (self.compute_dtype != self.base_compute_dtype)
+
+    def invalidate(self) -> None:
+        """The shard was written behind autograd's back."""
+        self._generation += 1
+
+    @property
+    def resident(self) -> bool:
+        """Whether the shard is the whole weight already, so that nothing needs to be gathered."""
+        return self.layout.size == 1 and self.compute_dtype == self.dtype
+
+    def to_send(self) -> Tensor:
+        """The padded shard in the compute dtype, fresh (WP-3): what a gather reads."""
+        if self.ready is not None:
+            ready, self.ready = self.ready, None
+            ready.wait()
+        local = self.parameter._local_tensor  # type: ignore[attr-defined]
+        if local.data_ptr() != self.storage.data_ptr() and local.numel():
+            # Somebody gave the parameter new storage (`.data =`, `load_state_dict(assign=True)`).
+            self.local(self.storage).copy_(local)
+        if self.storage.dtype != self.compute_dtype:
+            return self.storage.to(self.compute_dtype)
+        return self.storage.data
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the padded whole in the configured compute dtype."""
+        return self.layout.padded_numel * self.base_compute_dtype.itemsize
+
+    def add_partial(self, received: Tensor) -> None:
+        """Sum ``received`` ``[size, rows, ...]`` over ranks, in fp32 or wider, into ``partial``."""
+        wide = torch.promote_types(received.dtype, torch.float32)
+        total = received.sum(0, dtype=wide)
+        self.partial = total if self.partial is None else self.partial.add_(total)
+
+
+class Ready:
+    """What a publishing optimizer leaves on a shard: ``wait`` makes it readable (WP-3)."""
+
+    def wait(self) -> None:
+        """Block (CPU) or order streams until the new values are in the shard."""
+        raise NotImplementedError
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= n
+    return tuple(strides)
