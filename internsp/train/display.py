@@ -83,21 +83,21 @@ def make_display(
         stream: where to write; standard output by default.
         environ: environment variables that decide (CI, NO_COLOR, TERM); the process's by default.
     """
-    stream = sys.stdout if stream is None else stream
-    environ = os.environ if environ is None else environ
+    out: TextIO = stream or sys.stdout
     history = RunHistory(total_steps, done_steps)
-    if can_show_live(stream, environ):
-        return LiveDisplay(history, title, stream)
-    return PlainDisplay(history, title, stream, log_every)
+    if can_show_live(out, os.environ if environ is None else environ):
+        return LiveDisplay(history, title, out)
+    return PlainDisplay(history, title, out, log_every)
 
 
 def can_show_live(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is a terminal, and neither CI, NO_COLOR nor TERM=dumb forbid motion."""
+    """Whether ``stream`` is a UTF-8 terminal, and neither CI, NO_COLOR nor TERM=dumb object."""
     if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
         return False
     if environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
-    return stream.isatty()
+    encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
+    return stream.isatty() and encoding == "utf8"
 
 
 class RunHistory:
@@ -240,7 +240,8 @@ class LiveDisplay:
         head.append(f"  {duration(history.elapsed())} gone", "dim")
         left = history.seconds_left()
         head.append("  " + ("starting" if left is None else f"{duration(left)} left"), "cyan")
-        bar = ProgressBar(total=max(1, history.total), completed=history.done, width=60)
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=max(1, history.total), completed=history.done, width=60))
         parts: list[RenderableType] = [head, bar]
         if last is not None:
             table = Table.grid(padding=(0, 3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -22,6 +23,9 @@ from internsp.train.report_timeline import PHASES, draw_timeline, size
 from internsp.train.timeline import step_times
 
 _MAX_TEXT = 100_000
+
+# Control characters, which HTML does not allow, and lone surrogates, which UTF-8 cannot hold.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 _COMMUNICATION_CAPTION = (
     "Milliseconds of one step, mean over the ranks. Communication is exposed while the computing "
@@ -78,7 +82,7 @@ def write_report(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(page, encoding="utf-8", errors="replace")
+    fresh.write_text(page, encoding="utf-8")
     os.replace(fresh, path)
     return path
 
@@ -111,13 +115,14 @@ def render_report(
     ]
     # The policy makes a browser refuse whatever would leave the page.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
+    page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)} · internsp</title>\n<style>{STYLE}</style></head>\n"
         f"<body><main>\n{chr(10).join(part for part in body if part)}\n</main></body></html>\n"
     )
+    return _FORBIDDEN.sub("\ufffd", page)
 
 
 def _section(title: str, content: str, legend: str = "") -> str:
@@ -126,9 +131,8 @@ def _section(title: str, content: str, legend: str = "") -> str:
 
 
 def _text(text: str) -> str:
-    """Escaped, without characters that HTML does not allow, and not without bound."""
-    clean = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text[:_MAX_TEXT])
-    return escape(clean) + ("\n…" if len(text) > _MAX_TEXT else "")
+    """Escaped, and not without bound."""
+    return escape(text[:_MAX_TEXT]) + ("\n…" if len(text) > _MAX_TEXT else "")
 
 
 def _lead(metrics: Sequence[StepMetrics], mesh: Mapping[str, int]) -> str:
@@ -203,16 +207,18 @@ def _charts(metrics: Sequence[StepMetrics]) -> str:
 
 def _timeline_sections(timeline: Mapping[int, Sequence[Event]]) -> str:
     traced = sum(1 for trace in timeline.values() if trace)
-    picture, drawn = draw_timeline(timeline)
+    drawing = draw_timeline(timeline)
     table = communication_table(timeline)
-    if not drawn:
-        return _section("One step", picture)
+    if not drawing.ranks:
+        return _section("One step", drawing.svg)
     names = {**{name: name for name in PHASES}, "wait": "waiting (exposed)"}
     items = "".join(f'<li><i class="{key}"></i>{name}</li>' for key, name in names.items())
     caption = "Point at a bar for its block, weight, time and payload."
-    if drawn < traced:
-        caption += f" {drawn} of {traced} traced ranks are drawn; the tables count all."
-    picture = f'<div class="scroll">{picture}</div><p class="caption">{caption}</p>'
+    if not drawing.exact:
+        caption += " Too many bars to draw: short ones are shown in proportion, about their place."
+    if drawing.ranks < traced:
+        caption += f" {drawing.ranks} of {traced} traced ranks are drawn; the tables count all."
+    picture = f'<div class="scroll">{drawing.svg}</div><p class="caption">{caption}</p>'
     table += (
         f'<p class="caption">{_COMMUNICATION_CAPTION}</p>'
         f"<h3>Where the step waited</h3>{waits_table(timeline)}"

@@ -76,7 +76,7 @@ td.sub { padding-left:26px; color:var(--soft); } tr.total td { font-weight:700; 
 .bars .value { text-align:right; } .bars .sum { font-weight:700; }
 .chips { display:flex; flex-wrap:wrap; gap:6px; margin:0 0 12px; padding:0; list-style:none; }
 .chips li { background:var(--track); border-radius:99px; padding:2px 11px; font-size:13px; }
-.groups { display:flex; flex-wrap:wrap; gap:10px 34px; }
+.groups { margin-bottom:10px; display:flex; flex-wrap:wrap; gap:10px 34px; }
 .ranks { width:auto; } .ranks th, .ranks td { border:0; padding:3px; text-align:center; }
 .ranks td span { display:block; min-width:40px; border-radius:6px; padding:5px 8px;
   color:var(--inbar); font-weight:700; background:var(--s1); }

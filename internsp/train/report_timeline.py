@@ -17,6 +17,8 @@ MAX_BARS = 4500
 """Bars drawn, over all ranks: about 0.9 MB of text."""
 
 _Ranked = Mapping[int, Mapping[str, Sequence[Bar]]]
+_Key = tuple[str, str]
+_IDLE: _Key = ("", "")
 
 _WIDTH, _GUTTER, _RIGHT = 1120, 122, 14
 _AXIS, _RANK_GAP, _LANE_GAP = 26, 24, 4
@@ -70,8 +72,23 @@ def shared_origin(timelines: Mapping[int, Timeline]) -> float | None:
     return min(t.window[0] for t in timelines.values()) if last_start < first_end else None
 
 
-def draw_timeline(events: Mapping[int, Sequence[Event]]) -> tuple[str, int]:
-    """An SVG element for one step (a sentence where nothing was traced), and the ranks drawn.
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A drawn step.
+
+    Attributes:
+        svg: the SVG element, or a sentence where nothing was traced.
+        ranks: how many ranks it shows.
+        exact: whether every bar is where it was; if not, short ones are shown in proportion only.
+    """
+
+    svg: str
+    ranks: int
+    exact: bool = True
+
+
+def draw_timeline(events: Mapping[int, Sequence[Event]]) -> Drawing:
+    """Draw one step.
 
     Args:
         events: rank -> its events of the step.
@@ -79,15 +96,15 @@ def draw_timeline(events: Mapping[int, Sequence[Event]]) -> tuple[str, int]:
     ranks = [rank for rank in sorted(events) if events[rank]][:MAX_RANKS]
     timelines = {rank: build_timeline(events[rank]) for rank in ranks}
     if not any(t.window[1] > t.window[0] for t in timelines.values()):
-        return '<p class="empty">No step was traced.</p>', 0
+        return Drawing('<p class="empty">No step was traced.</p>', 0)
     origin = shared_origin(timelines)
     starts = {r: t.window[0] if origin is None else origin for r, t in timelines.items()}
     axis = _Axis(max(t.window[1] - starts[r] for r, t in timelines.items()))
-    ranked = {
+    ranked: _Ranked = {
         rank: {name: [_moved(b, -starts[rank]) for b in t.lanes[name]] for name in LANES}
         for rank, t in timelines.items()
     }
-    ranked = _within_limits(ranked, axis)
+    ranked, exact = _within_limits(ranked, axis)
     lanes = [name for name in LANES if any(found[name] for found in ranked.values())]
     body: list[str] = []
     top = float(_AXIS)
@@ -103,58 +120,95 @@ def draw_timeline(events: Mapping[int, Sequence[Event]]) -> tuple[str, int]:
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {top + _AXIS:.0f}" role="img" '
         'aria-label="timeline of one step, lanes by rank">'
     )
-    return "".join([head, *_grid(axis, top), *body, "</svg>"]), len(ranked)
+    return Drawing("".join([head, *_grid(axis, top), *body, "</svg>"]), len(ranked), exact)
 
 
 def _moved(bar: Bar, seconds: float) -> Bar:
     return replace(bar, start=bar.start + seconds, end=bar.end + seconds)
 
 
-def _within_limits(ranked: _Ranked, axis: _Axis) -> _Ranked:
-    """No more than about ``MAX_BARS`` bars.
+def _within_limits(ranked: _Ranked, axis: _Axis) -> tuple[_Ranked, bool]:
+    """No more than about ``MAX_BARS`` bars, and whether they are exact.
 
-    First one bar for each unit and phase, then fewer ranks (two at least), and only then
-    neighbours of several units in one bar.
+    First one bar for what a unit has in flight together, then fewer ranks (two at least), and
+    only then cells of a grid, filled in proportion.
     """
     if _count(ranked) <= MAX_BARS:
-        return ranked
-    gap = axis.seconds / 2000
+        return ranked, True
     ranked = {
-        rank: {name: _joined(bars, gap, units=True) for name, bars in lanes.items()}
+        rank: {name: _joined(bars) for name, bars in lanes.items()}
         for rank, lanes in ranked.items()
     }
     while _count(ranked) > MAX_BARS and len(ranked) > 2:
         ranked = dict(list(ranked.items())[: (len(ranked) + 1) // 2])
-    while _count(ranked) > MAX_BARS and gap < axis.seconds:
-        ranked = {
-            rank: {name: _joined(bars, gap, units=False) for name, bars in lanes.items()}
-            for rank, lanes in ranked.items()
-        }
-        gap *= 2
-    return ranked
+    if _count(ranked) <= MAX_BARS:
+        return ranked, True
+    cells = MAX_BARS // (len(ranked) * len(LANES))
+    ranked = {
+        rank: {name: _rastered(bars, axis.seconds / cells) for name, bars in lanes.items()}
+        for rank, lanes in ranked.items()
+    }
+    return ranked, False
 
 
 def _count(ranked: _Ranked) -> int:
     return sum(len(bars) for lanes in ranked.values() for bars in lanes.values())
 
 
-def _joined(bars: Sequence[Bar], gap: float, *, units: bool) -> Sequence[Bar]:
-    """Bars of one kind and phase (and unit) no more than ``gap`` seconds apart become one."""
+def _joined(bars: Sequence[Bar]) -> Sequence[Bar]:
+    """Bars of one kind, unit and phase that touch or overlap become one."""
     merged: list[Bar] = []
     latest: dict[tuple[str, str, str], int] = {}
     for bar in bars:
-        key = (bar.kind, bar.phase, bar.unit if units else "")
+        key = (bar.kind, bar.phase, bar.unit)
         at = latest.get(key)
-        if at is None or bar.start > merged[at].end + gap:
+        if at is None or bar.start > merged[at].end:
             latest[key] = len(merged)
             merged.append(bar)
             continue
         old = merged[at]
-        first = old.unit.split(" … ")[0]
-        unit = old.unit if bar.unit in ("", first) else f"{first} … {bar.unit}"
         end, nbytes = max(old.end, bar.end), old.nbytes + bar.nbytes
-        merged[at] = replace(old, end=end, nbytes=nbytes, unit=unit, weight="")
+        merged[at] = replace(old, end=end, nbytes=nbytes, weight="")
     return merged
+
+
+def _rastered(bars: Sequence[Bar], cell: float) -> Sequence[Bar]:
+    """One bar at most for each ``cell`` seconds; equal neighbours joined.
+
+    What a cell cannot show is carried to the next ones, so that over a few cells every kind and
+    phase, and idle time, get room in proportion. The greatest alone would hide many short waits,
+    and joining waits over the compute between them would draw them as one long one.
+    """
+    shares: dict[int, dict[_Key, float]] = {}
+    units: dict[tuple[int, _Key], str] = {}
+    for bar in bars:
+        key = (bar.kind, bar.phase)
+        for i in range(int(bar.start / cell), int(bar.end / cell) + 1):
+            shared = min(bar.end, (i + 1) * cell) - max(bar.start, i * cell)
+            sums = shares.setdefault(i, {})
+            sums[key] = sums.get(key, 0.0) + max(0.0, shared)
+            units.setdefault((i, key), bar.unit)
+    carried: dict[_Key, float] = {}
+    current: dict[_Key, str] = {}
+    out: list[Bar] = []
+    for i in range(max(shares, default=-1) + 1):
+        sums = shares.get(i, {})
+        total = max(cell, sum(sums.values()))
+        for key, shared in [*sums.items(), (_IDLE, max(0.0, cell - sum(sums.values())))]:
+            carried[key] = carried.get(key, 0.0) + shared * cell / total
+            current[key] = units.get((i, key), "")
+        key = max(carried, key=lambda k: carried[k])
+        carried[key] -= cell
+        last = out[-1] if out else None
+        if key == _IDLE:
+            continue
+        if last and (last.kind, last.phase) == key and last.end >= i * cell:
+            first = last.unit.split(" … ")[0]
+            unit = first if current[key] == first else f"{first} … {current[key]}"
+            out[-1] = replace(last, end=(i + 1) * cell, unit=unit)
+        else:
+            out.append(Bar(key[0], i * cell, (i + 1) * cell, unit=current[key], phase=key[1]))
+    return out
 
 
 def _grid(axis: _Axis, bottom: float) -> list[str]:

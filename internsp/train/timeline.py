@@ -39,7 +39,7 @@ _LANE_OF = {
     "DRAIN": "optimizer",
     "PUBLISH": "optimizer",
 }
-_PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward"}
+_PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward", "STEP": "optimizer"}
 
 
 # Intervals. Lists returned here are sorted, disjoint and without empty members.
@@ -287,8 +287,8 @@ def build_timeline(events: Sequence[Event], window: Interval | None = None) -> T
     """Sort one rank's events of one step into lanes.
 
     The compute lane holds the waits (kind "WAIT") and between them what was computed (kind
-    "COMPUTE"), cut where ``USE``, ``FORWARD`` or ``BACKWARD`` name another unit or phase, and
-    left empty while the optimizer stepped. Drains that took no time are left out.
+    "COMPUTE"), cut where ``USE``, ``FORWARD``, ``BACKWARD`` or ``STEP`` begin another unit or
+    phase, and left empty while the optimizer stepped. Drains that took no time are left out.
     """
     window = window or window_of(events)
     lanes: dict[str, list[Bar]] = {lane: [] for lane in LANES}

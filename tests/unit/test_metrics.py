@@ -1,0 +1,194 @@
+"""metrics.jsonl survives kills, resumes and NaN; the display says what the rows say."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+
+from internsp.errors import InternspError
+from internsp.train.display import (
+    LiveDisplay,
+    PlainDisplay,
+    RunHistory,
+    can_show_live,
+    duration,
+    make_display,
+    sparkline,
+)
+from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
+
+
+def step(number: int, loss: float = 2.5, **changes: float) -> StepMetrics:
+    values = {
+        "grad_norm": 0.75,
+        "lr": 3e-4,
+        "tokens": 1000,
+        "step_seconds": 0.5,
+        "tokens_per_second": 2000.0,
+        "exposed_comm_seconds": 0.05,
+        "gathered_bytes": 4096,
+        "reduced_bytes": 2048,
+        "peak_memory_bytes": 1 << 20,
+    }
+    return StepMetrics(step=number, loss=loss, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_rows_read_back_equal_and_are_on_disk_before_the_writer_closes(tmp_path):
+    rows = [step(1), step(2, eval_loss=2.25), step(3, comm_seconds=0.2)]
+    with MetricsWriter(tmp_path / "deep" / "metrics.jsonl") as writer:
+        for row in rows:
+            writer.write(row)
+        assert read_metrics(writer.path) == rows
+    keys = set(json.loads(writer.path.read_text().splitlines()[0]))
+    assert keys == {
+        *("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second"),
+        *("exposed_comm_seconds", "gathered_bytes", "reduced_bytes", "peak_memory_bytes"),
+    }
+
+
+def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path):
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write(step(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(writer.path.read_text(), parse_constant=refuse)
+    (row,) = read_metrics(writer.path)
+    assert math.isnan(row.loss)
+    assert (row.grad_norm, row.lr) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step": 5, "loss": 1.0}', "\x00\x00", "7"])
+def test_resuming_removes_later_rows_and_a_torn_last_line(tmp_path, torn):
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path) as writer:
+        for number in range(1, 5):
+            writer.write(step(number, loss=float(number)))
+    path.write_text(path.read_text() + torn)
+    assert [m.step for m in read_metrics(path)] == [1, 2, 3, 4]
+    with MetricsWriter(path, resume_step=3) as writer:
+        writer.write(step(3, loss=30.0))
+    assert [(m.step, m.loss) for m in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_new_run_does_not_keep_rows_of_an_older_one(tmp_path):
+    for number in (1, 9):
+        with MetricsWriter(tmp_path / "m.jsonl") as writer:
+            writer.write(step(number))
+    assert [m.step for m in read_metrics(tmp_path / "m.jsonl")] == [9]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    good = json.dumps(step(1).to_row())
+    path.write_text(f"{good}\nnonsense\n{good}\n")
+    with pytest.raises(InternspError, match=r"m\.jsonl, line 2"):
+        read_metrics(path)
+
+
+def test_shares_of_exposed_communication_are_fractions_of_what_they_say():
+    row = step(1, comm_seconds=0.2)
+    assert row.exposed_step_share == pytest.approx(0.1)
+    assert row.exposed_comm_share == pytest.approx(0.25)
+    assert step(1).exposed_comm_share is None
+    assert step(1, comm_seconds=0.0, step_seconds=0.0).exposed_comm_share == 0.0
+
+
+def test_plain_lines_come_at_first_every_nth_evaluated_and_last_step():
+    stream = io.StringIO()
+    display = make_display(10, title="demo", log_every=4, stream=stream, environ={})
+    assert isinstance(display, PlainDisplay)
+    display.start()
+    for number in range(1, 11):
+        display.update(step(number, **({"eval_loss": 2.25} if number == 6 else {})))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "demo: 10 steps"
+    assert [line.split("/")[0].split()[-1] for line in lines[1:]] == ["1", "4", "6", "8", "10"]
+    assert lines[2] == (
+        "step  4/10  loss 2.5000  lr 3.00e-04  grad norm 0.75  2,000 tokens/s"
+        "  exposed 10% of step  left 0:03"
+    )
+    assert lines[3].endswith("left 0:02  held-out 2.2500")
+
+
+def test_a_resumed_run_counts_on_and_the_summary_shows_sample_and_files():
+    stream = io.StringIO()
+    display = make_display(10, log_every=1, done_steps=8, stream=stream, environ={})
+    display.start()
+    display.update(step(9, loss=3.0))
+    display.finish("a\x1b[2Jb\nc", {"report": "runs/x/report.html"}, interrupted=True)
+    text = stream.getvalue()
+    assert "step  9/10" in text
+    assert "stopped after 9/10 steps" in text
+    assert "  | a\ufffd[2Jb\n  | c\n" in text
+    assert "  report  runs/x/report.html\n" in text
+
+
+def test_a_log_in_ascii_does_not_end_the_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    display = make_display(1, stream=stream, environ={})
+    display.note("naïve")
+    assert raw.getvalue() == b"na?ve\n"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environ", "live"),
+    [
+        (Terminal(), {"TERM": "xterm"}, True),
+        (Terminal(), {"TERM": "xterm", "CI": "false"}, True),
+        (Terminal(), {"CI": "true"}, False),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {"TERM": "xterm"}, False),
+    ],
+)
+def test_only_a_willing_terminal_gets_the_live_display(stream, environ, live):
+    assert can_show_live(stream, environ) is live
+    assert isinstance(make_display(1, stream=stream, environ=environ), LiveDisplay) is live
+
+
+def test_the_live_panel_shows_the_figures_of_the_last_step(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    display = make_display(2, title="demo", stream=stream, environ={})
+    display.start()
+    display.update(step(1, loss=3.25, comm_seconds=0.2))
+    display.note("a note")
+    display.update(step(2, loss=1.125, comm_seconds=0.2, eval_loss=1.5))
+    display.finish(files={"report": "report.html"})
+    display.close()
+    last, summary = stream.getvalue().split("step 2/2")[-1].split("finished after 2/2 steps")
+    for shown in ("1.1250", "1.5000", "3.00e-04", "0.75", "2,000", "25%", "0:00 left"):
+        assert shown in last
+    assert "a note" in stream.getvalue()
+    assert "\x1b[?25h" in last  # the cursor is back before the summary
+    assert "report  report.html" in summary
+
+
+def test_time_left_is_the_median_step_times_the_steps_left():
+    history = RunHistory(total_steps=13)
+    assert history.seconds_left() is None
+    for seconds in (60.0, 2.0, 2.0):  # a slow first step does not spoil the estimate
+        history.add(step(1, step_seconds=seconds))
+    assert history.seconds_left() == 20.0
+
+
+def test_durations_and_small_curves():
+    shown = [duration(s) for s in (0.4, 75.2, 7389, math.inf)]
+    assert shown == ["0:00", "1:15", "2:03:09", "?"]
+    assert sparkline([0.0, 7.0, math.nan, 3.0], 60) == "▁█ ▄"
+    assert sparkline([float(i // 10) for i in range(80)], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([math.nan], 8) == " "
