@@ -136,25 +136,26 @@ def collect(
     """As :func:`load_config`, but returns the mistakes; the config is ``None`` if there are any."""
     problems: list[Problem] = []
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-    origin: dict[str, str] = {}
     data = read_toml(Path(path), problems)
     for section, key, value in _known(data or {}, problems, ""):
         values[section][key] = value
     for section, key, value in _known(_nested(overrides or {}), problems, "--"):
-        values[section][key] = _converted(section, key, value)
-        origin[f"{section}.{key}"] = "--"
-    made: dict[str, Section] = {}
-    wrong = {key for problem in problems for key in problem.keys}
-    for name, cls in sections().items():
-        made[name], mistakes = _make(name, cls, values[name], origin)
+        right, mistakes = _right(section, {key: value}, "--")
+        values[section].pop(key, None)
+        values[section].update(right)
         problems += mistakes
-        wrong |= {key for problem in mistakes for key in problem.keys}
+    made: dict[str, Any] = {}
+    for name, cls in sections().items():
+        right, mistakes = _right(name, values[name], "")
+        made[name] = cls.model_validate(right)
+        problems += mistakes
     # A combination is judged only where all its keys are right, lest one mistake shows as two.
+    wrong = {key for problem in problems for key in problem.keys}
     draft = Config.model_construct(None, **made)
     size = draft.launch.processes if world_size is None else world_size
     checks = [*combinations(draft), *machine(draft, size)] if data is not None else []
     problems += [problem for problem in checks if wrong.isdisjoint(problem.keys)]
-    return (None, problems) if problems else (Config(**made), [])  # type: ignore[arg-type]
+    return (None, problems) if problems else (Config(**made), [])
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,8 +187,8 @@ def _known(
             # The keys below a misspelt section are still read as those of the nearest one.
             section, problem = nearest_section(written, tuple(content), names, prefix)
             problems.append(problem)
-            if prefix:  # names section and key at once
-                content = {k: v for k, v in content.items() if k in names.get(section, ())}
+            if prefix:  # the problem of an option already names section and key
+                continue
         for key, value in content.items() if section else ():
             if key in names[section]:
                 yield section, key, value
@@ -195,32 +196,24 @@ def _known(
                 problems.append(nearest_key(section, key, names, prefix))
 
 
-def _converted(section: str, key: str, value: Any) -> Any:
-    """An override's text as the key's type; what cannot be converted stays as it is."""
-    if not isinstance(value, (str, tuple)):
-        return value
+def _right(
+    name: str, values: Mapping[str, Any], prefix: str
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The values of a section that are right, in their own types, and the others' problems."""
+    cls = sections()[name]
+    # Overrides are often texts, which take the type of the key; a file says what it means.
+    texts = prefix and all(isinstance(value, (str, tuple)) for value in values.values())
     try:
-        lax = sections()[section].model_validate({key: value}, strict=False)
-    except ValidationError:
-        return value
-    return getattr(lax, key)
-
-
-def _make(
-    name: str, cls: type[Section], values: dict[str, Any], origin: Mapping[str, str]
-) -> tuple[Section, list[Problem]]:
-    """The section made of ``values``, wrong ones replaced by their default and reported."""
-    try:
-        return cls.model_validate(values), []
+        made = cls.model_validate(values, strict=False if texts else None)
+        return {key: getattr(made, key) for key in values}, []
     except ValidationError as error:
         wrong: dict[str, Problem] = {}
         for detail in error.errors(include_url=False):
             key = str(detail["loc"][0])
-            full = f"{name}.{key}"
             text = describe_error(cls.model_fields[key], values[key], detail)
-            wrong.setdefault(key, Problem((full,), text, origin.get(full, "")))
+            wrong.setdefault(key, Problem((f"{name}.{key}",), text, prefix))
         right = {key: value for key, value in values.items() if key not in wrong}
-        return cls.model_validate(right), list(wrong.values())
+        return right, list(wrong.values())
 
 
 def documented() -> str:

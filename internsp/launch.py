@@ -95,7 +95,7 @@ def start(run: Run, config: Config, output: Path) -> int:
             shutdown_timeout=GRACE_SECONDS,
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours, see _interrupts
         )
-        multiprocessing.set_forkserver_preload(["internsp.launch"])
+        multiprocessing.set_forkserver_preload(["torch", __name__])
         try:
             elastic_launch(settings, _rank)(run, config, output)
         except SignalException as error:

@@ -1,0 +1,280 @@
+"""The command: exit status and words for every class of mistake, and how ranks start and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from internsp import cli
+from internsp.config import Config, LaunchConfig, TrainConfig
+from internsp.errors import MeshError
+from internsp.launch import ChildError, start
+from internsp.stop import StopRequest
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    """No launcher around, and a folder of its own with a right configuration in it."""
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("good.toml").write_text('[train]\nname = "good"\n')
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Calls of the launcher, which starts nothing here."""
+    calls: list[tuple[Config, Path]] = []
+
+    def fake(run, config, output):
+        calls.append((config, output))
+        return 0
+
+    monkeypatch.setattr("internsp.launch.start", fake)
+    return calls
+
+
+def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsys, started):
+    Path("bad.toml").write_text('[parallel]\nweight = "2"\n[trian]\nsteps = 3\n')
+    words = "train bad.toml --train.dtpye=float32 --optimizer.lr fast --paralel.zero 1 --outptu d"
+    assert cli.main([*words.split(), "--weight-parallel.overlap", "perhaps", "--steps=1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "internsp: bad.toml: 8 mistakes",
+        "  [trian]: unknown section; did you mean [train]?",
+        '  --weight_parallel.overlap: expected true or false, got "perhaps"',
+        '  --optimizer.lr: expected a number, got "fast"',
+        "  --train.dtpye: unknown key; did you mean --train.dtype?",
+        "  --paralel.zero: unknown option; did you mean --parallel.zero?",
+        '  parallel.weight: expected a whole number, got "2"',
+        "  --outptu: unknown option; did you mean --output?",
+        "  --steps: unknown option; did you mean --train.steps?",
+    ]
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "goood.toml"], "no such file; did you mean good.toml?"),
+        (["train", "good.toml", "extra"], "unexpected argument: extra"),
+        (["train", "good.toml", "--parallel.weight", "3"], "3 does not divide the 1 rank"),
+        (["train", "good.toml", "--resume", "gone"], "checkpoint.resume: no such checkpoint"),
+        (["plan", "good.toml", "--output", "x"], "--output: unknown option of plan"),
+        (["plan", "good.toml", "--train.steps", "0"], "--train.steps: must be at least 1, got"),
+    ],
+)
+def test_each_mistake_is_named_with_status_2(words, expected, capsys):
+    assert cli.main(words) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "Expected one of {train, plan}"),
+        (["trian", "good.toml"], "Expected one of {train, plan}"),
+        (["train"], "CONFIG.toml"),
+        (["train", "good.toml", "--train.steps"], "--train.steps"),
+    ],
+)
+def test_a_command_line_without_sense_ends_with_status_2(words, expected, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
+    code = "import sys; from internsp import cli\ntry: cli.main(['train', '--help'])\n"
+    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0 False"
+    assert "--weight_parallel.trigger {qkv,attention,out_proj,mlp}" in done.stdout
+    assert "Optimizer steps. (default: 100)" in done.stdout
+    assert "--resume PATH" in done.stdout
+
+
+def test_version_is_one_line(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("internsp ")
+
+
+def test_train_starts_local_processes_with_options_over_the_file(started):
+    Path("point").mkdir()
+    words = ["train", "good.toml", "--launch.processes", "2", "--parallel.weight", "2"]
+    words += ["--data.source", "text", "--data.paths", "good.toml", "point"]
+    assert cli.main(words) == 0
+    assert cli.main(["train", "good.toml", "--output", "there", "--resume", "point"]) == 0
+    (first, default), (second, chosen) = started
+    assert (first.launch.processes, first.parallel.weight) == (2, 2)
+    assert first.data.paths == ("good.toml", "point")
+    assert (default, chosen) == (Path("runs/good"), Path("there"))
+    assert second.checkpoint.resume == "point"
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """This process as rank 1 of 4; ``joined(train)`` makes ``train`` the trainer."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def use(train):
+        module = types.SimpleNamespace(train=train)
+        monkeypatch.setitem(sys.modules, "internsp.train.run", module)
+
+    return use
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_train_joins_the_ranks_of_torchrun_and_checks_degrees_against_them(joined, capsys):
+    calls = []
+    joined(lambda config, output: calls.append((config.parallel.weight, output)))
+    assert cli.main(["train", "good.toml", "--parallel.weight", "4"]) == 0
+    assert calls == [(4, Path("runs/good"))]
+    assert cli.main(["train", "good.toml", "--parallel.weight", "3"]) == 2
+    assert capsys.readouterr().err == "", "rank 0 reports for all"
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_an_error_of_the_project_is_told_without_a_traceback(joined, capsys):
+    def train(config, output):
+        raise MeshError("rank 1: no such mesh")
+
+    joined(train)
+    assert cli.main(["train", "good.toml"]) == 1
+    assert capsys.readouterr().err == "internsp: rank 1: no such mesh\n"
+
+
+def test_plan_gets_the_world_of_the_launcher_or_the_local_processes(monkeypatch, capsys):
+    module = types.SimpleNamespace(print_plan=lambda config, size: print(config.train.name, size))
+    monkeypatch.setitem(sys.modules, "internsp.train.plan", module)
+    assert cli.main(["plan", "good.toml", "--launch.processes", "2"]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert cli.main(["plan", "good.toml"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["good 2", "good 8"]
+
+
+def _configured(**train) -> Config:
+    return Config(launch=LaunchConfig(processes=2), train=TrainConfig(**train))
+
+
+def _tell(config: Config, output: Path) -> None:
+    import torch
+
+    told = (os.environ["RANK"], os.environ["WORLD_SIZE"], config.train.seed)
+    (output / told[0]).write_text(f"{told} {torch.get_num_threads()}")
+
+
+def _fail(config: Config, output: Path) -> None:
+    if os.environ["RANK"] == "0":
+        time.sleep(0.2)  # a consequence, as when the peer's connection closes
+        raise RuntimeError("Connection closed by peer")
+    raise MeshError("the cause") if config.train.seed else ValueError("the cause")
+
+
+def _die(config: Config, output: Path) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def _until_asked(config: Config, output: Path) -> None:
+    rank = os.environ["RANK"]
+    with StopRequest() as stop:
+        (output / f"ready{rank}").touch()
+        while not stop.requested or config.train.seed:
+            time.sleep(0.02)
+    (output / f"saved{rank}").touch()
+
+
+@pytest.mark.ranks
+def test_local_processes_know_their_rank_and_get_their_threads(tmp_path):
+    config = Config(launch=LaunchConfig(processes=2, threads=3), train=TrainConfig(seed=7))
+    assert start(_tell, config, tmp_path) == 0
+    assert (tmp_path / "0").read_text() == "('0', '2', 7) 3"
+    assert (tmp_path / "1").read_text() == "('1', '2', 7) 3"
+
+
+@pytest.mark.ranks
+def test_the_cause_of_a_failure_is_told_once_with_its_rank(tmp_path, capfd):
+    with pytest.raises(ChildError, match=r"rank 1 failed: Traceback") as caught:
+        start(_fail, _configured(), tmp_path)
+    assert str(caught.value).count("ValueError: the cause") == 1
+    assert "closed by peer" not in str(caught.value)
+    with pytest.raises(ChildError) as known:
+        start(_fail, _configured(seed=1), tmp_path)
+    assert str(known.value) == "rank 1 failed: MeshError: the cause"
+    assert "the cause" not in capfd.readouterr().err
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_stops_the_others_and_is_named(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(ChildError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\)"):
+        start(_die, _configured(), tmp_path)
+    assert time.monotonic() - begin < 45
+
+
+def _signal_when_ready(folder: Path, count: int) -> threading.Thread:
+    def send():
+        while not all((folder / f"ready{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        for _ in range(count):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.ranks
+def test_ctrl_c_lets_every_rank_save_and_gives_status_130(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    thread = _signal_when_ready(tmp_path, 1)
+    assert start(_until_asked, _configured(), tmp_path) == 130
+    thread.join()
+    assert sorted(file.name for file in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.ranks
+def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path):
+    begin = time.monotonic()
+    thread = _signal_when_ready(tmp_path, 2)
+    assert start(_until_asked, _configured(seed=1), tmp_path) == 130
+    thread.join()
+    assert time.monotonic() - begin < 30, "the grace of 60 s was cut short"
+    assert list(tmp_path.glob("saved*")) == []
+
+
+def test_a_request_to_stop_is_heard_by_the_loop_inside_and_kept_outside():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as outer:
+        signal.raise_signal(signal.SIGTERM)
+        with StopRequest() as inner:
+            assert inner.requested, "asked before the loop began"
+    with StopRequest() as outer_again:
+        with StopRequest() as asked_inside:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        assert asked_inside.requested
+        assert outer_again.requested, "the launcher's process learns of it"
+    assert outer.requested
+    assert signal.getsignal(signal.SIGTERM) is before

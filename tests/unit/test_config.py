@@ -1,0 +1,359 @@
+"""Configurations: what is read, what is refused, and that every mistake is named at once."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from internsp.config import (
+    ActivationCheckpointConfig,
+    Config,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    WeightParallelConfig,
+    documented,
+    load_config,
+    sections,
+)
+from internsp.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def mistakes(tmp_path, monkeypatch):
+    """The lines below the heading of the report on a TOML text, which must be refused."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(text: str, overrides: dict | None = None, world_size: int | None = None) -> list[str]:
+        Path("run.toml").write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config("run.toml", overrides, world_size=world_size)
+        heading, *lines = str(caught.value).splitlines()
+        count = f"{len(lines)} mistake" + ("s" if len(lines) > 1 else "")
+        assert heading == f"run.toml: {count}"
+        return [line.removeprefix("  ") for line in lines]
+
+    return of
+
+
+def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
+    text = """
+    steps = 3
+    launch = "four"
+    [modle]
+    layerz = 4
+    [whatever]
+    [parallel]
+    weight = "2"
+    sequence = 0
+    [weight_parallel]
+    overlap = 1
+    anchors = "wo"
+    trigger = "out_porj"
+    [activation_checkpoint]
+    blocks = [0, -1]
+    fraction = 1.5
+    [optimizer]
+    betas = [0.9, "x"]
+    learning_rate = 0.1
+    warmup_steps = 2.5
+    [data]
+    source = "text"
+    paths = ["nowhere"]
+    held_out = 1
+    [train]
+    lr = 0.1
+    name = "a/b"
+    """
+    overrides = {
+        "train": {"steps": "x"},
+        "parallel.zero": "all",
+        "paralel.pipeline": "1",
+        "optimizer.max_grad": "1",
+        "seed": "3",
+    }
+    assert mistakes(text, overrides) == [
+        "steps: stands outside any section; did you mean train.steps?",
+        "launch: is a section: write [launch] and its keys below",
+        "[modle]: unknown section; did you mean [model]?",
+        "model.layerz: unknown key; did you mean model.layers?",
+        "[whatever]: unknown section; sections: model, data, parallel, weight_parallel, "
+        "activation_checkpoint, optimizer, train, checkpoint, launch",
+        "optimizer.learning_rate: unknown key; did you mean optimizer.lr?",
+        "train.lr: unknown key; did you mean optimizer.lr?",
+        '--train.steps: expected a whole number, got "x"',
+        '--parallel.zero: expected a whole number or "none", got "all"',
+        "--paralel.pipeline: unknown option; did you mean --parallel.pipeline?",
+        "--optimizer.max_grad: unknown key; did you mean --optimizer.max_grad_norm?",
+        "--seed: unknown option; did you mean --train.seed?",
+        "data.held_out: must be less than 1.0, got 1",
+        'parallel.weight: expected a whole number, got "2"',
+        "parallel.sequence: must be at least 1, got 0",
+        "weight_parallel.overlap: expected true or false, got 1",
+        'weight_parallel.trigger: expected one of "qkv", "attention", "out_proj", "mlp", got '
+        '"out_porj"; did you mean "out_proj"?',
+        'weight_parallel.anchors: expected a list of texts, got "wo"',
+        "activation_checkpoint.fraction: must be at most 1.0, got 1.5",
+        "activation_checkpoint.blocks: must be at least 0, got [0, -1]",
+        'optimizer.betas: expected a list of 2 numbers, got [0.9, "x"]',
+        "optimizer.warmup_steps: expected a whole number, got 2.5",
+        'train.name: must be usable as the name of a folder, got "a/b"',
+        "data.paths: no such file or folder: nowhere",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "expected"),
+    [
+        (
+            "[model]\nheads = 3",
+            1,
+            "model.heads: 3 heads do not divide hidden_size = 256; change one, or give "
+            "model.head_dim",
+        ),
+        (
+            "[model]\nhidden_size = 12",
+            1,
+            "model.heads: 3 features a head, but rotary embedding needs an even number",
+        ),
+        (
+            "[model]\nhead_dim = 9",
+            1,
+            "model.head_dim: 9 features a head, but rotary embedding needs an even number",
+        ),
+        (
+            "[model]\nkv_heads = 3",
+            1,
+            "model.kv_heads: 3 key/value heads do not divide heads = 4",
+        ),
+        (
+            "[model]\nvocab_size = 256",
+            1,
+            "model.vocab_size: bytes need 257 ids (256 and the end of a document), got 256",
+        ),
+        (
+            '[data]\nsource = "jsonl"',
+            1,
+            'data.paths: data.source = "jsonl" needs at least one file or folder',
+        ),
+        (
+            '[data]\npaths = ["."]',
+            1,
+            'data.paths: unused with data.source = "stdlib"; set data.source to "text", "jsonl" '
+            'or "parquet"',
+        ),
+        (
+            '[data]\ntokenizer = "no.json"',
+            1,
+            'data.tokenizer: no such file: no.json (or "bytes" for no tokenizer)',
+        ),
+        (
+            "[data]\nsequence_length = 1\n[parallel]\nsequence = 2",
+            2,
+            "data.sequence_length: 1 tokens cannot be cut over 2 ranks",
+        ),
+        (
+            "[parallel]\nweight = 4\n[train]\nglobal_batch = 6",
+            6,
+            "parallel.weight: 4 does not divide the 6 ranks (launch.processes, or torchrun's)",
+        ),
+        (
+            "[parallel]\nsequence = 2",
+            None,
+            "parallel.sequence: 2 does not divide the 1 rank (launch.processes, or torchrun's)",
+        ),
+        (
+            "[parallel]\npipeline = 2",
+            2,
+            "parallel.pipeline: 2 stages, but the trainer runs no pipeline yet; use 1",
+        ),
+        (
+            "[parallel]\nzero = 3\nweight = 2",
+            8,
+            "parallel.zero: 3 does not divide the 4 replicas of a weight (8 ranks / weight = 2)",
+        ),
+        (
+            "[train]\nglobal_batch = 3\nmicro_batches = 2\n[parallel]\nsequence = 2",
+            4,
+            "train.global_batch: 3 sequences are too few for 4 (micro_batches = 2 x data degree "
+            "= 2)",
+        ),
+        (
+            "[train]\nglobal_batch = 6\n",
+            4,
+            "train.global_batch: 6 sequences are no multiple of 4 (micro_batches = 1 x data "
+            "degree = 4)",
+        ),
+        (
+            "[weight_parallel]\ncompile = true",
+            1,
+            'weight_parallel.trigger: lies inside a compiled block; use trigger = "qkv" (the '
+            "block's entry), no anchors",
+        ),
+        (
+            '[weight_parallel]\ncompile = true\noverlap = false\ngranularity = "module"',
+            1,
+            'weight_parallel.granularity: gathers module by module; a compiled block needs "block"',
+        ),
+        (
+            '[weight_parallel]\nembedding_cut = "hidden"\n[model]\ntie_embeddings = true',
+            1,
+            'weight_parallel.embedding_cut: a tied head is cut by vocabulary; use "vocabulary" or '
+            "untie the embeddings",
+        ),
+        (
+            '[activation_checkpoint]\nmode = "selective"\nreentrant = true',
+            1,
+            "activation_checkpoint.reentrant: torch's reentrant form cannot be selective; set it "
+            'to false, or mode = "full"',
+        ),
+        (
+            '[activation_checkpoint]\nmode = "full"\nblocks = [3, 4, 7]',
+            1,
+            "activation_checkpoint.blocks: no block 4, 7: model.layers = 4, counted from 0",
+        ),
+        (
+            "[optimizer]\nmomentum = 0.9",
+            1,
+            "optimizer.momentum: adamw has no momentum; set optimizer.betas, or optimizer.name = "
+            '"sgd"',
+        ),
+        (
+            '[checkpoint]\nresume = "runs/gone"',
+            1,
+            "checkpoint.resume: no such checkpoint: runs/gone",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_one_clear_mistake(mistakes, text, world_size, expected):
+    assert mistakes(text, world_size=world_size) == [expected]
+
+
+def test_a_wrong_value_does_not_cause_further_mistakes(mistakes):
+    # With the default in place of the wrong weight degree, zero = 3 would be wrong too.
+    found = mistakes('[parallel]\nweight = "2"\nzero = 3', world_size=4)
+    assert found == ['parallel.weight: expected a whole number, got "2"']
+
+
+def test_broken_toml_is_reported_with_its_line_beside_wrong_overrides(mistakes):
+    found = mistakes("[model]\nlayers = = 4\n", {"train.steps": "no"})
+    assert found[0].startswith("not valid TOML: ")
+    assert "line 2" in found[0]
+    assert found[1:] == ['--train.steps: expected a whole number, got "no"']
+
+
+def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
+    (tmp_path / "demo.toml").touch()
+    with pytest.raises(ConfigError, match=r"no such file; did you mean .*demo\.toml\?"):
+        load_config(tmp_path / "dmeo.toml")
+
+
+def test_what_is_no_text_file_is_reported_in_plain_words(tmp_path):
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a text file in UTF-8"):
+        load_config(tmp_path / "binary.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_overrides_win_over_the_file_and_texts_take_the_type_of_the_key(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nsteps = "wrong"\nseed = 5\n[data]\nsource = "text"')
+    config = load_config(
+        file,
+        {
+            "train": {"steps": "7"},
+            "data.paths": (str(file),),
+            "weight-parallel.overlap": "false",
+            "optimizer.max_grad_norm": "none",
+            "optimizer.betas": ("0.5", "0.75"),
+            "activation_checkpoint.blocks": ("0", "2"),
+            "parallel.weight": 2,
+        },
+        world_size=2,
+    )
+    assert (config.train.steps, config.train.seed) == (7, 5)
+    assert config.data.paths == (str(file),)
+    assert config.weight_parallel.overlap is False
+    assert config.optimizer.max_grad_norm is None
+    assert config.optimizer.betas == (0.5, 0.75)
+    assert config.activation_checkpoint.blocks == (0, 2)
+    assert config.parallel.weight == 2
+
+
+def test_a_configuration_written_as_toml_is_read_back_equal(tmp_path):
+    config = Config(
+        model=ModelConfig(kv_heads=2, rope_theta=5e5),
+        weight_parallel=WeightParallelConfig(anchors=("*.wo",), compute_dtype="bfloat16"),
+        activation_checkpoint=ActivationCheckpointConfig(mode="full", blocks=(1, 3)),
+        optimizer=OptimizerConfig(max_grad_norm=None, betas=(0.8, 0.99)),
+        train=TrainConfig(sample_prompt='class "é"\n\\ ', name="an example"),
+        launch=LaunchConfig(processes=2),
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(config.to_toml())
+    assert load_config(file) == config
+    assert load_config(file) != Config()
+
+
+def test_impossible_combinations_raise_at_birth_and_the_mesh_is_checked_later():
+    with pytest.raises(ValidationError, match="5 key/value heads do not divide heads = 4"):
+        Config(model=ModelConfig(kv_heads=5))
+    with pytest.raises(ValidationError, match="valid integer"):
+        ParallelConfig(weight="2")  # type: ignore[arg-type]
+    config = Config(
+        parallel=ParallelConfig(weight=2, sequence=3), train=TrainConfig(global_batch=2)
+    )
+    assert config.check(6) == []
+    assert [line.partition(":")[0] for line in config.check(7)] == [
+        "parallel.weight",
+        "parallel.sequence",
+    ]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ActivationCheckpointConfig(mode="none"), ()),
+        (ActivationCheckpointConfig(mode="full"), (0, 1, 2, 3, 4)),
+        (ActivationCheckpointConfig(mode="full", fraction=0.3), (0, 1)),
+        (ActivationCheckpointConfig(mode="selective", fraction=0.0), ()),
+        (ActivationCheckpointConfig(mode="full", fraction=0.3, blocks=(4, 1, 4)), (1, 4)),
+    ],
+)
+def test_selected_blocks_follow_the_list_or_the_fraction(config, expected):
+    assert config.selected(5) == expected
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
+def test_every_config_of_the_project_is_right_on_any_machine(file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    load_config(file)
+
+
+def test_the_documented_config_is_every_key_with_its_default_and_a_comment():
+    text = (CONFIGS / "documented.toml").read_text()
+    assert text == documented(), "write config.documented() to configs/documented.toml"
+    assert load_config(CONFIGS / "documented.toml") == Config()
+    written = {name: list(keys) for name, keys in tomllib.loads(text).items()}
+    assert written == {name: list(cls.model_fields) for name, cls in sections().items()}
+    assert all(f.description for cls in sections().values() for f in cls.model_fields.values())
+
+
+def test_the_demo_uses_what_the_project_is_about():
+    demo = load_config(CONFIGS / "demo.toml")
+    assert (demo.parallel.weight, demo.parallel.sequence, demo.launch.processes) == (2, 2, 2)
+    assert demo.weight_parallel.overlap
+    assert demo.weight_parallel.memory_pool
+    assert len(demo.activation_checkpoint.selected(demo.model.layers)) * 2 == demo.model.layers
+    single = load_config(CONFIGS / "single.toml")
+    assert (single.model, single.data, single.optimizer) == (demo.model, demo.data, demo.optimizer)
