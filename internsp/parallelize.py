@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
@@ -23,47 +21,21 @@ from internsp.layers.recompute import checkpoint_block
 from internsp.mesh import ParallelMesh
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
-from internsp.wp.blocks import Structure, anchor_position, read
+from internsp.wp.assign import Assignment, Owner, assign
+from internsp.wp.blocks import Structure, read
 from internsp.wp.collectives import Collectives, Counters
 from internsp.wp.communicator import ChunkState, UnitCommunicator, WeightSite
-from internsp.wp.embedding import CUTS, EmbeddingWeightParallelCommunicator
+from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.pending import PendingGradients
+from internsp.wp.plan import DTYPES, chunk_plan, policy_of
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.prefetch import Prefetcher
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
-from internsp.wp.schedule import Policy
 from internsp.wp.shard import ShardedWeight, ShardLayout
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 Initialise = Callable[[str, Tensor, torch.Generator], None]
-
-
-@dataclass
-class _Owner:
-    """One place where a module holds a parameter."""
-
-    module_name: str
-    module: nn.Module
-    name: str
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.module_name}.{self.name}" if self.module_name else self.name
-
-
-@dataclass
-class _Shared:
-    """A parameter and all its owners; the first names it."""
-
-    parameter: nn.Parameter
-    owners: list[_Owner] = field(default_factory=list)
 
 
 def parallelize(
@@ -142,14 +114,16 @@ class _Builder:
         self.sharded: list[ShardedWeight] = []
         self.small = SmallParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
-        self.policy = Policy(
-            len(structure.blocks), config.prefetch_depth, config.granularity == "module"
-        )
+        self.policy = policy_of(config, len(structure.blocks))
 
     def build(self, trace: Trace) -> ISPCommunicator:
-        places: list[tuple[_Owner, Unit | None, ShardedWeight | int]] = []
-        for shared in self._parameters():
-            places += self._place(shared)
+        assignments = assign(self.model, self.structure, self.config)
+        plan = chunk_plan(
+            assignments, self.structure, self.config, self.mesh.weight, self.recomputed
+        )
+        places: list[tuple[Owner, Unit | None, ShardedWeight | int]] = []
+        for assignment in assignments:
+            places += self._place(assignment)
         blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
         others = [u for n, u in self.units.items() if u.block < 0]
         state = self._state(blocks, others, trace)
@@ -161,6 +135,7 @@ class _Builder:
             strict_order=self.config.unexpected_order == "error",
             mean=self.config.reduction == "mean",
         )
+        communicator.plan = plan
         by_unit = self._communicators(communicator, others)
         for owner, unit, what in places:
             site: Site
@@ -175,75 +150,29 @@ class _Builder:
             (block.module, unit, block.anchor)
             for block, unit in zip(self.structure.blocks, blocks, strict=True)
         ]
-        communicator.anchors = [self._anchor(i) for i in range(len(blocks))]
         communicator.prefetcher = Prefetcher(
             communicator, self.model, hooked, self._equal_counts() if communicator.mean else None
         )
         return communicator
 
-    def _parameters(self) -> list[_Shared]:
-        found: dict[int, _Shared] = {}
-        for module_name, module in self.model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if isinstance(parameter, DTensor):
-                    raise StructureError(
-                        f"{module_name}.{name} is a DTensor already: parallelize a model once, "
-                        "and do not combine it with FSDP"
-                    )
-                shared = found.setdefault(id(parameter), _Shared(parameter))
-                shared.owners.append(_Owner(module_name, module, name))
-        return list(found.values())
-
-    def _place(self, shared: _Shared) -> list[tuple[_Owner, Unit | None, ShardedWeight | int]]:
-        owner, parameter = shared.owners[0], shared.parameter
-        cut = parameter.ndim >= 2 and parameter.numel() >= self.config.min_shard_elements
-        if not cut:
-            member = ReplicatedParameter(owner.full_name, parameter, self.mesh, self.dtype)
+    def _place(self, a: Assignment) -> list[tuple[Owner, Unit | None, ShardedWeight | int]]:
+        if a.unit is None:
+            member = ReplicatedParameter(a.name, a.parameter, self.mesh, self.dtype)
             self.small.append(member)
             index = len(self.small.members) - 1
-            for o in shared.owners:
+            for o in a.owners:
                 o.module._parameters[o.name] = member.parameter
-            return [(o, None, index) for o in shared.owners]
-        unit = self._unit(shared)
-        weight = self._weight(owner, parameter)
+            return [(o, None, index) for o in a.owners]
+        layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, self.mesh.weight)
+        weight = ShardedWeight(a.name, a.parameter, layout, self.mesh, self.dtype, a.autocasts)
         self.sharded.append(weight)
+        unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(
+            a.unit, Unit(a.unit, [])
+        )
         unit.weights.append(weight)
-        for o in shared.owners:
+        for o in a.owners:
             o.module._parameters[o.name] = weight.parameter
-        return [(o, unit, weight) for o in shared.owners]
-
-    def _weight(self, owner: _Owner, parameter: nn.Parameter) -> ShardedWeight:
-        dim = getattr(owner.module, "shard_dim", 0)
-        if isinstance(owner.module, nn.Embedding):
-            dim = CUTS[self.config.embedding_cut]
-        try:
-            layout = ShardLayout.create(tuple(parameter.shape), dim, self.mesh.weight)
-        except LayoutError as error:
-            raise LayoutError(f"{owner.full_name}: {error}") from error
-        linear = isinstance(owner.module, nn.Linear)
-        return ShardedWeight(owner.full_name, parameter, layout, self.mesh, self.dtype, linear)
-
-    def _unit(self, shared: _Shared) -> Unit:
-        blocks = {self._block_of(o.module_name) for o in shared.owners}
-        if len(blocks) > 1:
-            raise StructureError(
-                f"{shared.owners[0].full_name} is shared between blocks or with the outside "
-                f"({', '.join(o.full_name for o in shared.owners)}): a block's weights must be "
-                "its own; untie it, or keep it small (weight_parallel.min_shard_elements)"
-            )
-        block = blocks.pop()
-        if block >= 0:
-            return self._block_unit(block)
-        name = shared.owners[0].module_name
-        return self.units.setdefault(name, Unit(name, []))
-
-    def _block_of(self, module_name: str) -> int:
-        for i, block in enumerate(self.structure.blocks):
-            if module_name == block.name or module_name.startswith(block.name + "."):
-                return i
-        return -1
+        return [(o, unit, weight) for o in a.owners]
 
     def _block_unit(self, index: int) -> Unit:
         name = self.structure.blocks[index].name
@@ -251,14 +180,6 @@ class _Builder:
             unit = Unit(name, [], block=index, recomputed=index in self.recomputed)
             self.units[name] = unit
         return self.units[name]
-
-    def _anchor(self, index: int) -> int:
-        block = self.structure.blocks[index]
-        owners = [
-            w.name.removeprefix(block.name + ".").rpartition(".")[0]
-            for w in self._block_unit(index).weights
-        ]
-        return anchor_position(block, owners, self.config.trigger)
 
     def _state(self, blocks: list[Unit], others: list[Unit], trace: Trace) -> ChunkState:
         for unit in (*blocks, *others):
@@ -283,6 +204,7 @@ class _Builder:
     ) -> dict[str, UnitCommunicator]:
         state, by_unit = communicator.state, {}
         embedding, head = self.structure.embedding, self.structure.head
+        tied = communicator.plan.head if communicator.plan is not None else None
         for unit in others:
             made: UnitCommunicator
             if embedding is not None and unit.name == embedding[0]:
@@ -295,6 +217,10 @@ class _Builder:
                 made = UnitCommunicator(state)
                 communicator.others.append(made)
             by_unit[unit.name] = made
+            if communicator.head is None and tied is not None and tied.name == unit.name:
+                communicator.head = HeadWeightParallelCommunicator(
+                    state, unit, self.config.head_output
+                )
         return by_unit
 
     def _equal_counts(self) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:

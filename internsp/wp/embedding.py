@@ -6,8 +6,6 @@ from internsp.wp.communicator import ChunkState, UnitCommunicator
 from internsp.wp.pool import Unit
 from internsp.wp.schedule import FORWARD
 
-CUTS = {"vocabulary": 0, "hidden": 1}
-
 
 class EmbeddingWeightParallelCommunicator(UnitCommunicator):
     """Gathers the table, cut on vocabulary or hidden dimension, for forward only.

@@ -22,7 +22,7 @@ from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.pool import Unit
 from internsp.wp.replicated import SmallParameters
-from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
+from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, ChunkPlan
 from internsp.wp.shard import ShardedWeight
 
 MEET_SECONDS = 5.0  # how long a rank waits for the others to report the same failure
@@ -57,12 +57,13 @@ class ISPCommunicator(UnitCommunicator):
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
         self.others: list[UnitCommunicator] = []
         self.prefetcher: object | None = None
-        self.anchors: list[int] = []
+        self.plan: ChunkPlan | None = None
         self.collects_itself = True  # false once a ZeroOptimizer drains instead (WP-9)
         self.after_backward: list[Callable[[], None]] = []
         self._next = 0
         self._forward_open = False
         self._backward_task = -1
+        self._recomputed: set[Unit] = set()  # in this backward
         self._open: list[Unit] = []  # units whose backward has begun, in that order
         self._held: dict[Unit, dict[ShardedWeight, Tensor]] = {}
         self._waiting: dict[Unit, list[ShardedWeight]] = {}
@@ -155,6 +156,24 @@ class ISPCommunicator(UnitCommunicator):
         self._fetch_first(unit, BACKWARD)
         if not unit.recomputed:
             self._ahead(unit.block, BACKWARD)
+
+    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: int) -> None:
+        """A recomputed block waits in its recompute, and only there: one gather serves both.
+
+        torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
+        waiting here would hold the recompute's first layer up for the whole block.
+        """
+        if not unit.recomputed or weight.tag() != tag:
+            super().backward_hook(unit, weight, tag)
+        elif unit in self._recomputed and not weight.resident:
+            if self.state.pool.slots[unit.slot].tags.get(weight) != weight.tag():
+                super().backward_hook(unit, weight, weight.tag())
+
+    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        """See :meth:`WPCommunicator.weight_hook`."""
+        if unit.recomputed and self._recomputing():
+            self._recomputed.add(unit)
+        return super().weight_hook(unit, weight)
 
     def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
         """Launch reductions in the declared order: a birth waits for those before it (WP-2)."""
@@ -258,8 +277,9 @@ class ISPCommunicator(UnitCommunicator):
                 if self.head is not None:
                     self.head.prefetch()
             elif self._may_lease(self.blocks[target]):
-                unit = self.blocks[target]
-                self.fetch(unit, self.state.policy.order(unit.weights, phase, unit.recomputed), phase)
+                unit, then = self.blocks[target], FORWARD if phase == FORWARD else BACKWARD
+                order = self.state.policy.order(unit.weights, then, unit.recomputed)
+                self.fetch(unit, order, then)
 
     def _may_lease(self, unit: Unit) -> bool:
         """Where another order is allowed, a prefetch gives way instead of failing (WP-2)."""
@@ -286,6 +306,7 @@ class ISPCommunicator(UnitCommunicator):
     def _finish(self, unit: Unit) -> None:
         """A unit's backward is over: weights without a gradient take their place with zeros."""
         waiting, held = self._waiting.pop(unit, []), self._held.pop(unit, {})
+        self._recomputed.discard(unit)
         trained = [w for w in unit.weights if w.requires_grad]
         if len(waiting) < len(trained) or held:
             for weight in waiting:
@@ -341,6 +362,7 @@ class ISPCommunicator(UnitCommunicator):
         self.small.reset()
         self._forward_open, self._backward_task, self._nested = False, -1, False
         self._open, self._held, self._waiting = [], {}, {}
+        self._recomputed.clear()
         self.cause = ""
 
 

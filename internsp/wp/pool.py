@@ -47,14 +47,14 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the unit's whole weights in a slot."""
-        return sum(aligned(w.slot_nbytes) for w in self.weights)
+        return sum(aligned(w.slot_nbytes) for w in self.weights if not w.resident)
 
     def place(self) -> None:
         """Give each weight its offset in the slot."""
         offset = 0
         for weight in self.weights:
             self.offsets[weight] = offset
-            offset += aligned(weight.slot_nbytes)
+            offset += 0 if weight.resident else aligned(weight.slot_nbytes)
 
 
 class Slot:

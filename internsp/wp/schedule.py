@@ -82,7 +82,11 @@ class WeightPlan:
     name: str
     gather_bytes: int
     reduce_bytes: int
+    slot_bytes: int
+    shard_bytes: int
     trainable: bool = True
+    resident: bool = False
+    """Whole at rest (weight group of one, same dtype): never gathered."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,11 @@ class UnitPlan:
     recomputed: bool = False
     anchor: int = -1
     """Position of the first weight used after the anchor; -1: the block's entry triggers."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the unit's whole weights in a slot."""
+        return sum(w.slot_bytes for w in self.weights if not w.resident)
 
 
 @dataclass(frozen=True)
@@ -139,8 +148,17 @@ class ChunkPlan:
     blocks: tuple[UnitPlan, ...]
     embedding: UnitPlan | None
     head: UnitPlan | None
-    tied: bool
     pending_units: int
+    others: tuple[UnitPlan, ...] = ()
+
+    def slots(self) -> list[int]:
+        """Bytes of each slot: the pool's exact size (WP-1)."""
+        largest = max((u.slot_bytes for u in self.blocks), default=0)
+        sizes = dict.fromkeys(range(self.policy.slots if self.blocks else 0), largest)
+        for unit in (self.embedding, self.head, *self.others):
+            if unit is not None:
+                sizes[unit.slot] = unit.slot_bytes
+        return [sizes[i] for i in sorted(sizes)]
 
 
 class _Simulator:
@@ -164,7 +182,7 @@ class _Simulator:
             self.slots[unit.slot] = (unit, present)
         order = self.plan.policy.order(unit.weights, phase, unit.recomputed)
         for weight in [only] if only else order:
-            if weight.name in present:
+            if weight.name in present or weight.resident:
                 continue
             present.add(weight.name)
             self.add("AG", phase, weight, weight.gather_bytes)
@@ -207,7 +225,7 @@ class _Simulator:
                 if self.plan.head is not None:
                     self.fetch(self.plan.head, FORWARD)
             else:
-                self.fetch(self.plan.blocks[target], phase)
+                self.fetch(self.plan.blocks[target], FORWARD if phase == FORWARD else BACKWARD)
 
     def forward(self) -> None:
         plan = self.plan
@@ -249,6 +267,8 @@ class _Simulator:
             while len({id(u) for u, _ in self.pending} - {id(unit)}) >= self.plan.pending_units:
                 self.drain_one()
             self.add("RS", BACKWARD, weight, weight.reduce_bytes)
+            if weight.reduce_bytes and not self.overlap:
+                self.add("WAIT", BACKWARD, weight)
             self.pending.append((unit, weight))
             self.add("FREE", BACKWARD, weight)
 
@@ -273,7 +293,8 @@ class _Simulator:
             else:
                 self.ahead(unit.block, BACKWARD)
             for weight in reversed(unit.weights):
-                self.use(unit, weight, BACKWARD)
+                if not unit.recomputed:  # else the recompute has waited for it
+                    self.use(unit, weight, BACKWARD)
                 self.born(unit, weight)
         if plan.embedding is not None:
             for weight in plan.embedding.weights:

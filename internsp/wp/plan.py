@@ -1,0 +1,99 @@
+"""Pure: what a chunk will do and how much memory it takes, from a model that may be on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from internsp.config import WeightParallelConfig
+from internsp.wp.assign import Assignment
+from internsp.wp.blocks import Structure, anchor_position
+from internsp.wp.pool import aligned
+from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
+from internsp.wp.shard import ShardLayout
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
+    """The policy that a configuration asks for."""
+    return Policy(blocks, config.prefetch_depth, config.granularity == "module")
+
+
+def chunk_plan(
+    assignments: Sequence[Assignment],
+    structure: Structure,
+    config: WeightParallelConfig,
+    weight_size: int,
+    recomputed: set[int],
+) -> ChunkPlan:
+    """The chunk as :func:`internsp.wp.schedule.simulate` wants it.
+
+    Args:
+        weight_size: ranks in the weight group.
+        recomputed: indices of checkpointed blocks.
+    """
+    policy = policy_of(config, len(structure.blocks))
+    members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
+    for assignment in assignments:
+        if assignment.unit is not None:
+            members.setdefault(assignment.unit, []).append(assignment)
+    dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
+    units: dict[str, UnitPlan] = {}
+    slot = policy.slots if structure.blocks else 0
+    for name, own in members.items():
+        block = own[0].block if own else next(
+            i for i, b in enumerate(structure.blocks) if b.name == name
+        )
+        weights = tuple(_weight(a, weight_size, dtype) for a in own)
+        anchor = -1
+        if block >= 0:
+            inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
+            anchor = anchor_position(structure.blocks[block], inside, config.trigger)
+        where = policy.slot(block) if block >= 0 else slot
+        slot += block < 0
+        units[name] = UnitPlan(name, weights, where, block, block in recomputed, anchor)
+    embedding = units.get(structure.embedding[0]) if structure.embedding else None
+    head = _head(structure, assignments, units)
+    return ChunkPlan(
+        policy,
+        tuple(units[b.name] for b in structure.blocks),
+        embedding,
+        head,
+        config.pending_blocks,
+        tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
+    )
+
+
+def _head(
+    structure: Structure, assignments: Sequence[Assignment], units: dict[str, UnitPlan]
+) -> UnitPlan | None:
+    """The unit that holds the head's weight: the embedding's, where the two are tied."""
+    if structure.head is None:
+        return None
+    for assignment in assignments:
+        if assignment.unit and any(o.module_name == structure.head[0] for o in assignment.owners):
+            return units[assignment.unit]
+    return None
+
+
+def _weight(assignment: Assignment, size: int, dtype: torch.dtype | None) -> WeightPlan:
+    parameter = assignment.parameter
+    layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
+    compute = dtype or parameter.dtype
+    message = (size - 1) * layout.shard_numel * compute.itemsize
+    return WeightPlan(
+        assignment.name,
+        gather_bytes=message,
+        reduce_bytes=message,
+        slot_bytes=aligned(layout.padded_numel * compute.itemsize),
+        shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
+        trainable=parameter.requires_grad,
+        resident=size == 1 and compute == parameter.dtype,
+    )
