@@ -31,6 +31,9 @@ COMMUNICATION: Mapping[str, str] = {
 LANES = ("compute", "gathers", "reduce-scatters", "all-to-alls", "optimizer")
 """Lanes of a step's timeline, from top to bottom."""
 
+WAITS = ("WAIT", "A2A_WAIT")
+"""Kinds in which the computing thread waited; the exchange's have a name of their own."""
+
 _LANE_OF = {
     "AG": "gathers",
     "RS": "reduce-scatters",
@@ -173,7 +176,7 @@ def window_of(events: Iterable[Event]) -> Interval:
 def waits(events: Sequence[Event], window: Interval | None = None) -> list[Interval]:
     """The stretches in which the computing thread waited, within ``window``."""
     window = window or window_of(events)
-    return intersect([window], (_span(e, window) for e in events if e.kind == "WAIT"))
+    return intersect([window], (_span(e, window) for e in events if e.kind in WAITS))
 
 
 def step_times(events: Sequence[Event], window: Interval | None = None) -> StepTimes:
@@ -249,7 +252,7 @@ def where_waited(events: Sequence[Event], window: Interval | None = None) -> lis
             flights.setdefault((event.unit, event.weight), []).append(event)
     groups: dict[tuple[str, str, str], list[Interval]] = {}
     for event in events:
-        if event.kind == "WAIT":
+        if event.kind in WAITS:
             kind = _awaited(event, flights.get((event.unit, event.weight), []), window)
             groups.setdefault((kind, event.unit, event.phase), []).append(_span(event, window))
     rows = [
@@ -295,10 +298,11 @@ def build_timeline(events: Sequence[Event], window: Interval | None = None) -> T
     for event in events:
         start, end = _span(event, window)
         start, end = max(start, window[0]), min(end, window[1])
-        lane = "compute" if event.kind == "WAIT" else _LANE_OF.get(event.kind)
-        if lane is None or end < start or (end == start and event.kind in ("WAIT", "DRAIN")):
+        lane = "compute" if event.kind in WAITS else _LANE_OF.get(event.kind)
+        if lane is None or end < start or (end == start and event.kind in (*WAITS, "DRAIN")):
             continue
-        bar = Bar(event.kind, start, end, event.unit, event.weight, event.phase, event.nbytes)
+        kind = "WAIT" if lane == "compute" else event.kind
+        bar = Bar(kind, start, end, event.unit, event.weight, event.phase, event.nbytes)
         lanes[lane].append(bar)
     lanes["compute"] += _computing(events, window)
     return Timeline(

@@ -40,7 +40,7 @@ STEP = [
     event("USE", 32, 32, "layers.1", "wq", "forward"),
     event("USE", 50, 50, "layers.1", "wq", "backward"),
     event("A2A", 60, 65, "layers.1", "", "backward", 10),
-    event("WAIT", 60, 65, "layers.1", "", "backward"),
+    event("A2A_WAIT", 60, 65, "layers.1", "", "backward"),
     event("RS", 62, 90, "layers.1", "wq", "backward", 100),
     event("WAIT", 88, 90, "layers.1", "wq", "optimizer"),
     event("STEP", 90, 96, "", "", "optimizer"),
