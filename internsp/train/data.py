@@ -143,8 +143,8 @@ class DataSource:
         """Digest of all tokens: equal on two machines, or in a resumed run, if the data are."""
         digest = hashlib.blake2b(digest_size=16)
         for stream in (self.train, self.held_out):
-            digest.update(np.ascontiguousarray(stream.tokens))
-            digest.update(np.ascontiguousarray(stream.starts))
+            digest.update(np.ascontiguousarray(stream.tokens).data)
+            digest.update(np.ascontiguousarray(stream.starts).data)
         return digest.hexdigest()
 
     def train_batch(self, step: int, rows: slice | None = None) -> Batch:
@@ -224,7 +224,7 @@ def _split_tails(
 
 
 def _digest(document: Tokens) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(document), digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(document).data, digest_size=16).digest()
 
 
 def rows_of(

@@ -112,7 +112,8 @@ def _wait(processes: list[Any], folder: Path, deadline: float, timeout: float) -
     while running:
         ready = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            alive = sorted(running.values())
+            busy = sorted(r for r in running.values() if not _outcome(folder, r))
+            alive = busy or sorted(running.values())
             stacks = _stacks(processes, alive, folder)
             raise RankError(
                 f"ranks {alive} of {len(processes)} were still alive after {timeout:g} s; "
@@ -177,6 +178,16 @@ def _kill(processes: list[Any]) -> None:
         process.join()
 
 
+def _wait_for_peers(folder: Path, world_size: int) -> None:
+    """Leave together: a rank that leaves early closes connections its peers may be making or using.
+
+    Not a barrier of the group, which would fail in its turn; a peer that fails ends this wait too,
+    because the parent then kills all.
+    """
+    while not all((folder / f"outcome{rank}").exists() for rank in range(world_size)):
+        time.sleep(0.002)
+
+
 def _rank_main(
     fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: str
 ) -> None:
@@ -211,7 +222,9 @@ def _rank_main(
         # Renamed when complete: the parent may look at any moment.
         (home / f"partial{rank}").write_bytes(data)
         (home / f"partial{rank}").rename(home / f"outcome{rank}")
-        if "value" in outcome and dist.is_initialized():
-            dist.destroy_process_group()
+        if "value" in outcome:
+            _wait_for_peers(home, world_size)
+            if dist.is_initialized():
+                dist.destroy_process_group()
         faulthandler.unregister(STACK_SIGNAL)
         faulthandler.disable()

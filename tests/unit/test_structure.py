@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up; a module imports from its own level or below. The longest name wins, so that
 # `internsp.wp.pool` is found before `internsp.wp`, which is what users import from.
 LEVELS = [
-    ["internsp.errors", "internsp.trace"],
+    ["internsp.errors", "internsp.trace", "internsp.stop"],
     ["internsp.config", "internsp.config_checks", "internsp.config_errors",
      "internsp.config_sections", "internsp.mesh"],
     ["internsp.wp.collectives", "internsp.wp.shard", "internsp.wp.schedule", "internsp.wp.blocks",
@@ -25,15 +25,16 @@ LEVELS = [
     ["internsp.parallelize"],
     ["internsp.pipeline"],
     ["internsp.train"],
-    ["internsp.cli", "internsp"],
+    ["internsp.cli", "internsp.launch", "internsp"],
 ]  # fmt: skip
 SP_MAY_IMPORT = ("internsp.errors", "internsp.trace", "internsp.mesh", "internsp.sp")
 ZOO_MAY_IMPORT = ("internsp.errors", "internsp.layers", "internsp.sp", "internsp.config")
+# Those that move tensors. Objects (names agreed upon at set-up) are neither weights nor gradients.
 COLLECTIVES = {
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
-    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
-    "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+    "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 }  # fmt: skip
 WEIGHT_SIDE = ("internsp.wp", "internsp.layers", "internsp.optim", "internsp.parallelize")
 
