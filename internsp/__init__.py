@@ -1,0 +1,77 @@
+"""internsp: Intern sequence parallelism for long-sequence transformers.
+
+Public names only; each is imported from its module when it is first used, so that
+``import internsp`` (and ``internsp --help``) does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from internsp.config import ActivationCheckpointConfig, Config, WeightParallelConfig
+    from internsp.config import load_config as load_config
+    from internsp.layers import ParallelLinearWithCommExt
+    from internsp.mesh import ParallelMesh
+    from internsp.optim import LossScaler, ZeroOptimizer
+    from internsp.parallel import initialise, parallelize
+    from internsp.sp import DistributedAttention, SequenceLayout, token_loss
+    from internsp.trace import Trace
+    from internsp.wp.communicator import WPCommunicator
+    from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
+    from internsp.wp.head import HeadWeightParallelCommunicator
+    from internsp.wp.isp import ISPCommunicator
+    from internsp.wp.pool import MemoryPool
+
+_HOMES = {
+    "ActivationCheckpointConfig": "config",
+    "Config": "config",
+    "DistributedAttention": "sp",
+    "EmbeddingWeightParallelCommunicator": "wp.embedding",
+    "HeadWeightParallelCommunicator": "wp.head",
+    "ISPCommunicator": "wp.isp",
+    "LossScaler": "optim",
+    "MemoryPool": "wp.pool",
+    "ParallelLinearWithCommExt": "layers",
+    "ParallelMesh": "mesh",
+    "SequenceLayout": "sp",
+    "Trace": "trace",
+    "WPCommunicator": "wp.communicator",
+    "WeightParallelConfig": "config",
+    "ZeroOptimizer": "optim",
+    "initialise": "parallel",
+    "load_config": "config",
+    "parallelize": "parallel",
+    "token_loss": "sp",
+}
+
+__all__ = [
+    "ActivationCheckpointConfig",
+    "Config",
+    "DistributedAttention",
+    "EmbeddingWeightParallelCommunicator",
+    "HeadWeightParallelCommunicator",
+    "ISPCommunicator",
+    "LossScaler",
+    "MemoryPool",
+    "ParallelLinearWithCommExt",
+    "ParallelMesh",
+    "SequenceLayout",
+    "Trace",
+    "WPCommunicator",
+    "WeightParallelConfig",
+    "ZeroOptimizer",
+    "initialise",
+    "load_config",
+    "parallelize",
+    "token_loss",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'internsp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"internsp.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

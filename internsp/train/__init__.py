@@ -1,0 +1,1 @@
+"""The trainer: data, loop, metrics, report, checkpoint. The composition root."""

@@ -1,0 +1,113 @@
+"""Checkpoints through ``torch.distributed.checkpoint``: model, optimizer and the step number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
+
+from internsp.errors import ConfigError
+from internsp.train.session import Session
+
+
+class _Run(Stateful):
+    """What a checkpoint holds beside model and optimizer."""
+
+    def __init__(self, session: Session, step: int) -> None:
+        self.session = session
+        self.step = step
+        self.fingerprint = session.source.fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "mesh": self.session.mesh.describe(),
+            "data": self.fingerprint,
+            "schedule": self.session.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.fingerprint = state["data"]
+        self.session.schedule.load_state_dict(state["schedule"])
+
+
+def _state(session: Session, run: _Run) -> dict[str, Any]:
+    return {"model": session.model, "optimizer": session.optimizer, "run": run}
+
+
+def save(session: Session, folder: Path, step: int) -> Path:
+    """Write ``folder/step-N``. Collective; blocks until every rank has written.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    path = folder / f"step-{step:06d}"
+    dcp.save(_state(session, _Run(session, step)), checkpoint_id=path)
+    return path
+
+
+def load(session: Session, path: Path) -> int:
+    """Restore a checkpoint of the same mesh. Collective; blocks.
+
+    Args:
+        path: a checkpoint's folder, or a run's, of which the newest checkpoint is taken.
+
+    Returns:
+        The number of finished steps.
+
+    Raises:
+        ConfigError: no checkpoint is there, it is of another mesh, or the text has changed.
+    """
+    chosen = find(path)
+    metadata = dcp.FileSystemReader(chosen).read_metadata()
+    _check_mesh(session, metadata, chosen)
+    run = _Run(session, 0)
+    dcp.load(_state(session, run), checkpoint_id=chosen)
+    session.communicator.invalidate()
+    if run.fingerprint != session.source.fingerprint:
+        raise ConfigError(
+            f"checkpoint.resume: {chosen} was trained on other text than [data] gives now; the "
+            "order of the data would not continue"
+        )
+    return run.step
+
+
+def find(path: Path) -> Path:
+    """The newest checkpoint at or below ``path``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (path, path / "checkpoints"):
+        if (folder / ".metadata").exists():
+            return folder
+        steps = sorted(p for p in folder.glob("step-*") if (p / ".metadata").exists())
+        if steps:
+            return steps[-1]
+    raise ConfigError(
+        f"checkpoint.resume: no checkpoint at {path} (looked for step-*/.metadata there and in "
+        "its folder checkpoints)"
+    )
+
+
+def _check_mesh(session: Session, metadata: Any, path: Path) -> None:
+    """Another mesh has other optimizer pieces: say so before anything is overwritten."""
+    wanted = dcp.state_dict_saver._stateful_to_state_dict(_state(session, _Run(session, 0)))
+    flat, _ = dcp._nested_dict.flatten_state_dict(wanted)
+    for name, value in flat.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if stored is None:
+            raise ConfigError(
+                f"checkpoint.resume: {path} has no {name}; resume on the same mesh and model as "
+                f"it was saved with (now: {session.mesh.describe()})"
+            )
+        size = getattr(stored, "size", None)
+        if isinstance(value, torch.Tensor) and size is not None and size != value.shape:
+            raise ConfigError(
+                f"checkpoint.resume: {name} in {path} has shape {list(size)}, here it has "
+                f"{list(value.shape)}; resume with the same model and mesh"
+            )

@@ -1,0 +1,20 @@
+"""Memory of one rank by component, in bytes, from what exists."""
+
+from __future__ import annotations
+
+from internsp.train.session import Session
+
+
+def components(session: Session) -> list[tuple[str, int]]:
+    """(component, bytes) of this rank: shards, slots, reduction buffers, optimizer."""
+    small = session.communicator.small
+    pool = session.communicator.state.pool
+    shards = sum(w.storage.numel() * w.storage.element_size() for w in small.sharded)
+    replicated = sum(m.storage.numel() * m.storage.element_size() for m in small.members)
+    rows = [
+        ("weight shards", shards),
+        ("small parameters (replicated)", replicated),
+        ("whole weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
+        ("reduction buffers", pool.buffer_nbytes),
+    ]
+    return [*rows, *session.optimizer.memory()]

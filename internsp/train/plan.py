@@ -1,0 +1,190 @@
+"""``internsp plan``: mesh, schedule of one step, bytes of each collective and memory; runs nothing.
+
+The model is built on the meta device, so a plan of any size takes a second and no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+from internsp.train.factory import build_model
+from internsp.wp.assign import Assignment, assign
+from internsp.wp.blocks import read
+from internsp.wp.plan import DTYPES, chunk_plan
+from internsp.wp.schedule import ChunkPlan, Schedule, simulate
+
+_KINDS = {
+    "AG": "weight gather",
+    "WAIT": "wait",
+    "USE": "use of a whole weight",
+    "FREE": "free",
+    "RS": "gradient reduction",
+    "DRAIN": "drain into the shard",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step as it will run, and the bytes it takes on each rank."""
+
+    shape: MeshShape
+    chunk: ChunkPlan
+    schedule: Schedule
+    memory: tuple[tuple[str, int], ...]
+    exchange_bytes: int
+    """Sequence exchange: payload that a rank receives in one step, at most."""
+
+
+def make_plan(config: Config, world_size: int) -> Plan:
+    """What ``config`` will do on ``world_size`` ranks. Pure: no process group, no memory.
+
+    Raises:
+        ConfigError: degrees that do not fit the ranks, all mistakes at once.
+    """
+    mistakes = config.check(world_size)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    parallel, weights = config.parallel, config.weight_parallel
+    shape = MeshShape(
+        world_size, parallel.weight, parallel.sequence, parallel.pipeline, parallel.zero
+    )
+    model = build_model(config)
+    structure = read(model, weights.trigger, weights.blocks, weights.anchors)
+    assignments = assign(model, structure, weights)
+    recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
+    chunk = chunk_plan(assignments, structure, weights, shape.weight, recomputed)
+    schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
+    return Plan(
+        shape,
+        chunk,
+        schedule,
+        tuple(_memory(config, shape, chunk, assignments)),
+        _exchange_bytes(config, shape, model),
+    )
+
+
+def _memory(
+    config: Config, shape: MeshShape, chunk: ChunkPlan, assignments: list[Assignment]
+) -> list[tuple[str, int]]:
+    """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
+    units = [*chunk.blocks, *chunk.others]
+    units += [u for u in {id(u): u for u in (chunk.embedding, chunk.head) if u}.values()]
+    weights = [w for u in units for w in u.weights]
+    shards = sum(w.shard_bytes for w in weights)
+    small = [a.parameter for a in assignments if a.unit is None]
+    small_bytes = sum(p.numel() * p.element_size() for p in small)
+    size = DTYPES[config.train.dtype].itemsize
+    wide = max(size, 4)
+    elements = (shards + small_bytes) // size
+    largest = sorted((_whole_bytes(u.weights, shape.weight) for u in units), reverse=True)
+    pending = sum(largest[: config.weight_parallel.pending_blocks])
+    moments = {"adamw": 2, "sgd": int(config.optimizer.momentum > 0)}[config.optimizer.name]
+    masters = int(size < 4)
+    owned = -(-elements // shape.zero_size)
+    return [
+        ("weight shards", shards),
+        ("small parameters (replicated)", small_bytes),
+        ("whole weights (slots, exact)", sum(chunk.slots())),
+        ("reductions in flight (at most)", 2 * pending if shape.weight > 1 else 0),
+        ("gradient sums", elements * wide),
+        ("optimizer state", owned * wide * (moments + masters)),
+    ]
+
+
+def _whole_bytes(weights: tuple[object, ...], size: int) -> int:
+    return sum(w.reduce_bytes * size // max(size - 1, 1) for w in weights)  # type: ignore[attr-defined]
+
+
+def _exchange_bytes(config: Config, shape: MeshShape, model: nn.Module) -> int:
+    """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute."""
+    if shape.sequence == 1:
+        return 0
+    sizes = model.sizes
+    heads = 2 * sizes.heads + 2 * sizes.kv_heads
+    rows = config.train.global_batch // shape.data
+    tokens = rows * config.data.sequence_length // shape.sequence
+    one = tokens * heads * sizes.head_dim * DTYPES[config.train.dtype].itemsize
+    one = one * (shape.sequence - 1) // shape.sequence
+    again = 0
+    if config.activation_checkpoint.mode == "full":
+        again = len(config.activation_checkpoint.selected(config.model.layers))
+    return one * (2 * config.model.layers + again)
+
+
+def print_plan(config: Config, world_size: int, console: Console | None = None) -> None:
+    """Print :func:`make_plan` for a person."""
+    plan = make_plan(config, world_size)
+    console = console or Console(soft_wrap=True, highlight=False)
+    console.print(_mesh_table(plan.shape))
+    console.print(_schedule_table(plan))
+    console.print(_memory_table(plan))
+    console.print(f"[bold]Schedule of one step[/bold] ({len(plan.schedule.actions)} actions a rank)")
+    for action in plan.schedule.actions:
+        amount = f"  {human(action.nbytes)}" if action.nbytes else ""
+        console.print(f"  {action.kind:<5} {action.phase:<9} {action.weight}{amount}")
+
+
+def _mesh_table(shape: MeshShape) -> Table:
+    table = Table(title=f"Mesh of {shape.world_size} ranks", title_justify="left")
+    for column in ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight"):
+        table.add_column(column, justify="right")
+    shown = min(shape.world_size, 64)
+    for rank in range(shown):
+        inside = rank % shape.stage_size
+        replica = inside // shape.weight
+        values = (
+            rank,
+            rank // shape.stage_size,
+            inside // shape.sequence,
+            inside % shape.sequence,
+            replica,
+            replica % shape.zero_size,
+            inside % shape.weight,
+        )
+        table.add_row(*(str(v) for v in values))
+    if shown < shape.world_size:
+        table.add_row("...")
+    return table
+
+
+def _schedule_table(plan: Plan) -> Table:
+    table = Table(title="Collectives of one step, payload a rank receives", title_justify="left")
+    for column in ("what", "count", "bytes"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for kind in ("AG", "RS"):
+        schedule = plan.schedule
+        table.add_row(_KINDS[kind], str(schedule.count(kind)), human(schedule.nbytes(kind)))
+    if plan.exchange_bytes:
+        table.add_row("sequence exchange", "", human(plan.exchange_bytes))
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(title="Memory of one rank, without activations", title_justify="left")
+    table.add_column("component")
+    table.add_column("bytes", justify="right")
+    for name, nbytes in plan.memory:
+        table.add_row(name, human(nbytes))
+    table.add_row("sum", human(sum(n for _, n in plan.memory)))
+    return table
+
+
+def human(nbytes: int) -> str:
+    """Bytes for a person, exact below 10,000."""
+    value, unit = float(nbytes), "B"
+    if nbytes < 10_000:
+        return f"{nbytes} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024:
+            break
+    return f"{value:.1f} {unit}"
+
+

@@ -1,0 +1,189 @@
+"""``train``: one rank of a training run, from configuration to report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from internsp.config import Config
+from internsp.stop import StopRequest
+from internsp.trace import Event
+from internsp.train import checkpoint
+from internsp.train.display import Display, make_display
+from internsp.train.memory import components
+from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
+from internsp.train.report import write_report
+from internsp.train.sample import sample
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+
+_TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
+
+
+def train(config: Config, output: Path) -> None:
+    """Run the whole training on this rank. Collective: every rank calls it with the same config.
+
+    Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
+    write ``checkpoints/``. A stop request (Ctrl-C) ends the loop after the current step; the
+    checkpoint and the report are written all the same.
+    """
+    session = Session.create(config)
+    try:
+        done = checkpoint.load(session, Path(config.checkpoint.resume)) if (
+            config.checkpoint.resume
+        ) else 0
+        with StopRequest() as stop:
+            _Run(session, output, done, stop).run()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Run:
+    """The loop and what it leaves behind."""
+
+    def __init__(self, session: Session, output: Path, done: int, stop: StopRequest) -> None:
+        self.session = session
+        self.config = session.config
+        self.output = output
+        self.done = done
+        self.stop = stop
+        self.main = session.mesh.rank == 0
+        self.runner = StepRunner(session)
+        self.events: list[Event] = []
+        self.interrupted = False
+
+    def run(self) -> None:
+        """Train, then save, sample and report."""
+        display, writer = self._open()
+        try:
+            step = self._loop(display, writer)
+            path = None
+            if self.config.checkpoint.save:
+                path = checkpoint.save(self.session, self.output / "checkpoints", step)
+            text = sample(self.session)
+            self._report(text)
+            if display is not None:
+                display.finish(text, self._files(path), self.interrupted)
+        finally:
+            if display is not None:
+                display.close()
+            if writer is not None:
+                writer.close()
+
+    def _open(self) -> tuple[Display | None, MetricsWriter | None]:
+        if not self.main:
+            return None, None
+        self.output.mkdir(parents=True, exist_ok=True)
+        (self.output / "config.toml").write_text(self.config.to_toml())
+        writer = MetricsWriter(
+            self.output / "metrics.jsonl", resume_step=self.done + 1 if self.done else None
+        )
+        train = self.config.train
+        display = make_display(
+            train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
+        )
+        display.start()
+        parameters = sum(p.numel() for p in self.session.model.parameters())
+        display.note(
+            f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}"
+        )
+        return display, writer
+
+    def _loop(self, display: Display | None, writer: MetricsWriter | None) -> int:
+        train, trace = self.config.train, self.session.trace
+        step = self.done
+        timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
+        while step < train.steps:
+            trace.enabled = step in (self.done, timeline) or train.profile
+            trace.clear()
+            metrics, asked = self.runner.step(step, self.stop.requested)
+            if step <= timeline:
+                self.events = list(trace.events)
+            trace.enabled = False
+            trace.clear()
+            step += 1
+            self.interrupted = asked
+            last = step == train.steps or asked
+            metrics = self._evaluated(metrics, last, display)
+            if writer is not None:
+                writer.write(metrics)
+            if display is not None:
+                display.update(metrics)
+            if self.config.checkpoint.every and not last and step % self.config.checkpoint.every == 0:
+                path = checkpoint.save(self.session, self.output / "checkpoints", step)
+                if display is not None:
+                    display.note(f"checkpoint {path}")
+            if asked:
+                break
+        return step
+
+    def _evaluated(
+        self, metrics: StepMetrics, last: bool, display: Display | None
+    ) -> StepMetrics:
+        every = self.config.train.eval_every
+        due = every and metrics.step % every == 0
+        if not (due or last) or not self.config.train.eval_batches:
+            return metrics
+        loss = self.runner.evaluate()
+        if loss is None:
+            return metrics
+        if display is not None:
+            display.note(f"step {metrics.step}: held-out loss {loss:.4f}")
+        return StepMetrics(**{**_fields(metrics), "eval_loss": loss})
+
+    def _files(self, path: Path | None) -> Mapping[str, Path]:
+        files = {
+            "config": self.output / "config.toml",
+            "metrics": self.output / "metrics.jsonl",
+            "report": self.output / "report.html",
+        }
+        return files if path is None else {**files, "checkpoint": path}
+
+    def _report(self, text: str) -> None:
+        """Collect every rank's timeline on rank 0 and write the page. Collective."""
+        mesh = self.session.mesh
+        place = {
+            "rank": mesh.rank,
+            "pipeline": mesh.pipeline_rank,
+            "weight": mesh.weight_rank,
+            "replica": mesh.replica_rank,
+            "zero": mesh.zero_rank,
+            "sequence": mesh.sequence_rank,
+            "data": mesh.data_rank,
+        }
+        gathered: list[tuple[dict[str, int], list[Event]] | None] = [None] * mesh.world_size
+        dist.gather_object((place, self.events), gathered if self.main else None)
+        if not self.main:
+            return
+        everyone = [g for g in gathered if g is not None]
+        notes = ["The run was stopped before its last step."] if self.interrupted else []
+        shape = mesh.shape
+        write_report(
+            self.output / "report.html",
+            title=self.config.train.name,
+            config_toml=self.config.to_toml(),
+            metrics=read_metrics(self.output / "metrics.jsonl"),
+            mesh={
+                "world": shape.world_size,
+                "pipeline": shape.pipeline,
+                "weight": shape.weight,
+                "replicas": shape.replicas,
+                "zero": shape.zero_size,
+                "sequence": shape.sequence,
+                "data": shape.data,
+            },
+            ranks=[row for row, _ in everyone],
+            memory=components(self.session),
+            timeline={row["rank"]: events for row, events in everyone},
+            sample=text,
+            notes=notes,
+        )
+
+
+def _fields(metrics: StepMetrics) -> dict[str, object]:
+    return {name: getattr(metrics, name) for name in metrics.__dataclass_fields__}
+
+

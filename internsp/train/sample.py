@@ -1,0 +1,49 @@
+"""A sample of what was learnt, generated from whole weights on one process after training."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from internsp.train.factory import build_model, generate
+from internsp.train.session import Session
+
+_TEMPERATURE, _TOP_K = 0.8, 40
+
+
+def sample(session: Session) -> str:
+    """Continue ``train.sample_prompt`` by ``train.sample_bytes`` tokens. Collective.
+
+    Every rank takes part in making the weights whole, one at a time, on the CPU of rank 0; only
+    rank 0 generates.
+
+    Returns:
+        Prompt and continuation on rank 0; an empty text elsewhere, or when no bytes are asked for.
+    """
+    train = session.config.train
+    if not train.sample_bytes:
+        return ""
+    main = session.mesh.rank == 0
+    whole: dict[str, torch.Tensor] = {}
+    session.communicator.publish()
+    for name, value in session.model.named_parameters(remove_duplicate=False):
+        tensor = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+        if main:
+            whole[name] = tensor.cpu()
+    if not main:
+        return ""
+    model = build_model(session.config)
+    model.load_state_dict(whole, assign=True)
+    tokenizer = session.source.tokenizer
+    prompt = torch.tensor(tokenizer.encode(train.sample_prompt), dtype=torch.int64)
+    generator = torch.Generator().manual_seed(train.seed)
+    ids = generate(
+        model,
+        prompt,
+        train.sample_bytes,
+        temperature=_TEMPERATURE,
+        top_k=_TOP_K,
+        generator=generator,
+        stop_id=tokenizer.end_of_document,
+    )
+    return str(tokenizer.decode(ids.tolist()))

@@ -1,0 +1,129 @@
+"""The composition root of one rank: mesh, model, communicator, optimizer and data of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.optim import LossScaler, ZeroOptimizer
+from internsp.parallel import initialise, parallelize
+from internsp.trace import Trace
+from internsp.train.data import DataSource
+from internsp.train.factory import build_model
+from internsp.wp.isp import ISPCommunicator
+
+_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+@dataclass
+class Session:
+    """Everything that one rank trains with."""
+
+    config: Config
+    mesh: ParallelMesh
+    model: nn.Module
+    communicator: ISPCommunicator
+    optimizer: ZeroOptimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    source: DataSource
+    trace: Trace
+
+    @classmethod
+    def create(cls, config: Config) -> Session:
+        """Build everything. Collective.
+
+        Raises:
+            ConfigError: when the text has ids that the model's vocabulary lacks.
+            InternspError: see :func:`internsp.parallelize` and :class:`ParallelMesh`.
+        """
+        parallel = config.parallel
+        mesh = ParallelMesh.create(
+            parallel.weight,
+            parallel.sequence,
+            parallel.pipeline,
+            parallel.zero,
+            device_type=None if parallel.device == "auto" else parallel.device,
+            timeout_seconds=parallel.timeout_seconds,
+        )
+        source = DataSource.create(
+            config.data, global_batch=config.train.global_batch, seed=config.train.seed
+        )
+        if source.vocab_size > config.model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size: {config.model.vocab_size} is less than the "
+                f"{source.vocab_size} ids of data.tokenizer = {config.data.tokenizer!r}"
+            )
+        model = build_model(config)
+        trace = Trace()
+        communicator = parallelize(
+            model,
+            mesh,
+            config.weight_parallel,
+            activation_checkpoint=config.activation_checkpoint,
+            trace=trace,
+        )
+        initialise(communicator, model.initialise, config.train.seed)
+        if config.weight_parallel.head_output != "local":
+            model.loss_options = {
+                "output": config.weight_parallel.head_output,
+                "group": mesh.sequence_group,
+            }
+        optimizer = _optimizer(config, communicator)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+        return cls(config, mesh, model, communicator, optimizer, schedule, source, trace)
+
+
+def _optimizer(config: Config, communicator: ISPCommunicator) -> ZeroOptimizer:
+    """Weight decay on the cut weights only: norms and biases have none."""
+    settings = config.optimizer
+    groups = [
+        {"params": [w.parameter for w in communicator.small.sharded if w.requires_grad]},
+        {
+            "params": [m.parameter for m in communicator.small.members if m.requires_grad],
+            "weight_decay": 0.0,
+        },
+    ]
+    options: dict[str, object] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if settings.name == "adamw":
+        options |= {"betas": settings.betas, "eps": settings.eps}
+    else:
+        options["momentum"] = settings.momentum
+    scaler = None
+    if config.train.dtype == "float16" or config.weight_parallel.compute_dtype == "float16":
+        scaler = LossScaler(
+            settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
+        )
+    return ZeroOptimizer(
+        communicator,
+        _OPTIMIZERS[settings.name],
+        param_groups=[g for g in groups if g["params"]],
+        max_grad_norm=settings.max_grad_norm,
+        loss_scaler=scaler,
+        **options,
+    )
+
+
+class lr_factor:  # noqa: N801 - a function with settings, picklable for the scheduler's state
+    """Linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
+
+    Called with the number of finished steps; returns a factor of ``optimizer.lr``.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.warmup = config.optimizer.warmup_steps
+        self.steps = config.train.steps
+        self.floor = config.optimizer.min_lr_ratio
+
+    def __call__(self, step: int) -> float:
+        """The factor for step ``step``, from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(self.steps - self.warmup, 1)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        return self.floor + (1 - self.floor) * cosine
