@@ -60,6 +60,7 @@ class ISPCommunicator(UnitCommunicator):
         self.plan: ChunkPlan | None = None
         self.collects_itself = True  # false once a ZeroOptimizer drains instead (WP-9)
         self.after_backward: list[Callable[[], None]] = []
+        self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
         self._next = 0
         self._forward_open = False
         self._backward_task = -1
@@ -78,10 +79,7 @@ class ISPCommunicator(UnitCommunicator):
 
     def begin_forward(self) -> None:
         """The model is entered: recover from a failed pass, launch the first gathers."""
-        if self._broken:
-            raise CollectiveError(self._broken)
-        if self._forward_open or self._backward_task >= 0:
-            self._recover()
+        self.recover()
         self._forward_open = True
         self._next = 0
         self._autocast()
@@ -89,6 +87,13 @@ class ISPCommunicator(UnitCommunicator):
             self.embedding.prefetch()
         if self.blocks:
             self._fetch_first(self.blocks[0], FORWARD)
+
+    def recover(self) -> None:
+        """No effect unless a pass has failed: then rest, or raise the first cause (WP-10)."""
+        if self._broken:
+            raise CollectiveError(self._broken)
+        if self._forward_open or self._backward_task >= 0:
+            self._recover()
 
     def end_forward(self) -> None:
         """The model's forward is over."""
@@ -364,6 +369,8 @@ class ISPCommunicator(UnitCommunicator):
         self._open, self._held, self._waiting = [], {}, {}
         self._recomputed.clear()
         self.cause = ""
+        for callback in self.after_rest:
+            callback()
 
 
 def _accumulate(
