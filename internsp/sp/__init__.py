@@ -1,0 +1,30 @@
+"""Sequence parallelism: layout, head plan, exchange, attention, token loss.
+
+Imports nothing of :mod:`internsp.wp`; the two degrees are independent.
+"""
+
+from internsp.sp.attention import DistributedAttention
+from internsp.sp.checkpointing import checkpoint_context_fn
+from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
+from internsp.sp.heads import HeadPlan
+from internsp.sp.kernels import AttentionMask
+from internsp.sp.layout import IGNORE_INDEX, Documents, SequenceLayout
+from internsp.sp.loss import token_loss
+from internsp.sp.vocabulary import gather_logits, vocabulary_parallel_cross_entropy
+
+__all__ = [
+    "IGNORE_INDEX",
+    "AttentionMask",
+    "Channel",
+    "DistributedAttention",
+    "Documents",
+    "HeadPlan",
+    "PendingExchange",
+    "SequenceLayout",
+    "checkpoint_context_fn",
+    "exchange",
+    "gather_logits",
+    "start_exchange",
+    "token_loss",
+    "vocabulary_parallel_cross_entropy",
+]

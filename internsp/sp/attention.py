@@ -1,0 +1,243 @@
+"""Attention over a sequence that is cut over a group (DeepSpeed-Ulysses, arXiv 2309.14509; as the
+sequence half of Intern sequence parallelism, arXiv 2401.09149).
+
+One all-to-all turns ``[B, S / sp, heads, d]`` into ``[B, S, heads / sp, d]``, any attention kernel
+runs on whole sequences, and a second all-to-all turns the result back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from internsp.errors import LayoutError
+from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
+from internsp.sp.heads import HeadPlan
+from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
+from internsp.sp.layout import SequenceLayout
+from internsp.trace import Trace
+
+_ROLES = ("q", "k", "v")
+
+
+class DistributedAttention(nn.Module):
+    """Softmax attention of ``heads`` query heads over ``kv_heads`` key/value heads.
+
+    Without :meth:`attach`, or with a group of one rank, it is plain attention and touches no
+    process group. Any number of heads works with any number of ranks; a rank may have none.
+
+    Args:
+        heads: query heads of the whole model.
+        kv_heads: key/value heads of the whole model, a divisor of ``heads``.
+        head_dim: ``d``.
+        causal: a query sees no later key.
+        kernel: ``auto``, ``sdpa``, ``flash`` or ``varlen``.
+        window: a query sees keys less than this many positions away; None: all.
+        scale: of the scores; None: ``1 / sqrt(d)``.
+
+    Raises:
+        LayoutError: head counts that do not fit.
+        ConfigError: an unknown kernel or an empty window.
+        MissingDependencyError: a kernel asked for by name that is not installed.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        causal: bool = True,
+        kernel: str = "auto",
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_kernel(kernel)
+        if window is not None and window < 1:
+            raise LayoutError(f"A window of {window} hides every key; give 1 or more, or None.")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.causal, self.kernel, self.window = causal, kernel, window
+        self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        self.unit = ""
+        self.channel: Channel | None = None
+        self.plan = HeadPlan.create(heads, kv_heads, 1)
+
+    def attach(
+        self, group: dist.ProcessGroup | None, trace: Trace | None = None, unit: str = ""
+    ) -> None:
+        """Exchange over ``group`` from now on (None: not at all).
+
+        Args:
+            trace: gets ``A2A`` for each exchange that really runs and ``A2A_WAIT`` for the time
+                spent waiting for it.
+            unit: this module's name in the trace.
+        """
+        size = 1 if group is None else dist.get_world_size(group)
+        self.channel = None if group is None or size == 1 else Channel.of(group, trace)
+        self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
+        self.unit = unit
+
+    @torch.compiler.disable
+    def start(self, x: Tensor, role: str, layout: SequenceLayout | None = None) -> PendingExchange:
+        """Launch the exchange of ``x`` early and return at once; :meth:`forward` waits for it.
+
+        To overlap the exchange of the queries with the projection of the keys, write
+        ``attend(attend.start(q(x), "q", layout), attend.start(k(x), "k", layout), ...)``. In
+        backward the three exchanges are launched before the first is waited for.
+
+        Args:
+            x: ``[B, s, heads, d]`` for ``q``, ``[B, s, kv_heads, d]`` for ``k`` and ``v``.
+            role: ``q``, ``k`` or ``v``.
+        """
+        if role not in _ROLES:
+            raise ValueError(f"The role of an exchange is one of {_ROLES}, not {role!r}.")
+        heads = self.heads if role == "q" else self.kv_heads
+        cut = self.plan.query_cut() if role == "q" else self.plan.kv_cut()
+        return self._start(x, heads, cut, role, layout)
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        q: Tensor | PendingExchange,
+        k: Tensor | PendingExchange,
+        v: Tensor | PendingExchange,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """Attention of this rank's positions to the whole sequence.
+
+        Args:
+            q: ``[B, s, heads, d]``, or what :meth:`start` returned for it.
+            k, v: ``[B, s, kv_heads, d]``, likewise.
+            layout: lengths of the ranks and documents. None: equal lengths, one document a row.
+
+        Returns:
+            ``[B, s, heads, d]``.
+
+        Raises:
+            LayoutError: shapes or a layout that do not fit this module and its group.
+            ConfigError: a kernel that cannot compute this device, dtype or head_dim.
+        """
+        given = (q, k, v)
+        pending = [
+            x if isinstance(x, PendingExchange) else self.start(x, role, layout)
+            for x, role in zip(given, _ROLES, strict=True)
+        ]
+        whole_q, whole_k, whole_v = (x.wait() for x in pending)
+        return self._attend(whole_q, whole_k, whole_v, layout)
+
+    @torch.compiler.disable
+    def packed_qkv(self, qkv: Tensor, layout: SequenceLayout | None = None) -> Tensor:
+        """The same from ``[B, s, heads + 2 kv_heads, d]`` (queries, keys, values): one exchange."""
+        heads = self.heads + 2 * self.kv_heads
+        x = self._start(qkv, heads, self.plan.qkv_cut(), "qkv", layout).wait()
+        queries, kv = self._mine()
+        q, k, v = x.split([queries, kv, kv], dim=2)
+        return self._attend(q, k, v, layout)
+
+    @torch.compiler.disable
+    def packed_kv(
+        self, q: Tensor | PendingExchange, kv: Tensor, layout: SequenceLayout | None = None
+    ) -> Tensor:
+        """The same from ``q [B, s, heads, d]`` and ``kv [B, s, 2, kv_heads, d]``: two exchanges."""
+        if kv.dim() != 5 or kv.shape[2] != 2:
+            raise LayoutError(f"Packed kv must be [B, s, 2, kv_heads, d], got {list(kv.shape)}.")
+        first = q if isinstance(q, PendingExchange) else self.start(q, "q", layout)
+        flat = kv.flatten(2, 3)
+        second = self._start(flat, 2 * self.kv_heads, self.plan.kv_cut(2), "kv", layout)
+        whole_q = first.wait()
+        k, v = second.wait().split([self._mine()[1]] * 2, dim=2)
+        return self._attend(whole_q, k, v, layout)
+
+    def extra_repr(self) -> str:
+        """The settings, and the size of the group."""
+        return (
+            f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"causal={self.causal}, window={self.window}, kernel={self.kernel!r}, "
+            f"sequence={self.plan.size}"
+        )
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.channel is None else self.channel.rank
+
+    def _mine(self) -> tuple[int, int]:
+        """Query and key/value heads that this rank computes."""
+        (q0, q1), (kv0, kv1) = self.plan.query[self._rank], self.plan.key_value[self._rank]
+        return q1 - q0, kv1 - kv0
+
+    def _lengths(self, length: int, layout: SequenceLayout | None) -> tuple[int, ...]:
+        """Positions of each rank, from the layout or taken to be equal."""
+        if layout is None:
+            return (length,) * self.plan.size
+        if layout.size != self.plan.size or layout.rank != self._rank:
+            raise LayoutError(
+                f"The layout is for rank {layout.rank} of {layout.size}, but this "
+                f"DistributedAttention is rank {self._rank} of {self.plan.size}. Attach the "
+                "sequence group (attach), or make the layout for it."
+            )
+        return layout.sizes
+
+    def _start(
+        self,
+        x: Tensor,
+        heads: int,
+        cut: Sequence[int],
+        label: str,
+        layout: SequenceLayout | None,
+    ) -> PendingExchange:
+        lengths = self._lengths(x.shape[1], layout)
+        wanted = (lengths[self._rank], heads, self.head_dim)
+        if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
+            raise LayoutError(
+                f"Rank {self._rank}: {label} of {self.unit or 'attention'} must be "
+                f"[B, {', '.join(map(str, wanted))}], got {list(x.shape)}."
+            )
+        return start_exchange(
+            x, self.channel, lengths, cut, to="heads", unit=self.unit, label=label
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
+        """Attention of this rank's heads over all positions, then back to its positions."""
+        documents = None if layout is None else layout.documents
+        if documents is not None and len(documents.lengths) != q.shape[0]:
+            raise LayoutError(
+                f"The layout has {len(documents.lengths)} rows, the queries {q.shape[0]}."
+            )
+        if q.numel():
+            mask = AttentionMask(self.causal, self.window, documents)
+            kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
+            out = kernel(q, k, v, self.plan.key_value_of(self._rank), mask, self.scale)
+        else:
+            out = _NoHeads.apply(q, k, v)
+        if self.channel is None:
+            return out
+        # Taken from the output's own length: with no layout every rank has as many.
+        lengths = self._lengths(q.shape[1] // self.plan.size, layout)
+        return exchange(
+            out,
+            self.channel,
+            lengths,
+            self.plan.query_cut(),
+            to="sequence",
+            unit=self.unit,
+            label="out",
+        )
+
+
+class _NoHeads(torch.autograd.Function):
+    """Attention of no heads. Its backward gives every input a gradient, so that a rank without
+    heads takes its place in the exchanges of backward too (WP-2)."""
+
+    @staticmethod
+    def forward(ctx: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.like = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))  # type: ignore[attr-defined]
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.zeros_like(x) for x in ctx.like)  # type: ignore[attr-defined]

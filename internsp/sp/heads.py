@@ -1,0 +1,116 @@
+"""Which rank of a sequence group computes which attention heads.
+
+One rule covers grouped-query, multi-query and plain attention, heads that do not divide the
+group and key/value heads fewer than the ranks: query heads are cut into contiguous runs whose
+lengths differ by at most one, and a rank gets exactly the key/value heads that its query heads
+read. A key/value head that several ranks read is sent once to each of them; it is never repeated
+up to the number of query heads before it travels (compare DeepSpeed-Ulysses, arXiv 2309.14509,
+and InternEvo, arXiv 2401.09149, which need the degree to divide the heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from internsp.errors import LayoutError
+
+Span = tuple[int, int]
+
+
+def balanced(total: int, size: int) -> tuple[int, ...]:
+    """``total`` things over ``size`` ranks, as evenly as can be; the first ranks get one more.
+
+    Raises:
+        LayoutError: ``size`` below one or ``total`` negative.
+    """
+    if size < 1 or total < 0:
+        raise LayoutError(f"Cannot cut {total} things over {size} ranks; give a size of 1 or more.")
+    share, more = divmod(total, size)
+    return tuple(share + 1 if rank < more else share for rank in range(size))
+
+
+def spans(sizes: Sequence[int]) -> tuple[Span, ...]:
+    """Half-open ranges ``[start, stop)`` that follow one another with the given lengths."""
+    found, start = [], 0
+    for size in sizes:
+        found.append((start, start + size))
+        start += size
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Query and key/value heads per rank of a sequence group.
+
+    Attributes:
+        heads: number of query heads of the model.
+        kv_heads: number of key/value heads of the model; divides ``heads``.
+        size: ranks of the sequence group.
+        query: per rank, the half-open range of query heads it computes (may be empty).
+        key_value: per rank, the half-open range of key/value heads those read (may be empty, and
+            neighbours may overlap).
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    query: tuple[Span, ...]
+    key_value: tuple[Span, ...]
+
+    @classmethod
+    def create(cls, heads: int, kv_heads: int, size: int) -> HeadPlan:
+        """Plan ``heads`` query heads and ``kv_heads`` key/value heads over ``size`` ranks.
+
+        Raises:
+            LayoutError: counts below one, or ``kv_heads`` that does not divide ``heads``.
+        """
+        if heads < 1 or kv_heads < 1:
+            raise LayoutError(
+                f"Attention needs at least one head of each kind, got heads={heads}, "
+                f"kv_heads={kv_heads}."
+            )
+        if heads % kv_heads:
+            raise LayoutError(
+                f"heads={heads} is not a multiple of kv_heads={kv_heads}: every key/value head "
+                f"must serve equally many query heads. Choose kv_heads among the divisors of heads."
+            )
+        group = heads // kv_heads
+        query = spans(balanced(heads, size))
+        key_value = tuple(
+            (first // group, (stop - 1) // group + 1) if stop > first else (0, 0)
+            for first, stop in query
+        )
+        return cls(heads, kv_heads, size, query, key_value)
+
+    def key_value_of(self, rank: int) -> tuple[int, ...]:
+        """For each query head of ``rank``, the index of its key/value head among the rank's own."""
+        group = self.heads // self.kv_heads
+        first, stop = self.query[rank]
+        return tuple(head // group - self.key_value[rank][0] for head in range(first, stop))
+
+    def query_cut(self) -> tuple[int, ...]:
+        """The cut (see :mod:`internsp.sp.exchange`) of ``[B, s, heads, d]`` queries."""
+        return self._cut(((0, self.query),))
+
+    def kv_cut(self, parts: int = 1) -> tuple[int, ...]:
+        """The cut of ``[B, s, parts * kv_heads, d]``: keys or values, or keys then values."""
+        return self._cut(tuple((part * self.kv_heads, self.key_value) for part in range(parts)))
+
+    def qkv_cut(self) -> tuple[int, ...]:
+        """The cut of ``[B, s, heads + 2 kv_heads, d]``: queries, then keys, then values."""
+        return self._cut(
+            (
+                (0, self.query),
+                (self.heads, self.key_value),
+                (self.heads + self.kv_heads, self.key_value),
+            )
+        )
+
+    def _cut(self, parts: tuple[tuple[int, tuple[Span, ...]], ...]) -> tuple[int, ...]:
+        return tuple(
+            offset + bound
+            for rank in range(self.size)
+            for offset, ranges in parts
+            for bound in ranges[rank]
+        )

@@ -1,0 +1,185 @@
+"""The sequence layout: what a rank of a sequence group holds of one batch. Made once a batch.
+
+Labels and positions are made from the whole sequence *before* it is cut, so that the last token of
+a shard is trained against the first of the next shard, and never against the next document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from internsp.errors import LayoutError
+from internsp.sp.heads import balanced, spans
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents packed into a batch; attention never crosses from one to another.
+
+    Attributes:
+        lengths: per row, the lengths of its documents in tokens; each row sums to ``length``.
+        length: tokens of a row, ``S``.
+        cu_seqlens: ``[documents + 1]`` int32, starts of the documents in the flattened batch
+            ``[B * S]`` and its end, as variable-length kernels take them.
+        longest: tokens of the longest document.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    length: int
+    cu_seqlens: Tensor
+    longest: int
+
+    @classmethod
+    def create(
+        cls, starts: Sequence[Sequence[int]], length: int, device: torch.device | str | None = None
+    ) -> Documents:
+        """From the starts of the documents of each row, 0 included.
+
+        Raises:
+            LayoutError: starts that do not begin with 0, do not rise, or lie outside the row.
+        """
+        rows = []
+        for row, given in enumerate(starts):
+            edges = [int(start) for start in given] + [length]
+            if edges[0] != 0 or any(a >= b for a, b in pairwise(edges)):
+                raise LayoutError(
+                    f"Boundaries of row {row} must begin with 0, rise and stay below the length "
+                    f"{length}; got {list(given)}."
+                )
+            rows.append(tuple(b - a for a, b in pairwise(edges)))
+        flat = [size for sizes in rows for size in sizes]
+        ends = torch.tensor([0, *flat], dtype=torch.int64).cumsum(0).to(torch.int32)
+        return cls(tuple(rows), length, ends.to(device), max(flat))
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether every row is a single document."""
+        return all(len(sizes) == 1 for sizes in self.lengths)
+
+    def to(self, device: torch.device | str) -> Documents:
+        """The same documents, with ``cu_seqlens`` on ``device``."""
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """One rank's share of a batch, and what it must know of the whole.
+
+    Attributes:
+        length: tokens of the whole sequence, ``S``.
+        sizes: tokens of each rank; they differ by at most one and may be zero.
+        start, stop: this rank's half-open range of the sequence; ``s = stop - start``.
+        input_ids: ``[B, s]`` int64, this rank's tokens.
+        positions: ``[B, s]`` int64, position of each token within its document.
+        labels: ``[B, s]`` int64, ``ignore_index`` where there is nothing to predict.
+        valid_tokens: labels of this rank that count.
+        total_valid_tokens: labels of the whole sequence group's batch that count; every rank
+            knows it without communication.
+        boundaries: per row, the starts of its documents.
+        documents: the same for attention kernels.
+        rank, size: place in the sequence group.
+    """
+
+    length: int
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+    input_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    valid_tokens: int
+    total_valid_tokens: int
+    boundaries: tuple[tuple[int, ...], ...]
+    documents: Documents
+    rank: int
+    size: int
+    ignore_index: int = IGNORE_INDEX
+
+    @classmethod
+    def create(
+        cls,
+        ids: Tensor,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        boundaries: Sequence[Sequence[int]] | None = None,
+        labels: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> SequenceLayout:
+        """Cut a batch for ``rank`` of ``size`` ranks. Pure: no communication.
+
+        Args:
+            ids: ``[B, S]`` integers, the whole batch, equal on all ranks of the group.
+            boundaries: per row, the starts of its documents, 0 included; None: one document a row.
+            labels: ``[B, S]``, already aligned (``labels[t]`` is what position ``t`` predicts).
+                None: the next token of the same document, ``ignore_index`` at its end.
+
+        Raises:
+            LayoutError: shapes, ranks or boundaries that do not fit.
+        """
+        if ids.dim() != 2 or 0 in ids.shape:
+            raise LayoutError(f"Token ids must be [B, S] and not empty, got {list(ids.shape)}.")
+        if not 0 <= rank < size:
+            raise LayoutError(f"Rank {rank} is not one of the {size} ranks of the sequence group.")
+        if labels is not None and labels.shape != ids.shape:
+            raise LayoutError(
+                f"Labels must have the shape of the ids, {list(ids.shape)}, got "
+                f"{list(labels.shape)}."
+            )
+        batch, length = ids.shape
+        starts = tuple(tuple(row) for row in boundaries or [(0,)] * batch)
+        if len(starts) != batch:
+            raise LayoutError(f"{batch} rows of ids, but boundaries of {len(starts)} rows.")
+        documents = Documents.create(starts, length, ids.device)
+        positions = _positions(documents, ids.device)
+        if labels is None:
+            labels = _next_tokens(ids, positions, ignore_index)
+        sizes = balanced(length, size)
+        start, stop = spans(sizes)[rank]
+        mine = labels[:, start:stop].to(torch.int64)
+        return cls(
+            length=length,
+            sizes=sizes,
+            start=start,
+            stop=stop,
+            input_ids=ids[:, start:stop].to(torch.int64).contiguous(),
+            positions=positions[:, start:stop].contiguous(),
+            labels=mine.contiguous(),
+            valid_tokens=int((mine != ignore_index).sum()),
+            total_valid_tokens=int((labels != ignore_index).sum()),
+            boundaries=starts,
+            documents=documents,
+            rank=rank,
+            size=size,
+            ignore_index=ignore_index,
+        )
+
+    def to(self, device: torch.device | str) -> SequenceLayout:
+        """The same layout with its tensors on ``device``."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            positions=self.positions.to(device),
+            labels=self.labels.to(device),
+            documents=self.documents.to(device),
+        )
+
+
+def _positions(documents: Documents, device: torch.device) -> Tensor:
+    """``[B, S]``: 0, 1, 2, ... from the start of each document."""
+    rows = [torch.cat([torch.arange(size) for size in sizes]) for sizes in documents.lengths]
+    return torch.stack(rows).to(device)
+
+
+def _next_tokens(ids: Tensor, positions: Tensor, ignore_index: int) -> Tensor:
+    """Ids shifted left by one; a position followed by the start of a document predicts nothing."""
+    labels = torch.full_like(ids, ignore_index, dtype=torch.int64)
+    labels[:, :-1] = ids[:, 1:].masked_fill(positions[:, 1:] == 0, ignore_index)
+    return labels
