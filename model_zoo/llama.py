@@ -34,10 +34,12 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: RotaryTables, layout: SequenceLayout | None) -> Tensor:
         """``[B, s, hidden]`` to ``[B, s, hidden]``."""
-        q = apply_rotary(split_heads(self.wq(x), self.head_dim), rotary)
-        k = apply_rotary(split_heads(self.wk(x), self.head_dim), rotary)
-        v = split_heads(self.wv(x), self.head_dim)
-        out: Tensor = self.wo(self.attend(q, k, v, layout).flatten(-2))
+        attend, dim = self.attend, self.head_dim
+        # start: under sequence parallelism one projection's exchange hides behind the next product.
+        q = attend.start(apply_rotary(split_heads(self.wq(x), dim), rotary), "q", layout)
+        k = attend.start(apply_rotary(split_heads(self.wk(x), dim), rotary), "k", layout)
+        v = attend.start(split_heads(self.wv(x), dim), "v", layout)
+        out: Tensor = self.wo(attend(q, k, v, layout).flatten(-2))
         return out
 
 

@@ -179,6 +179,24 @@ def test_a_checkpointed_block_gives_the_same_gradients(reentrant: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("family", ["llama", "internlm2"])
+def test_compiled_blocks_give_the_same_loss_and_gradients_for_changing_documents(
+    family: str,
+) -> None:
+    plain, compiled = model_of(family, kv_heads=2), model_of(family, kv_heads=2)
+    ids = tokens(2, 10)
+    for block in compiled.layers:
+        block.compile(backend="aot_eager")
+    for boundaries in ([[0, 4], [0]], [[0], [0, 3, 7]]):
+        layout = SequenceLayout.create(ids, boundaries=boundaries)
+        for model in (plain, compiled):
+            model.zero_grad()
+            model(ids, layout=layout, labels=layout.labels)[0].backward()
+        expected = {n: p.grad for n, p in plain.named_parameters()}
+        found = {n: p.grad for n, p in compiled.named_parameters()}
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_bf16_model_keeps_its_dtype_and_sums_its_loss_in_fp32() -> None:
     exact, rough = model_of(), model_of().to(torch.bfloat16)
     ids, labels = tokens(2, 9), tokens(2, 9, seed=1)
