@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import model_zoo
 from internsp.config import Config
 from internsp.wp.plan import DTYPES
+from model_zoo.common import CausalLM as Model
+
+__all__ = ["Model", "build_model", "generate"]
 
 
-def build_model(config: Config, device: str = "meta") -> torch.nn.Module:
+def build_model(config: Config, device: str = "meta") -> Model:
     """The configured model, by default on the meta device (no memory, no values).
 
     Returns:
@@ -22,6 +24,6 @@ def build_model(config: Config, device: str = "meta") -> torch.nn.Module:
     return model_zoo.build(config.model, device=device, dtype=DTYPES[config.train.dtype])
 
 
-def generate(model: torch.nn.Module, prompt: Tensor, tokens: int, **options: Any) -> Tensor:
+def generate(model: Model, prompt: Tensor, tokens: int, **options: Any) -> Tensor:
     """Continue ``prompt`` ``[n]`` by ``tokens`` tokens on one process."""
     return model_zoo.generate(model, prompt, tokens, **options)

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
-from internsp.train.factory import build_model
+from internsp.train.factory import Model, build_model
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan
-from internsp.wp.schedule import ChunkPlan, Schedule, simulate
+from internsp.wp.schedule import ChunkPlan, Schedule, WeightPlan, simulate
 
 _KINDS = {
     "AG": "weight gather",
@@ -75,7 +74,7 @@ def _memory(
 ) -> list[tuple[str, int]]:
     """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
     units = [*chunk.blocks, *chunk.others]
-    units += [u for u in {id(u): u for u in (chunk.embedding, chunk.head) if u}.values()]
+    units += list({id(u): u for u in (chunk.embedding, chunk.head) if u}.values())
     weights = [w for u in units for w in u.weights]
     shards = sum(w.shard_bytes for w in weights)
     small = [a.parameter for a in assignments if a.unit is None]
@@ -98,11 +97,11 @@ def _memory(
     ]
 
 
-def _whole_bytes(weights: tuple[object, ...], size: int) -> int:
-    return sum(w.reduce_bytes * size // max(size - 1, 1) for w in weights)  # type: ignore[attr-defined]
+def _whole_bytes(weights: tuple[WeightPlan, ...], size: int) -> int:
+    return sum(w.reduce_bytes * size // max(size - 1, 1) for w in weights)
 
 
-def _exchange_bytes(config: Config, shape: MeshShape, model: nn.Module) -> int:
+def _exchange_bytes(config: Config, shape: MeshShape, model: Model) -> int:
     """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute."""
     if shape.sequence == 1:
         return 0
@@ -125,7 +124,8 @@ def print_plan(config: Config, world_size: int, console: Console | None = None) 
     console.print(_mesh_table(plan.shape))
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
-    console.print(f"[bold]Schedule of one step[/bold] ({len(plan.schedule.actions)} actions a rank)")
+    count = len(plan.schedule.actions)
+    console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
     for action in plan.schedule.actions:
         amount = f"  {human(action.nbytes)}" if action.nbytes else ""
         console.print(f"  {action.kind:<5} {action.phase:<9} {action.weight}{amount}")
@@ -178,13 +178,13 @@ def _memory_table(plan: Plan) -> Table:
 
 def human(nbytes: int) -> str:
     """Bytes for a person, exact below 10,000."""
-    value, unit = float(nbytes), "B"
     if nbytes < 10_000:
         return f"{nbytes} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
+    value = nbytes / 1024
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
         value /= 1024
-        if value < 1024:
-            break
-    return f"{value:.1f} {unit}"
+        units.pop(0)
+    return f"{value:.1f} {units[0]}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -112,7 +113,8 @@ class _Run:
                 writer.write(metrics)
             if display is not None:
                 display.update(metrics)
-            if self.config.checkpoint.every and not last and step % self.config.checkpoint.every == 0:
+            every = self.config.checkpoint.every
+            if every and not last and step % every == 0:
                 path = checkpoint.save(self.session, self.output / "checkpoints", step)
                 if display is not None:
                     display.note(f"checkpoint {path}")
@@ -132,7 +134,7 @@ class _Run:
             return metrics
         if display is not None:
             display.note(f"step {metrics.step}: held-out loss {loss:.4f}")
-        return StepMetrics(**{**_fields(metrics), "eval_loss": loss})
+        return replace(metrics, eval_loss=loss)
 
     def _files(self, path: Path | None) -> Mapping[str, Path]:
         files = {
@@ -181,9 +183,4 @@ class _Run:
             sample=text,
             notes=notes,
         )
-
-
-def _fields(metrics: StepMetrics) -> dict[str, object]:
-    return {name: getattr(metrics, name) for name in metrics.__dataclass_fields__}
-
 

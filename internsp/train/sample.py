@@ -27,7 +27,8 @@ def sample(session: Session) -> str:
     whole: dict[str, torch.Tensor] = {}
     session.communicator.publish()
     for name, value in session.model.named_parameters(remove_duplicate=False):
-        tensor = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+        kept = value.detach()
+        tensor = kept.full_tensor() if isinstance(kept, DTensor) else kept
         if main:
             whole[name] = tensor.cpu()
     if not main:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from internsp.config import Config
 from internsp.errors import ConfigError
@@ -15,7 +15,7 @@ from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.parallel import initialise, parallelize
 from internsp.trace import Trace
 from internsp.train.data import DataSource
-from internsp.train.factory import build_model
+from internsp.train.factory import Model, build_model
 from internsp.wp.isp import ISPCommunicator
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -27,7 +27,7 @@ class Session:
 
     config: Config
     mesh: ParallelMesh
-    model: nn.Module
+    model: Model
     communicator: ISPCommunicator
     optimizer: ZeroOptimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
@@ -82,14 +82,14 @@ class Session:
 def _optimizer(config: Config, communicator: ISPCommunicator) -> ZeroOptimizer:
     """Weight decay on the cut weights only: norms and biases have none."""
     settings = config.optimizer
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [w.parameter for w in communicator.small.sharded if w.requires_grad]},
         {
             "params": [m.parameter for m in communicator.small.members if m.requires_grad],
             "weight_decay": 0.0,
         },
     ]
-    options: dict[str, object] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if settings.name == "adamw":
         options |= {"betas": settings.betas, "eps": settings.eps}
     else:

@@ -1,0 +1,53 @@
+"""The table at the top of ``internsp/wp/README.md`` is the recorded life of a weight."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import model_zoo
+from internsp.config import ModelConfig, WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from internsp.trace import Trace
+from tests.support.ranks import run_ranks
+
+README = Path(__file__).parents[2] / "internsp" / "wp" / "README.md"
+
+
+def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
+    config = ModelConfig(vocab_size=32, hidden_size=16, layers=4, heads=2)
+    model = model_zoo.build(config, dtype=torch.float64)
+    mesh = ParallelMesh.create(weight=world_size, device_type="cpu", timeout_seconds=30)
+    trace = Trace(enabled=True)
+    parallelize(model, mesh, WeightParallelConfig(min_shard_elements=64), trace=trace)
+    ids = torch.randint(0, 32, (2, 8))
+    loss, _ = model(ids, labels=ids)
+    loss.backward()
+    lives: dict[str, list[str]] = {}
+    for event in trace.events:
+        if event.weight:
+            lives.setdefault(event.weight, []).append(event.kind)
+    return lives
+
+
+def table_events() -> list[str]:
+    """The events column of the table, in order."""
+    rows = re.findall(r"^\| (\w+) \|.*\| ([A-Z -]+) \|$", README.read_text(), re.MULTILINE)
+    stages = [stage for stage, _ in rows]
+    assert stages == [
+        "rest", "prefetch", "use", "release", "regather", "birth", "drain", "step",
+    ]  # fmt: skip
+    return [e for _, events in rows for e in events.split() if e != "-"]
+
+
+def test_the_life_of_a_weight_table_is_what_a_step_records() -> None:
+    table = table_events()
+    for lives in run_ranks(recorded, 2):
+        for name in ("attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2"):
+            assert lives[f"layers.1.{name}.weight"] == table
+        # Of the last block nothing is gathered again: its weights are still in their slot.
+        again = ["AG", "WAIT", "USE", "FREE", "USE", "RS", "FREE", "WAIT", "DRAIN"]
+        assert lives["layers.3.attention.wq.weight"] == again

@@ -1,0 +1,60 @@
+"""Covering sets: few combinations in which every pair of option values occurs together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Combination = dict[str, Any]
+Pair = tuple[str, Any, str, Any]
+
+
+def all_pairs(
+    options: Mapping[str, Sequence[Any]], possible: Callable[[Combination], bool]
+) -> set[Pair]:
+    """Every pair of values of two options that some possible combination holds."""
+    found: set[Pair] = set()
+    for a, b in combinations(options, 2):
+        for x, y in product(options[a], options[b]):
+            if possible({a: x, b: y}):
+                found.add((a, x, b, y))
+    return found
+
+
+def pairs_of(combination: Combination) -> set[Pair]:
+    """The pairs that ``combination`` covers."""
+    return {(a, combination[a], b, combination[b]) for a, b in combinations(combination, 2)}
+
+
+def covering(
+    options: Mapping[str, Sequence[Any]],
+    possible: Callable[[Combination], bool] = lambda _: True,
+    seed: int = 0,
+    tries: int = 60,
+) -> list[Combination]:
+    """A small list of combinations that covers every possible pair, the same at every call.
+
+    Greedy: of ``tries`` random combinations around an uncovered pair, the one that covers most.
+
+    Args:
+        possible: whether a combination, perhaps of some options only, may occur.
+    """
+    generator = random.Random(seed)
+    left = all_pairs(options, possible)
+    chosen: list[Combination] = []
+    while left:
+        a, x, b, y = sorted(left, key=repr)[0]
+        candidates = []
+        for _ in range(tries):
+            made = {name: generator.choice(list(values)) for name, values in options.items()}
+            made |= {a: x, b: y}
+            if possible(made):
+                candidates.append(made)
+        if not candidates:
+            raise ValueError(f"no possible combination holds {a}={x} with {b}={y}")
+        best = max(candidates, key=lambda c: len(pairs_of(c) & left))
+        chosen.append(best)
+        left -= pairs_of(best)
+    return chosen

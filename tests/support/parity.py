@@ -1,0 +1,158 @@
+"""A parallel model beside one process's: the loss and every gradient, by value, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import model_zoo
+from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from internsp.sp import SequenceLayout
+
+VOCABULARY = 37  # odd: neither 2 nor 4 ranks divide the rows of embedding and head
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the space in which gradients must equal one process's."""
+
+    weight: int = 1
+    sequence: int = 1
+    length: int = 12
+    micro_batches: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    one_rank_without_tokens: bool = False
+    seed: int = 0
+
+    def model_config(self) -> ModelConfig:
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY, "hidden_size": 12, "layers": 4, "heads": 2,
+            "intermediate_size": 20,
+        }  # fmt: skip
+        return ModelConfig(**(sizes | self.model))
+
+
+def batch(case: Case, rows: int, micro_batch: int) -> tuple[Tensor, Any, Tensor | None]:
+    """Ids ``[rows, length]`` of one micro-batch of all data ranks, boundaries and labels."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + micro_batch)
+    ids = torch.randint(0, VOCABULARY, (rows, case.length), generator=generator)
+    boundaries = None
+    if case.packed:  # documents that end inside and across the ranks' parts, one of one token
+        boundaries = [[0, 1, case.length // 2 + row % 2, case.length - 2] for row in range(rows)]
+    labels = None
+    if case.one_rank_without_tokens:
+        labels = torch.randint(0, VOCABULARY, ids.shape, generator=generator)
+        labels[:, : -(-case.length // max(case.sequence, 1))] = -100
+        if case.sequence == 1:
+            labels = labels.clone()
+            labels[0] = -100
+            labels[1:] = ids[1:]
+    return ids, boundaries, labels
+
+
+def run_case(case: Case) -> tuple[float, float]:
+    """Run ``case`` on the calling ranks.
+
+    Returns:
+        The largest relative difference of the loss, and of any parameter's gradient (absolute
+        difference over the gradient's largest element).
+    """
+    mesh = ParallelMesh.create(
+        case.weight, case.sequence, device_type="cpu", timeout_seconds=30
+    )
+    plain = model_zoo.build(
+        case.model_config(), dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed)
+    )
+    ours = model_zoo.build(
+        case.model_config(), dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed)
+    )
+    weights = WeightParallelConfig(**({"min_shard_elements": 24} | case.weights))
+    communicator = parallelize(
+        ours, mesh, weights, activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint)
+    )
+    communicator.state.pool.poison = True
+    if weights.head_output != "local":
+        ours.loss_options = {"output": weights.head_output, "group": mesh.sequence_group}
+    batches = [batch(case, mesh.data, m) for m in range(case.micro_batches)]
+    wanted = _plain_loss(plain, batches)
+    wanted.backward()
+    found = _parallel_loss(ours, mesh, batches, int(_count(batches)))
+    wanted = wanted.detach()
+    loss_gap = abs(float(wanted) - found) / max(abs(float(wanted)), 1e-30)
+    return loss_gap, gradient_gap(plain, ours)
+
+
+def gradient_gap(plain: torch.nn.Module, ours: torch.nn.Module) -> float:
+    """The largest difference over all parameters, relative to each gradient's largest element.
+
+    A gradient that is zero but for rounding (queries of one-token documents) is compared with a
+    ten-thousandth of the model's largest gradient instead.
+    """
+    gradients = [p.grad.abs().max() for p in plain.parameters() if p.grad is not None]
+    floor = 1e-4 * float(torch.stack(gradients).max()) if gradients else 0.0
+    worst = 0.0
+    pairs = zip(plain.named_parameters(), ours.named_parameters(), strict=True)
+    for (name, a), (other, b) in pairs:
+        assert name == other, f"{name} became {other}"
+        if a.grad is None:
+            assert b.grad is None, f"{name} has a gradient that one process does not have"
+            continue
+        assert b.grad is not None, f"{name} has no gradient"
+        whole = b.grad.full_tensor()  # type: ignore[attr-defined]
+        assert whole.shape == a.grad.shape, name
+        assert not whole.isnan().any(), name
+        scale = max(float(a.grad.abs().max()), floor, 1e-300)
+        worst = max(worst, float((whole - a.grad).abs().max()) / scale)
+    return worst
+
+
+def _count(batches: Sequence[tuple[Tensor, Any, Tensor | None]]) -> float:
+    return sum(
+        SequenceLayout.create(ids, boundaries=b, labels=labels).valid_tokens
+        for ids, b, labels in batches
+    )
+
+
+def _plain_loss(
+    model: torch.nn.Module, batches: Sequence[tuple[Tensor, Any, Tensor | None]]
+) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, boundaries, labels in batches:
+        layout = SequenceLayout.create(ids, boundaries=boundaries, labels=labels)
+        loss, _ = model(layout.input_ids, layout=layout, labels=layout.labels)
+        total = total + loss
+    return total / max(_count(batches), 1)
+
+
+def _parallel_loss(
+    model: torch.nn.Module,
+    mesh: ParallelMesh,
+    batches: Sequence[tuple[Tensor, Any, Tensor | None]],
+    tokens: int,
+) -> float:
+    total = torch.zeros((), dtype=torch.float64)
+    row = slice(mesh.data_rank, mesh.data_rank + 1)
+    for ids, boundaries, labels in batches:
+        layout = SequenceLayout.create(
+            ids[row],
+            rank=mesh.sequence_rank,
+            size=mesh.sequence,
+            boundaries=None if boundaries is None else boundaries[row],
+            labels=None if labels is None else labels[row],
+        )
+        loss, _ = model(layout.input_ids, layout=layout, labels=layout.labels, loss_chunk=5)
+        loss = loss / max(tokens, 1)
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total, group=mesh.stage_group)
+    return float(total)
