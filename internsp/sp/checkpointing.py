@@ -70,7 +70,7 @@ class _Keep(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if keeps_result(func):
-            held = tree_map_only(Tensor, Tensor.detach, out)
+            held = tree_map_only(Tensor, _same_counter, out)
             self.kept.append((func, held, _versions(held)))
         return out
 
@@ -116,6 +116,13 @@ class _Replay(TorchDispatchMode):
             )
         self.position += 1
         return tree_map_only(Tensor, Tensor.detach, held)
+
+
+def _same_counter(x: Tensor) -> Tensor:
+    """An alias that notices writes to the original. Inside a dispatch mode the key that makes
+    ``detach`` share the version counter is switched off; torch's own checkpoint does this too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
 
 
 def _versions(held: Any) -> list[int]:

@@ -1,5 +1,5 @@
 """The token loss: a sum and a count, chunk by chunk, so that the logits of a long sequence never
-exist at once (DESIGN section 6: sums are divided by the valid tokens of *all* ranks, by the caller).
+exist at once. The caller divides by the valid tokens of *all* ranks (DESIGN section 6).
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""Checkpointed attention: same numbers, and selective checkpointing repeats no all-to-all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from internsp.errors import OrderError
+from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
+from internsp.trace import Trace
+from tests.support.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.ModuleList(nn.Linear(12, n * 4, dtype=torch.float64) for n in (3, 1, 1))
+        self.wo = nn.Linear(12, 12, dtype=torch.float64)
+        self.attend = DistributedAttention(3, 1, 4)
+
+    def forward(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        q, k, v = (w(x).unflatten(2, (-1, 4)) for w in self.wqkv)
+        return x + self.wo(self.attend(q, k, v, layout).flatten(2)).tanh()
+
+
+def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts what reaches torch.distributed, whatever the trace says."""
+    real, calls = dist.all_to_all_single, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    return calls
+
+
+def checkpointed(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Block(), Block()])
+    whole = torch.randn(2, 7, 12, dtype=torch.float64)
+    ids, starts = torch.zeros(2, 7, dtype=torch.long), [[0, 2], [0]]
+
+    def run(layout: SequenceLayout, wrap: Any) -> tuple[Tensor, list[Tensor]]:
+        blocks.zero_grad()
+        x = whole[:, layout.start : layout.stop].clone().requires_grad_()
+        y = x
+        for block in blocks:
+            y = wrap(block, y, layout)
+        y.square().sum().backward()
+        return y.detach(), [x.grad, *(p.grad.clone() for p in blocks.parameters())]
+
+    plain = run(SequenceLayout.create(ids, boundaries=starts), lambda f, *a: f(*a))
+    layout = SequenceLayout.create(ids, rank=rank, size=size, boundaries=starts)
+    trace = Trace(enabled=True)
+    for block in blocks:
+        block.attend.attach(dist.group.WORLD, trace)
+    ways = {
+        "none": (lambda f, *a: f(*a), 16),
+        "reentrant": (partial(checkpoint, use_reentrant=True), 24),
+        "full": (partial(checkpoint, use_reentrant=False), 24),
+        "selective": (
+            partial(checkpoint, use_reentrant=False, context_fn=checkpoint_context_fn),
+            16,
+        ),
+    }
+    for name, (wrap, wanted) in ways.items():
+        trace.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            calls = count_collectives(patch)
+            y, grads = run(layout, wrap)
+        recorded = [e for e in trace.events if e.kind == "A2A"]
+        assert (name, calls[0], len(recorded)) == (name, wanted, wanted)
+        again = sum(e.phase == "recompute" for e in recorded)
+        assert again == wanted - 16
+        here = slice(layout.start, layout.stop)
+        torch.testing.assert_close(y, plain[0][:, here], atol=1e-12, rtol=0)
+        torch.testing.assert_close(grads[0], plain[1][0][:, here], atol=1e-12, rtol=0)
+        for mine, theirs in zip(grads[1:], plain[1][1:], strict=True):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+    retained(blocks[0], whole[:, layout.start : layout.stop], layout)
+    assert not blocks[0].attend.channel.flights
+
+
+def retained(block: Block, x: Tensor, layout: SequenceLayout) -> None:
+    """A graph that is kept gives the same gradients twice."""
+    x = x.clone().requires_grad_()
+    y = checkpoint(block, x, layout, use_reentrant=False, context_fn=checkpoint_context_fn)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y.sum(), x)[0])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_checkpointing_keeps_the_numbers_and_selective_repeats_no_exchange(size: int) -> None:
+    run_ranks(checkpointed, size)
+
+
+def test_selective_checkpointing_repeats_no_attention_on_one_rank() -> None:
+    seen: list[str] = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    attend = DistributedAttention(2, 1, 4)
+    q, kv = torch.randn(1, 5, 2, 4, requires_grad=True), torch.randn(1, 5, 1, 4)
+    for context, forwards in ((None, 2), (checkpoint_context_fn, 1)):
+        seen.clear()
+        extra = {} if context is None else {"context_fn": context}
+        with Spy():
+            y = checkpoint(lambda q: attend(q * 2, kv, kv), q, use_reentrant=False, **extra)
+            y.square().sum().backward()
+        name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        assert seen.count(name) == forwards
+
+
+def test_a_kept_result_that_was_written_to_is_never_replayed() -> None:
+    attend = DistributedAttention(1, 1, 4)
+
+    def spoil(q: Tensor) -> Tensor:
+        out = attend(q, q, q)
+        out.detach().mul_(2)
+        return out.exp()
+
+    q = torch.randn(1, 3, 1, 4, requires_grad=True)
+    y = checkpoint(spoil, q, use_reentrant=False, context_fn=checkpoint_context_fn)
+    with pytest.raises(OrderError, match="written to in place"):
+        y.sum().backward()
+
+
+def test_a_block_that_recomputes_something_else_is_told() -> None:
+    attend = DistributedAttention(1, 1, 4)
+    times = []
+
+    def fickle(q: Tensor) -> Tensor:
+        times.append(1)
+        y = attend(q, q, q) if len(times) > 1 else q * q
+        return (y * y).exp()
+
+    q = torch.randn(1, 3, 1, 4, requires_grad=True)
+    y = checkpoint(fickle, q, use_reentrant=False, context_fn=checkpoint_context_fn)
+    with pytest.raises(OrderError, match="where its forward did not"):
+        y.sum().backward()

@@ -1,0 +1,185 @@
+"""Attention on one rank, in fp64, against the formula written out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from internsp.errors import ConfigError, LayoutError, MissingDependencyError
+from internsp.sp import AttentionMask, DistributedAttention, Documents, SequenceLayout, kernels
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, starts: list[list[int]]
+) -> Tensor:
+    """Softmax attention with an explicit mask over the whole square."""
+    batch, length, heads, depth = q.shape
+    group = heads // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    at = torch.arange(length)
+    rows = []
+    for row in range(batch):
+        document = torch.zeros(length, dtype=torch.long)
+        for start in starts[row][1:]:
+            document[start:] += 1
+        seen = document[:, None] == document[None, :]
+        distance = at[:, None] - at[None, :]
+        if causal:
+            seen &= distance >= 0
+        if window is not None:
+            seen &= distance.abs() < window
+        scores = torch.einsum("qhd,khd->hqk", q[row], k[row]) / depth**0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        rows.append(torch.einsum("hqk,khd->qhd", weights, v[row]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("starts", [[[0], [0]], [[0, 1, 6], [0, 4]]])
+def test_attention_equals_the_formula_with_its_gradients(
+    window: int | None, causal: bool, starts: list[list[int]]
+) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)]
+    given = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    attend = DistributedAttention(4, 2, 8, causal=causal, window=window)
+    layout = SequenceLayout.create(torch.zeros(2, 9, dtype=torch.long), boundaries=starts)
+    mine = attend(*given, layout)
+    theirs = written_out(*given, causal=causal, window=window, starts=starts)
+    torch.testing.assert_close(mine, theirs, atol=1e-13, rtol=0)
+    upstream = torch.randn_like(mine)
+    for a, b in zip(
+        torch.autograd.grad(mine, given, upstream),
+        torch.autograd.grad(theirs, given, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-13, rtol=0)
+
+
+def test_a_rank_whose_heads_read_key_value_heads_unevenly_is_right() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 5, 3, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 5, 2, 4, dtype=torch.float64).unbind()
+    out = kernels.SdpaKernel()(q, k, v, (0, 0, 1), AttentionMask(), 0.5)
+    spread = [x.index_select(2, torch.tensor([0, 0, 1])) for x in (k, v)]
+    wanted = written_out(q, *spread, causal=True, window=None, starts=[[0]])
+    torch.testing.assert_close(out, wanted, atol=1e-13, rtol=0)
+
+
+def _packed_reference(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int]
+) -> Tensor:
+    """What a variable-length kernel promises, for the adapters' tests."""
+    causal = window[1] == 0
+    rows = []
+    for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        reach = None if window[0] == -1 else window[0] + 1
+        parts = (x[a:b].double().unsqueeze(0) for x in (q, k, v))
+        rows.append(written_out(*parts, causal=causal, window=reach, starts=[[0]])[0])
+    return torch.cat(rows).to(q.dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("version", [2, 3, 4, "varlen"])
+def test_variable_length_kernels_are_told_the_same_mask(
+    monkeypatch: pytest.MonkeyPatch, version: int | str, window: int | None, causal: bool
+) -> None:
+    """The packages cannot run here; the adapters' dialects can be checked against a stand-in."""
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Any:
+        assert torch.equal(told["cu_seqlens_q"], told["cu_seqlens_k"])
+        assert told["max_seqlen_q"] == told["max_seqlen_k"] == 6
+        left, right = (-1 if side is None else side for side in told["window_size"])
+        assert (told["window_size"][0] is None) == (version == 4 and window is None)
+        assert told["softmax_scale"] == 0.5
+        right = 0 if told["causal"] else right
+        out = _packed_reference(q, k, v, told["cu_seqlens_q"], (left, right))
+        return (out, None) if version == 4 else out
+
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any, **told: Any
+    ):
+        assert told["enable_gqa"]
+        assert rest == (6, 6)
+        return _packed_reference(q, k, v, cu_q, told["window_size"])
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    module = types.ModuleType("stand_in")
+    module.flash_attn_varlen_func = flash  # type: ignore[attr-defined]
+    module.varlen_attn = varlen  # type: ignore[attr-defined]
+    where = {
+        2: "flash_attn",
+        3: "flash_attn_interface",
+        4: "flash_attn.cute",
+        "varlen": "torch.nn.attention.varlen",
+    }
+    monkeypatch.setitem(sys.modules, where[version], module)
+    if version == 4:
+        monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    kernel = kernels.VarlenKernel() if version == "varlen" else kernels.FlashKernel()
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 4, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 6, 2, 4, dtype=torch.float64).unbind()
+    documents = Documents.create([[0, 2], [0]], 6)
+    out = kernel(q, k, v, (0, 0, 1, 1), AttentionMask(causal, window, documents), 0.5)
+    wanted = written_out(q, k, v, causal=causal, window=window, starts=[[0, 2], [0]])
+    torch.testing.assert_close(out, wanted, atol=1e-13, rtol=0)
+
+
+def test_a_missing_kernel_asked_for_by_name_gives_the_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingDependencyError, match="pip install flash-attn"):
+        DistributedAttention(4, 4, 8, kernel="flash")
+
+
+def test_a_kernel_that_cannot_compute_this_says_why() -> None:
+    attend = DistributedAttention(2, 2, 8, kernel="varlen")
+    x = torch.zeros(1, 3, 2, 8)
+    with pytest.raises(ConfigError, match="runs on CUDA, not on cpu"):
+        attend(x, x, x)
+    with pytest.raises(ConfigError, match="choose one of auto, flash, varlen, sdpa"):
+        DistributedAttention(2, 2, 8, kernel="flesh")
+    cuda = torch.device("cuda")
+    refusal = kernels.FlashKernel().refusal
+    assert refusal(cuda, torch.bfloat16, 64) is None
+    assert "float64" in str(refusal(cuda, torch.float64, 64))
+    assert "head_dim" in str(refusal(cuda, torch.bfloat16, 257))
+
+
+def test_auto_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._automatic.cache_clear()
+    x = torch.zeros(1, 3, 2, 8)
+    with caplog.at_level(logging.INFO, "internsp.sp"):
+        for _ in range(2):
+            DistributedAttention(2, 2, 8)(x, x, x)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention on cpu in torch.float32 with head_dim 8: kernel 'sdpa' (auto)"
+    ]
+
+
+def test_shapes_and_layouts_that_do_not_fit_are_refused() -> None:
+    attend = DistributedAttention(4, 2, 8)
+    q, k = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 2, 8)
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    with pytest.raises(LayoutError, match=r"k of attention must be \[B, 6, 2, 8\]"):
+        attend(q, q, k)
+    with pytest.raises(LayoutError, match="rank 0 of 2"):
+        attend(q[:, :3], k[:, :3], k[:, :3], SequenceLayout.create(ids, size=2))
+    with pytest.raises(LayoutError, match="1 rows"):
+        attend(q, k, k, SequenceLayout.create(ids[:1]))
+    with pytest.raises(LayoutError, match="Packed kv"):
+        attend.packed_kv(q, k)
+    with pytest.raises(LayoutError, match="hides every key"):
+        DistributedAttention(4, 2, 8, window=0)

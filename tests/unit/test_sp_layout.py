@@ -1,0 +1,84 @@
+"""Sequence layout and head plan: pure cuts, checked against the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from internsp.errors import LayoutError
+from internsp.sp import HeadPlan, SequenceLayout
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [1, 2, 3, 4, 5, 6, 7]])
+
+
+def test_labels_are_shifted_before_the_cut_and_within_documents() -> None:
+    layouts = [
+        SequenceLayout.create(IDS, rank=rank, size=3, boundaries=[[0, 4], [0]]) for rank in range(3)
+    ]
+    assert layouts[0].sizes == (3, 2, 2)
+    labels = torch.cat([layout.labels for layout in layouts], dim=1)
+    assert labels.tolist() == [
+        [6, 7, 8, -100, 10, 11, -100],
+        [2, 3, 4, 5, 6, 7, -100],
+    ]
+    positions = torch.cat([layout.positions for layout in layouts], dim=1)
+    assert positions.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]]
+    assert torch.equal(torch.cat([layout.input_ids for layout in layouts], dim=1), IDS)
+    assert [layout.valid_tokens for layout in layouts] == [6, 3, 2]
+    assert {layout.total_valid_tokens for layout in layouts} == {11}
+    assert layouts[1].documents.cu_seqlens.tolist() == [0, 4, 7, 14]
+    assert layouts[1].documents.longest == 7
+
+
+def test_given_labels_are_cut_as_they_are() -> None:
+    labels = IDS.masked_fill(IDS > 6, -7)
+    layout = SequenceLayout.create(IDS, rank=1, size=2, labels=labels, ignore_index=-7)
+    assert torch.equal(layout.labels, labels[:, 4:])
+    assert layout.valid_tokens == 2
+
+
+def test_a_sequence_shorter_than_the_group_leaves_ranks_empty() -> None:
+    layout = SequenceLayout.create(IDS[:, :2], rank=3, size=4)
+    assert layout.sizes == (1, 1, 0, 0)
+    assert layout.input_ids.shape == (2, 0)
+    assert layout.valid_tokens == 0
+
+
+@pytest.mark.parametrize("starts", [[[1], [0]], [[0, 3, 3], [0]], [[0, 7], [0]], [[0]], [[], [0]]])
+def test_impossible_boundaries_are_refused(starts: list[list[int]]) -> None:
+    with pytest.raises(LayoutError):
+        SequenceLayout.create(IDS, boundaries=starts)
+
+
+def test_a_foreign_rank_and_misshapen_labels_are_refused() -> None:
+    with pytest.raises(LayoutError, match="Rank 2"):
+        SequenceLayout.create(IDS, rank=2, size=2)
+    with pytest.raises(LayoutError, match="shape of the ids"):
+        SequenceLayout.create(IDS, labels=IDS[:, 1:])
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 6))
+def test_a_plan_gives_every_query_head_once_with_the_key_value_head_it_reads(
+    kv_heads: int, group: int, size: int
+) -> None:
+    heads = kv_heads * group
+    plan = HeadPlan.create(heads, kv_heads, size)
+    owned = [head for first, stop in plan.query for head in range(first, stop)]
+    assert owned == list(range(heads))
+    counts = [stop - first for first, stop in plan.query]
+    assert max(counts) - min(counts) <= 1
+    for rank, (first, stop) in enumerate(plan.query):
+        kv_first, kv_stop = plan.key_value[rank]
+        read = [kv_first + own for own in plan.key_value_of(rank)]
+        assert read == [head // group for head in range(first, stop)]
+        # Exactly what is read travels, each head once to each peer.
+        assert sorted(set(read)) == list(range(kv_first, kv_stop))
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LayoutError, match="multiple of kv_heads=4"):
+        HeadPlan.create(6, 4, 2)
+    with pytest.raises(LayoutError, match="at least one head"):
+        HeadPlan.create(0, 1, 2)
