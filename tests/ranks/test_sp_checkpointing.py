@@ -151,3 +151,35 @@ def test_a_block_that_recomputes_something_else_is_told() -> None:
     y = checkpoint(fickle, q, use_reentrant=False, context_fn=checkpoint_context_fn)
     with pytest.raises(OrderError, match="where its forward did not"):
         y.sum().backward()
+
+
+def compiled(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    block, trace = Block(), Trace(enabled=True)
+    block.attend.attach(dist.group.WORLD, trace)
+    graphs = []
+
+    def backend(graph: Any, given: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    faster = torch.compile(block, backend=backend)
+    for first in (1, 2, 3):
+        ids, starts = torch.zeros(2, 7, dtype=torch.long), [[0, first], [0]]
+        layout = SequenceLayout.create(ids, rank=rank, size=size, boundaries=starts)
+        x = torch.randn(2, layout.stop - layout.start, 12, dtype=torch.float64, requires_grad=True)
+        wanted = block(x, layout)
+        selective = {"use_reentrant": False, "context_fn": checkpoint_context_fn}
+        trace.clear()
+        got = checkpoint(faster, x, layout, **selective)
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+        mine, theirs = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, wanted))
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+        # Four exchanges forward, four in each of the two backwards, none in recompute.
+        assert len([e for e in trace.events if e.kind == "A2A"]) == 12
+    # One graph before attention and one after it, whatever the documents are.
+    assert len(graphs) == 2
+
+
+def test_a_compiled_block_leaves_its_graph_for_attention_and_compiles_once() -> None:
+    run_ranks(compiled, 2)
