@@ -21,7 +21,7 @@ from internsp.wp.communicator import ChunkState, UnitCommunicator
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.pool import Unit
-from internsp.wp.replicated import SmallParameters
+from internsp.wp.replicated import ReplicatedParameter, SmallParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, ChunkPlan
 from internsp.wp.shard import ShardedWeight
 
@@ -218,22 +218,20 @@ class ISPCommunicator(UnitCommunicator):
         works += [
             all_reduce(w.partial, self.mesh.replica_group, state.counters)
             for w in weights
-            if w.partial is not None
+            if w.partial is not None and self.mesh.replicas > 1
         ]
         for work in works:
             if work is not None:
                 work.wait()
         used_small, used_sharded = self.small.used()
-        scale = 1.0 / self.mesh.shape.stage_size if self.mean else 1.0
+        ranks = self.mesh.shape.stage_size
         for index, member in enumerate(self.small.members):
             if used_small[index] and member.requires_grad:
                 value = self.small.value(index).clone()
-                _accumulate(member.parameter, member.wrap, value.mul_(scale), member.dtype)
+                _accumulate(member, value.div_(ranks) if self.mean else value)
         for weight, used in zip(self.small.sharded, used_sharded, strict=True):
             if used and weight.partial is not None:
-                _accumulate(
-                    weight.parameter, weight.wrap, weight.partial.mul_(scale), weight.dtype
-                )
+                _accumulate(weight, weight.partial.div_(ranks) if self.mean else weight.partial)
             weight.partial = None
         self.small.reset()
         state.touched.clear()
@@ -373,15 +371,10 @@ class ISPCommunicator(UnitCommunicator):
             callback()
 
 
-def _accumulate(
-    parameter: torch.nn.Parameter,
-    wrap: Callable[[Tensor], Tensor],
-    value: Tensor,
-    dtype: torch.dtype,
-) -> None:
+def _accumulate(member: ShardedWeight | ReplicatedParameter, value: Tensor) -> None:
     """Add ``value`` (like the parameter's storage) to ``.grad``, which keeps its own dtype."""
-    gradient = wrap(value.to(dtype))
-    if parameter.grad is None:
-        parameter.grad = gradient
+    gradient = member.wrap(value.to(member.dtype))
+    if member.parameter.grad is None:
+        member.parameter.grad = gradient
     else:
-        parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+        member.parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Counters, all_reduce
-from internsp.wp.shard import Ready, ShardedWeight
+from internsp.wp.shard import Ready, ShardedWeight, dtensor_like
 
 
 class ReplicatedParameter:
@@ -32,24 +32,25 @@ class ReplicatedParameter:
         self.compute_dtype = compute_dtype or parameter.dtype
         self.requires_grad = parameter.requires_grad
         self.ready: Ready | None = None
-        self._mesh = mesh
         local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
             local.copy_(parameter.detach())
         self.storage = local
-        self.parameter = nn.Parameter(self.wrap(local), requires_grad=parameter.requires_grad)
+        whole = DTensor.from_local(
+            local, mesh.param_mesh, [Replicate(), Replicate()], run_check=False
+        )
+        self.parameter = nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
-        return DTensor.from_local(
-            storage, self._mesh.param_mesh, [Replicate(), Replicate()], run_check=False
-        )
+        return dtensor_like(self.parameter, storage)
 
     def relocate(self, storage: Tensor) -> None:
         """Move the values into ``storage`` (same shape): an optimizer packs small parameters."""
         storage.copy_(self.storage)
         self.storage = storage
-        self.parameter.data = self.wrap(storage)
+        # `.data =` on a DTensor leaves its local tensor where it was.
+        self.parameter._local_tensor.data = storage  # type: ignore[attr-defined]
 
     def local(self, storage: Tensor) -> Tensor:
         """A tensor like ``storage``, as the parameter sees it."""
@@ -145,11 +146,8 @@ class SmallParameters:
 
     def flag(self, touched: dict[ShardedWeight, bool]) -> None:
         """Note which sharded weights had a birth on this rank."""
-        flat = self.gradient()
-        base = self.numel + len(self.members)
-        for i, weight in enumerate(self.sharded):
-            if touched.get(weight, False):
-                flat[base + i] = 1
+        flags = [float(touched.get(weight, False)) for weight in self.sharded]
+        self.gradient()[self.numel + len(self.members) :] = torch.tensor(flags)
 
     def reduce(self, group: dist.ProcessGroup, counters: Counters) -> dist.Work | None:
         """Start the one flat all-reduce over all ranks that hold these parameters."""
