@@ -48,8 +48,6 @@ class _Flight:
     received: Tensor
     ticket: torch.UntypedStorage
     event: int
-    unit: str
-    label: str
     phase: str
 
 
@@ -202,7 +200,7 @@ def _start(
     while len(home.flights) >= _MOST_IN_FLIGHT:
         home.flights.pop(next(iter(home.flights)))
     home.flights[ticket.data_ptr()] = _Flight(
-        work, send, received, ticket.untyped_storage(), event, unit, label, phase
+        work, send, received, ticket.untyped_storage(), event, phase
     )
     return ticket
 
