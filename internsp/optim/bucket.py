@@ -1,0 +1,242 @@
+"""A unit's parameters in one flat piece of memory, cut into equal slices over the ZeRO group.
+
+::
+
+    flat     | w1 w1 w1 . | w2 w2 | w3 w3 w3 w3 . . |      (. = padding)
+    slices   |    ZeRO rank 0    |    ZeRO rank 1   |
+    segments   w1, w2[:1]           w2[1:], w3             one inner tensor each
+
+Gradients travel by bucket, new values are published by bucket; optimizer state exists for this
+rank's segments only (ZeRO, Rajbhandari et al., arXiv 1910.02054). A segment never spans two
+parameters, so that each keeps its own settings, its own step count and its own "was not used".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.mesh import ParallelMesh
+from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.guarded import Member
+from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.isp import ISPCommunicator
+from internsp.wp.shard import Ready, ShardedWeight
+
+ALIGNMENT = 16  # bytes: what NCCL and vector loads like
+
+
+@dataclass(eq=False)
+class Segment:
+    """The part of one parameter that lies in this rank's slice.
+
+    Attributes:
+        tensor: 1-D view of the slice's master values: what the inner optimizer works on.
+        start: its first element in the slice.
+        offset: its first element in the parameter's own flat storage.
+        group: index of its settings.
+        key: unique among all ranks that hold other values.
+    """
+
+    member: Member
+    tensor: Tensor
+    start: int
+    offset: int
+    group: int
+    key: str
+
+    @property
+    def stop(self) -> int:
+        """The end of it in the slice."""
+        return self.start + self.tensor.numel()
+
+
+class Publication(Ready):
+    """A bucket's all-gather in flight. All its members wait for the same one (WP-3)."""
+
+    def __init__(self, collectives: Collectives, handle: Handle, unit: str) -> None:
+        self._collectives = collectives
+        self._handle = handle
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait on the current stream (CPU: block) until the whole bucket is new."""
+        self._collectives.wait(self._handle, self._unit, "", "publish")
+        self._handle.keep = ()
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One unit's parameters of one dtype. Moves their storage into ``flat`` at birth.
+
+    Attributes:
+        small: whether they are replicated: their gradient is summed over all ranks already.
+        flat: their storage, padded to a multiple of the ZeRO degree.
+        gaps: padding within ``flat``, as ranges.
+        owned: this rank's slice of ``flat``.
+        master: the slice in fp32 or wider; ``owned`` itself where that is wide enough.
+        gradient: the slice's reduced sum, like ``master``; ``None`` when there is none.
+        inner: the optimizer of the segments; ``None`` when the slice is all padding.
+    """
+
+    name: str
+    small: bool
+    flat: Tensor
+    offsets: dict[Member, int]
+    gaps: list[tuple[int, int]]
+    owned: Tensor
+    master: Tensor
+    segments: list[Segment]
+    gradient: Tensor | None = None
+    inner: torch.optim.Optimizer | None = None
+    groups: list[int] = field(default_factory=list)
+
+    @classmethod
+    def create(
+        cls, name: str, members: list[Member], place: dict[Member, int], mesh: ParallelMesh
+    ) -> Bucket:
+        """Lay ``members`` (of one dtype) out and move their storage. No message."""
+        dtype = members[0].dtype
+        step = max(ALIGNMENT // dtype.itemsize, 1)
+        offsets, gaps, end = {}, [], 0
+        for member in members:
+            offsets[member] = end
+            filled = end + member.storage.numel()
+            end = math.ceil(filled / step) * step
+            gaps.append((filled, end))
+        length = math.ceil(end / (step * mesh.zero)) * step
+        gaps.append((end, length * mesh.zero))
+        flat = torch.zeros(length * mesh.zero, dtype=dtype, device=mesh.device)
+        for member, start in offsets.items():
+            part = flat[start : start + member.storage.numel()]
+            member.relocate(part.view(member.storage.shape))
+            member.invalidate()
+        owned = flat[mesh.zero_rank * length : (mesh.zero_rank + 1) * length]
+        wide = torch.promote_types(dtype, torch.float32)
+        master = owned if wide == dtype else owned.to(wide)
+        small = not isinstance(members[0], ShardedWeight)
+        segments = _segments(offsets, master, mesh, place)
+        return cls(name, small, flat, offsets, gaps, owned, master, segments)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether 16-bit parameters have a copy in fp32."""
+        return self.master is not self.owned
+
+    def make_inner(self, cls: OptimizerClass, settings: list[dict[str, Any]]) -> None:
+        """Make the optimizer of this rank's segments with the settings of their groups."""
+        self.groups = sorted({segment.group for segment in self.segments})
+        if self.groups:
+            self.inner = cls(
+                [
+                    {**settings[g], "params": [s.tensor for s in self.segments if s.group == g]}
+                    for g in self.groups
+                ]
+            )
+
+    def adopt(self) -> None:
+        """Take over values that somebody else wrote since the last step.
+
+        A parameter may have new storage (``.data =``), and 16-bit values may have been loaded or
+        edited: where they are no longer the rounded master, they are the truth.
+        """
+        for member in self.offsets:
+            local = member.parameter._local_tensor  # type: ignore[attr-defined]
+            if local.numel() and local.data_ptr() != member.storage.data_ptr():
+                member.local(member.storage).copy_(local)
+                member.relocate(member.storage)
+        if self.has_master:
+            rounded = self.master.to(self.owned.dtype)
+            self.master.copy_(torch.where(rounded == self.owned, self.master, self.owned))
+
+    def update(self, used: set[Member], factor: float, settings: list[dict[str, Any]]) -> None:
+        """One step of the inner optimizer with ``factor`` times the gradient."""
+        if self.inner is None:
+            return
+        assert self.gradient is not None, "drain gives every bucket a gradient before an update"
+        if factor != 1.0:
+            self.gradient.mul_(factor)
+        for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
+            inner.update(settings[index])
+        for segment in self.segments:
+            if segment.member in used:  # an unused one is skipped, as torch skips grad None
+                segment.tensor.grad = self.gradient[segment.start : segment.stop]
+        self.inner.step()
+        for segment in self.segments:
+            segment.tensor.grad = None
+        if self.has_master:
+            self.owned.copy_(self.master)
+
+    def announce(self, publication: Ready) -> None:
+        """New values are on their way: gathers wait for them, old slots are stale (WP-3, WP-11)."""
+        for member in self.offsets:
+            member.ready = publication
+            member.invalidate()
+
+    def state_nbytes(self) -> int:
+        """Bytes of optimizer state and master values of this rank."""
+        total = self.master.numel() * self.master.element_size() if self.has_master else 0
+        if self.inner is None:
+            return total
+        values = [v for state in self.inner.state.values() for v in state.values()]
+        return total + sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
+
+
+def _segments(
+    offsets: dict[Member, int], master: Tensor, mesh: ParallelMesh, place: dict[Member, int]
+) -> list[Segment]:
+    """The parameters' own elements (no padding) within this rank's slice."""
+    length = master.numel()
+    begin = mesh.zero_rank * length
+    segments = []
+    for member, start in offsets.items():
+        first, last = max(start, begin), min(start + _valid(member), begin + length)
+        if first < last:
+            tensor = master[first - begin : last - begin]
+            key = _key(member, mesh)
+            segments.append(
+                Segment(member, tensor, first - begin, first - start, place[member], key)
+            )
+    return segments
+
+
+def _valid(member: Member) -> int:
+    if isinstance(member, ShardedWeight):  # padded rows come last
+        layout = member.layout
+        return layout.valid_rows(member.rank) * math.prod(layout.front[1:])
+    return member.storage.numel()
+
+
+def _key(member: Member, mesh: ParallelMesh) -> str:
+    """Replicas of the same values share a key; no two ranks with other values do."""
+    parts = [f"zero {mesh.zero_rank} of {mesh.zero}"]
+    if isinstance(member, ShardedWeight):
+        parts.insert(0, f"weight {mesh.weight_rank} of {mesh.weight}")
+    if mesh.pipeline > 1:
+        parts.insert(0, f"stage {mesh.pipeline_rank} of {mesh.pipeline}")
+    return f"{member.name} [{', '.join(parts)}]"
+
+
+def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> list[Bucket]:
+    """All buckets in the order in which forward needs them: small, embedding, blocks, head."""
+    units: list[tuple[str, list[Member]]] = [("small", list(communicator.small.members))]
+    if communicator.embedding is not None:
+        units.append((communicator.embedding.unit.name, list(communicator.embedding.unit.weights)))
+    units += [(unit.name, list(unit.weights)) for unit in communicator.blocks]
+    if communicator.head is not None:
+        units.append((communicator.head.unit.name, list(communicator.head.unit.weights)))
+    known = {member for _, members in units for member in members}
+    rest: list[Member] = [w for w in communicator.small.sharded if w not in known]
+    # Where in forward they run is unknown: published first, so that nobody waits for long.
+    units.insert(1, ("others", rest))
+    buckets = []
+    for name, members in units:
+        trained = [m for m in members if m in place]
+        for dtype in dict.fromkeys(m.dtype for m in trained):
+            same = [m for m in trained if m.dtype == dtype]
+            buckets.append(Bucket.create(name, same, place, communicator.mesh))
+    return buckets

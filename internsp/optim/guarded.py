@@ -1,0 +1,124 @@
+"""What a parameter becomes under a ZeRO optimizer: it will not show what is not there yet.
+
+Between backward and step a gradient is in flight or summed in slices, and after a step a parameter
+may still be arriving. A subclass of ``DTensor`` is the only place where a read of either can be
+noticed: ``.grad`` raises (WP-9), and every operation waits for the publication first (WP-3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from internsp.errors import GradientError
+from internsp.wp.replicated import ReplicatedParameter
+from internsp.wp.shard import ShardedWeight
+
+Member = ShardedWeight | ReplicatedParameter
+
+_GRAD: Any = torch.Tensor.grad  # the descriptor beneath the guard
+
+
+def publish(member: Member) -> None:
+    """Wait until ``member``'s storage is what the optimizer made of it."""
+    if member.ready is not None:
+        ready, member.ready = member.ready, None
+        ready.wait()
+
+
+def raw_gradient(parameter: Tensor) -> Tensor | None:
+    """What autograd itself has put into ``.grad``, without any check."""
+    gradient: Tensor | None = _GRAD.__get__(parameter)
+    return gradient
+
+
+def drop_raw_gradient(parameter: Tensor) -> None:
+    """Set ``.grad`` to ``None``."""
+    _GRAD.__set__(parameter, None)
+
+
+def guard_parameter(member: Member, undrained: Callable[[], bool], rank: int) -> None:
+    """Make ``member``'s parameter guarded, in place: modules keep the very same object."""
+    parameter: Any = member.parameter
+    parameter.__class__ = GuardedParameter
+    parameter._member, parameter._undrained, parameter._rank = member, undrained, rank
+
+
+class GuardedParameter(DTensor):
+    """A model's parameter whose gradient belongs to a :class:`ZeroOptimizer`."""
+
+    _member: Member
+    _undrained: Callable[[], bool]
+    _rank: int
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """``None`` when nothing has been born since the last step.
+
+        Raises:
+            GradientError: while the gradient is undrained (WP-9).
+        """
+        if self._undrained():
+            raise GradientError(
+                f"{self._member.name}.grad was read on rank {self._rank} between backward and "
+                "ZeroOptimizer.step(): it is in flight or cut into slices, and the optimizer alone "
+                "drains it. Use optimizer.gather_gradients() to look at whole gradients, "
+                "max_grad_norm to clip, optimizer.zero_grad() to drop them"
+            )
+        return raw_gradient(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise GradientError(
+                f"{self._member.name}.grad was set on rank {self._rank}, but its ZeroOptimizer "
+                "takes gradients from backward only; change the loss instead"
+            )
+        drop_raw_gradient(self)
+
+    @grad.deleter
+    def grad(self) -> None:
+        drop_raw_gradient(self)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole parameter, published. Collective over the weight group; blocks."""
+        publish(self._member)
+        return super().full_tensor(**options)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's rows, published."""
+        publish(self._member)
+        return super().to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """Published, then as ``DTensor.redistribute``."""
+        publish(self._member)
+        return super().redistribute(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy belongs to no optimizer: an ordinary ``DTensor`` parameter."""
+        copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Publish, then go on as the plain ``DTensor`` (whose C++ path knows no subclasses)."""
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, GuardedParameter):
+                return value
+            publish(value._member)
+            return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))

@@ -1,0 +1,283 @@
+"""``ZeroOptimizer``: the step, and the weights' way home (DESIGN 4, "drain" and "step")."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.optim import checkpoint
+from internsp.optim.bucket import Bucket, Publication, make_buckets
+from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
+from internsp.optim.groups import ParamGroups, assign, members
+from internsp.optim.guarded import Member, guard_parameter
+from internsp.optim.norm import clip_factor, squared_norm
+from internsp.optim.reduction import Reducer
+from internsp.optim.scaler import LossScaler
+from internsp.wp.collectives import Handle, gather_slices
+from internsp.wp.isp import ISPCommunicator
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Any elementwise torch optimizer with its state cut over the replicas of a shard.
+
+    Gradients stay with the communicator until :meth:`step`, which drains them in launch order,
+    reduce-scatters them over ``mesh.zero_group``, updates this rank's slice and sends the new
+    values out by all-gather; the next forward waits for them block by block (WP-3). From its making
+    on, ``.grad`` of a parameter raises while a gradient is undrained (WP-9). ``param_groups`` are
+    the model's parameters, so that torch's learning-rate schedules work.
+
+    The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
+
+    Args:
+        communicator: what ``parallelize`` returned. Storage of its parameters moves.
+        optimizer_class: ``torch.optim.AdamW``, ``SGD``, ... ; called with ``lr`` and ``defaults``.
+        lr: learning rate (``None``: the class's own default).
+        max_grad_norm: gradients are clipped to this global norm; ``None``: not clipped.
+        param_groups: as for torch; ``None`` puts every trainable parameter into one group.
+        loss_scaler: for fp16. Steps whose gradients are not finite on some rank are skipped on
+            all of them, with or without clipping.
+        reduce_dtype: what shard-sized sums travel in between replicas, once a step; ``None``: the
+            fp32 or wider that they were summed in, so that a gradient is rounded only once.
+
+    Attributes:
+        skipped: whether the last step was skipped because of an overflow.
+        loss_scaler: as given.
+
+    Raises:
+        TypeError: the class is not elementwise (Muon, Adafactor, LBFGS, SparseAdam, ...).
+        ValueError: wrong parameter groups, or a second optimizer for the same communicator.
+    """
+
+    def __init__(
+        self,
+        communicator: ISPCommunicator,
+        optimizer_class: OptimizerClass,
+        *,
+        lr: float | Tensor | None = None,
+        max_grad_norm: float | None = None,
+        param_groups: ParamGroups | None = None,
+        loss_scaler: LossScaler | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        if not communicator.collects_itself:
+            raise ValueError(
+                "this communicator has a ZeroOptimizer already: give one optimizer all parameters "
+                "and use param_groups"
+            )
+        if lr is not None:
+            defaults["lr"] = lr
+        require_elementwise(optimizer_class, communicator.mesh.device, defaults)
+        groups, place = assign(communicator, param_groups)
+        super().__init__(groups, default_settings(optimizer_class, defaults))
+        self._sealed = True
+        self._communicator = communicator
+        self._class = optimizer_class
+        self.max_grad_norm = max_grad_norm
+        self.loss_scaler = loss_scaler
+        self.skipped = False
+        self._undrained = False
+        self._used: set[Member] = set()
+        with torch.no_grad():
+            self._buckets = make_buckets(communicator, place)
+            for bucket in self._buckets:
+                bucket.make_inner(optimizer_class, self._settings())
+        self._reducer = Reducer(communicator, self._buckets, reduce_dtype)
+        for member in members(communicator):
+            guard_parameter(member, self._is_undrained, communicator.mesh.rank)
+        communicator.collects_itself = False
+        communicator.after_backward.append(self._born)
+        communicator.after_rest.append(self._release)
+
+    # the user's loop
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale (fp32 or wider); ``loss`` itself without a scaler."""
+        return loss if self.loss_scaler is None else self.loss_scaler.scaled(loss)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> float:  # type: ignore[override]
+        """Drain, clip, update, publish. Collective; blocks, but not for the publication.
+
+        Returns:
+            The global norm of the unscaled gradient before clipping; not finite after an overflow.
+        """
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.drain()
+        self._communicator.publish()  # nobody needed it since; the slices are about to change
+        norm = math.sqrt(squared_norm(self._buckets, self._communicator.mesh).item())
+        norm *= self._unit()
+        self.skipped = self.loss_scaler is not None and not math.isfinite(norm)
+        if not self.skipped:
+            self._update(self._unit() * clip_factor(norm, self.max_grad_norm))
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(self.skipped)
+        self._release()
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient. After :meth:`step` there is none, so then it does nothing."""
+        self._communicator.recover()
+        self._reducer.discard()
+        self._release()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Reduce what has been born into this rank's slices. Collective; blocks. ``step`` does it.
+
+        Called after each micro-batch it keeps slices instead of shard-sized sums between them, at
+        the price of one exchange a micro-batch.
+        """
+        self._communicator.recover()
+        self._used |= self._reducer.run()
+
+    @torch.no_grad()
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Whole reduced gradients by parameter name, unscaled, fp32 or wider; unused ones absent.
+
+        For tests and for looking. Collective, blocks, makes everything whole; what :meth:`step`
+        will use stays as it is.
+        """
+        self.drain()
+        mesh, found = self._communicator.mesh, {}
+        for bucket in self._buckets:
+            mine = bucket.gradient
+            assert mine is not None, "drain gives every bucket a gradient"
+            whole = torch.empty(bucket.flat.numel(), dtype=mine.dtype, device=mesh.device)
+            work = gather_slices(whole, mine, mesh.zero_group)
+            if work is not None:
+                work.wait()
+            for member, start in bucket.offsets.items():
+                if member in self._used:
+                    part = whole[start : start + member.storage.numel()]
+                    full = member.wrap(part.view(member.storage.shape)).full_tensor()
+                    found[member.name] = full * self._unit()
+        return found
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's slices of the state, settings, masters and loss scale. Not collective.
+
+        Keys are unique for each slice, and there before the first step too, so that
+        ``torch.distributed.checkpoint`` saves every slice once and can fill a new optimizer's
+        dictionary. Tensors are the live ones.
+        """
+        mesh = self._communicator.mesh
+        with torch.no_grad():
+            state = checkpoint.collect(self._buckets, self._class, mesh)
+        state["param_groups"] = self._settings()
+        state["mesh"] = checkpoint.mesh_degrees(mesh)
+        if self.loss_scaler is not None:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue from :meth:`state_dict` of the same rank of the same mesh. Not collective.
+
+        Load the model's own values too. Gradients that were not stepped with are dropped.
+
+        Raises:
+            MeshError: another mesh, rank or model.
+            ValueError: another number of parameter groups.
+        """
+        checkpoint.check_mesh(state_dict, self._communicator.mesh)
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(saved)} parameter groups, this optimizer has "
+                f"{len(self.param_groups)}"
+            )
+        checkpoint.restore(self._buckets, state_dict, self._communicator.mesh)
+        for group, settings in zip(self.param_groups, saved, strict=True):
+            group.update(settings)
+        if self.loss_scaler is not None and "loss_scaler" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        self.zero_grad()
+
+    def memory(self) -> list[tuple[str, int]]:
+        """(component, bytes) of this rank: gradient sums at their largest, and optimizer state."""
+        sums = sum(b.flat.numel() * b.master.element_size() for b in self._buckets if not b.small)
+        if self._communicator.small.flat is not None:
+            flat = self._communicator.small.flat
+            sums += flat.numel() * flat.element_size()
+        state = sum(bucket.state_nbytes() for bucket in self._buckets)
+        return [("gradient sums", sums), ("optimizer state", state)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while being made.
+
+        Raises:
+            ValueError: later: buckets are laid out once.
+        """
+        if getattr(self, "_sealed", False):
+            raise ValueError("a ZeroOptimizer's groups are fixed: give all of them when making it")
+        super().add_param_group(param_group)
+
+    # inside
+
+    def _update(self, factor: float) -> None:
+        settings = self._settings()
+        trace = self._communicator.state.trace
+        for bucket in self._buckets:
+            start = time.perf_counter()
+            bucket.adopt()
+            bucket.update(self._used, factor, settings)
+            trace.record("STEP", bucket.name, start=start, end=time.perf_counter())
+            self._publish(bucket)
+
+    def _publish(self, bucket: Bucket) -> None:
+        """Start the all-gather of a bucket's new slices; its members are ready when it ends."""
+        state, mesh = self._communicator.state, self._communicator.mesh
+        # `.data`: the collective must not raise a version counter that saved tensors share.
+        flat, owned = bucket.flat.data, bucket.owned.data
+        work = gather_slices(flat, owned, mesh.zero_group)
+        if work is None:
+            for member in bucket.offsets:
+                member.invalidate()
+            return
+        nbytes = (mesh.zero - 1) * owned.numel() * owned.element_size()
+        state.counters.gathered_bytes += nbytes
+        state.counters.gathers += 1
+        event = state.trace.record("PUBLISH", bucket.name, "", "step", nbytes, in_flight=True)
+        publication = Publication(
+            state.collectives, Handle(work, event, (flat, owned)), bucket.name
+        )
+        bucket.announce(publication)
+        if not state.collectives.overlap:
+            self._communicator.publish()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Each group's settings as they are now (a schedule may have changed them)."""
+        left_out = ("params", "param_names")
+        return [{k: v for k, v in g.items() if k not in left_out} for g in self.param_groups]
+
+    def _unit(self) -> float:
+        """What a sum must be multiplied by to be the gradient: mean over ranks, loss scale."""
+        communicator = self._communicator
+        mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
+        return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
+
+    def _born(self) -> None:
+        self._undrained = True
+
+    def _is_undrained(self) -> bool:
+        return self._undrained
+
+    def _release(self) -> None:
+        """No gradient is left in the slices."""
+        for bucket in self._buckets:
+            bucket.gradient = None
+        self._used = set()
+        self._undrained = False
