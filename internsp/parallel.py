@@ -68,9 +68,9 @@ def parallelize(
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed)
     communicator = builder.build(trace)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
-            module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace)
+            module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace, name)
     for index, block in enumerate(structure.blocks):
         if config.compile:
             compile_block(block.module)

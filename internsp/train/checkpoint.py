@@ -46,7 +46,8 @@ def save(session: Session, folder: Path, step: int) -> Path:
         The checkpoint's folder.
     """
     path = folder / f"step-{step:06d}"
-    dcp.save(_state(session, _Run(session, step)), checkpoint_id=path)
+    writer = dcp.FileSystemWriter(path, overwrite=True)  # a resumed run comes by here again
+    dcp.save(_state(session, _Run(session, step)), storage_writer=writer)
     return path
 
 

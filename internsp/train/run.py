@@ -30,15 +30,16 @@ def train(config: Config, output: Path) -> None:
     write ``checkpoints/``. A stop request (Ctrl-C) ends the loop after the current step; the
     checkpoint and the report are written all the same.
     """
-    session = Session.create(config)
+    ours = not dist.is_initialized()
     try:
-        done = checkpoint.load(session, Path(config.checkpoint.resume)) if (
-            config.checkpoint.resume
-        ) else 0
         with StopRequest() as stop:
+            session = Session.create(config)
+            done = 0
+            if config.checkpoint.resume is not None:
+                done = checkpoint.load(session, Path(config.checkpoint.resume))
             _Run(session, output, done, stop).run()
     finally:
-        if dist.is_initialized():
+        if ours and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -77,6 +78,7 @@ class _Run:
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
         if not self.main:
             return None, None
+        moved = None if self.done else set_aside(self.output)
         self.output.mkdir(parents=True, exist_ok=True)
         (self.output / "config.toml").write_text(self.config.to_toml())
         writer = MetricsWriter(
@@ -88,9 +90,9 @@ class _Run:
         )
         display.start()
         parameters = sum(p.numel() for p in self.session.model.parameters())
-        display.note(
-            f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}"
-        )
+        display.note(f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}")
+        if moved is not None:
+            display.note(f"the run that was in {self.output} is now in {moved}")
         return display, writer
 
     def _loop(self, display: Display | None, writer: MetricsWriter | None) -> int:
@@ -184,3 +186,18 @@ class _Run:
             notes=notes,
         )
 
+
+
+def set_aside(output: Path) -> Path | None:
+    """Move an older run out of ``output``, so that a fresh one neither loses nor mixes with it.
+
+    Returns:
+        Where the older run is now, or ``None`` when there was none.
+    """
+    if not (output / "metrics.jsonl").exists():
+        return None
+    number = 1
+    while (target := output.with_name(f"{output.name}.{number}")).exists():
+        number += 1
+    output.rename(target)
+    return target
