@@ -89,21 +89,19 @@ class Collectives:
         return self._launched(work, event, (output, shard), unit, weight, phase)
 
     def reduce(self, output: Tensor, pieces: Tensor, unit: str, weight: str, phase: str) -> Handle:
-        """Send piece ``p`` of ``pieces`` ``[size, ...]`` to rank ``p``; receive into ``output``.
+        """Send piece ``p`` of ``pieces`` ``[size * piece]`` to rank ``p``; receive into ``output``.
 
-        After the wait, ``output.sum(0)`` in a wide dtype is this rank's reduced shard. Does not
-        block unless ``overlap`` is off.
+        After the wait, the sum of ``output``'s pieces in a wide dtype is this rank's reduced shard.
+        Does not block unless ``overlap`` is off.
         """
-        nbytes = (self.size - 1) * pieces[0].numel() * pieces.element_size()
+        nbytes = (self.size - 1) * (pieces.numel() // self.size) * pieces.element_size()
         self.counters.reduced_bytes += nbytes
         self.counters.reductions += 1
         event = self.trace.record("RS", unit, weight, phase, nbytes, in_flight=True)
         if self.size == 1:
             self.trace.finish(event)
             return Handle(None, keep=(output, pieces))
-        work = dist.all_to_all_single(
-            output.flatten(), pieces.flatten(), group=self.group, async_op=True
-        )
+        work = dist.all_to_all_single(output, pieces, group=self.group, async_op=True)
         return self._launched(work, event, (output, pieces), unit, weight, phase)
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:

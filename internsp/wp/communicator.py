@@ -175,14 +175,16 @@ class UnitCommunicator(WPCommunicator):
         """The whole weight, aliasing its slot (or its storage where no gather is needed)."""
         if weight.resident:
             return weight.layout.whole_view(weight.to_send().view(-1))
-        return weight.layout.whole_view(self.state.pool.slots[unit.slot].flat(unit, weight))
+        return self.state.pool.slots[unit.slot].whole(unit, weight)
 
     def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         """With prefetch per module: launch what comes after ``weight``. Blocks override it."""
 
     def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         state = self.state
-        self.fetch(unit, (weight,), phase)
+        slot = state.pool.slots[unit.slot]
+        if slot.holder is not unit or slot.tags.get(weight) != weight.tag():
+            self.fetch(unit, (weight,), phase)
         self._wait(unit, weight, phase)
         state.trace.record("USE", unit.name, weight.name, phase)
         self.follow(unit, weight, phase)

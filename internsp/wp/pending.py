@@ -19,6 +19,7 @@ class PendingGradient:
     unit: Unit
     weight: ShardedWeight
     received: Tensor
+    """``[size * padded shard]``, flat: one piece from every rank."""
     packed: Tensor | None
     handle: Handle
 
@@ -51,23 +52,19 @@ class PendingGradients:
             gradient = gradient.to(dtype)
             pieces = layout.packed_as_is(gradient)
         if pieces is None:
-            packed = self._pool.take(layout.padded_numel, dtype)
-            pieces = packed.view(layout.size, *layout.shard_shape)
+            pieces = packed = self._pool.take(layout.padded_numel, dtype)
             if gradient is None:
-                pieces.zero_()
+                packed.zero_()
             else:
-                layout.pack(gradient, pieces)
-        if layout.size == 1:
-            received = pieces
-            handle = self._collectives.reduce(pieces, pieces, unit.name, weight.name, "backward")
-        else:
-            buffer = self._pool.take(layout.padded_numel, dtype)
-            received = buffer.view(layout.size, *layout.shard_shape)
-            handle = self._collectives.reduce(received, pieces, unit.name, weight.name, "backward")
+                layout.pack(gradient, packed)
+        received = pieces if layout.size == 1 else self._pool.take(layout.padded_numel, dtype)
+        handle = self._collectives.reduce(received, pieces, unit.name, weight.name, "backward")
         self._queue.append(PendingGradient(unit, weight, received, packed, handle))
 
     def _make_room(self, unit: Unit) -> None:
         """Drain until ``unit`` and at most ``limit - 1`` others have gradients in flight."""
+        if self._queue and self._queue[-1].unit is unit:
+            return  # its first gradient has made the room
         while True:
             units = {id(p.unit) for p in self._queue} - {id(unit)}
             if len(units) < self._limit:
@@ -83,7 +80,7 @@ class PendingGradients:
         weight.add_partial(pending.received)
         self._collectives.trace.record("DRAIN", pending.unit.name, weight.name, "drain")
         if weight.layout.size > 1:
-            self._pool.give(pending.received.flatten())
+            self._pool.give(pending.received)
         if pending.packed is not None:
             self._pool.give(pending.packed)
 

@@ -70,6 +70,7 @@ class Slot:
         self.purpose = ""
         self.tags: dict[ShardedWeight, int] = {}
         self._buffers: dict[Unit | None, Tensor] = {}
+        self._places: dict[tuple[ShardedWeight, torch.dtype], tuple[Tensor, Tensor]] = {}
         if reuse:
             self._buffers[None] = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -100,10 +101,22 @@ class Slot:
         An alias with a version counter of its own: filling the slot must not look to autograd
         like a change of saved tensors (DESIGN 4.1; WP-14 checks the tag in its stead).
         """
-        buffer = self._buffers[None if self.reuse else unit].data
-        start = unit.offsets[weight]
-        nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
-        return buffer[start : start + nbytes].view(weight.compute_dtype)
+        return self._place(unit, weight)[0]
+
+    def whole(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        """``weight`` whole, a view of its place with one more version counter of its own."""
+        return self._place(unit, weight)[1].data
+
+    def _place(self, unit: Unit, weight: ShardedWeight) -> tuple[Tensor, Tensor]:
+        """Flat and whole views, made once: a buffer keeps its storage for ever."""
+        key = (weight, weight.compute_dtype)
+        if key not in self._places:
+            start = unit.offsets[weight]
+            nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
+            buffer = self._buffers[None if self.reuse else unit].data
+            flat = buffer[start : start + nbytes].view(weight.compute_dtype)
+            self._places[key] = flat, weight.layout.whole_view(flat)
+        return self._places[key]
 
     def forget(self) -> None:
         """Nothing in the slot may be reused (WP-10)."""

@@ -89,17 +89,17 @@ class ShardLayout:
         return rows[: self.shape[self.dim]].movedim(0, self.dim)
 
     def pack(self, gradient: Tensor, out: Tensor) -> None:
-        """Write a whole gradient into ``out`` ``[size, rows, ...]`` with a zero tail."""
+        """Write a whole gradient into ``out`` (flat, padded) with a zero tail."""
         flat = out.view(self.size * self.rows, *self.front[1:])
         flat[: self.shape[self.dim]].copy_(gradient.movedim(self.dim, 0))
         flat[self.shape[self.dim] :].zero_()
 
     def packed_as_is(self, gradient: Tensor) -> Tensor | None:
-        """``gradient`` as ``[size, rows, ...]`` without a copy, or ``None`` if it needs one."""
-        front = gradient.movedim(self.dim, 0)
-        if self.size * self.rows != self.shape[self.dim] or not front.is_contiguous():
+        """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
+        if self.size * self.rows != self.shape[self.dim]:
             return None
-        return front.view(self.size, *self.shard_shape)
+        front = gradient.movedim(self.dim, 0) if self.dim else gradient
+        return front.view(-1) if front.is_contiguous() else None
 
 
 class ShardedWeight:
@@ -208,9 +208,9 @@ class ShardedWeight:
         return self.layout.padded_numel * self.base_compute_dtype.itemsize
 
     def add_partial(self, received: Tensor) -> None:
-        """Sum ``received`` ``[size, rows, ...]`` over ranks, in fp32 or wider, into ``partial``."""
+        """Sum ``received`` (flat, a shard from every rank), in fp32 or wider, into ``partial``."""
         wide = torch.promote_types(received.dtype, torch.float32)
-        total = received.sum(0, dtype=wide)
+        total = received.view(self.layout.size, *self.layout.shard_shape).sum(0, dtype=wide)
         self.partial = total if self.partial is None else self.partial.add_(total)
 
 
