@@ -39,6 +39,8 @@ class Trace:
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
         self.events: list[Event] = []
+        self.exposed_seconds = 0.0
+        """Time the computing thread waited for communication; counted also when disabled."""
 
     def record(
         self,

@@ -24,6 +24,7 @@ head dimension, all flattened into one tuple of ints. Ranges of different peers 
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -224,16 +225,14 @@ def _finish(
             f"Rank {home.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
             "waited for, or dropped after an exception. Start it again and wait for it once."
         )
+    begin = time.perf_counter()
+    flight.work.wait()
     trace = home.trace
-    if trace is None or flight.event < 0:
-        flight.work.wait()
-    else:
-        event = trace.record(
-            "A2A_WAIT", unit=unit, weight=label, phase=flight.phase, in_flight=True
-        )
-        flight.work.wait()
-        trace.finish(event)
-        trace.finish(flight.event)
+    if trace is not None:
+        end = time.perf_counter()
+        trace.exposed_seconds += end - begin
+        trace.record("A2A_WAIT", unit, label, flight.phase, start=begin, end=end)
+        trace.finish(flight.event, end)
     batch, _, _, depth = shape
     if not to_heads:
         return _unpack(flight.received, cut, home.size, tuple(shape))

@@ -35,6 +35,7 @@ class StepRunner:
         session, config = self.session, self.session.config
         counters = session.communicator.state.counters
         counters.reset()
+        session.trace.exposed_seconds = 0.0
         start = time.perf_counter()
         layouts = [self._layout(b) for b in self._micro_batches(number)]
         valid = sum(layout.valid_tokens for layout in layouts)
@@ -57,7 +58,7 @@ class StepRunner:
             tokens=int(tokens),
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
-            exposed_comm_seconds=counters.exposed_seconds,
+            exposed_comm_seconds=session.trace.exposed_seconds,
             gathered_bytes=counters.gathered_bytes,
             reduced_bytes=counters.reduced_bytes,
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.stop import StopRequest
 from internsp.train.checkpoint import find
 from internsp.train.metrics import StepMetrics, read_metrics
+from internsp.train.plan import make_plan
 from internsp.train.run import train
 from tests.support.ranks import run_ranks
 
@@ -25,13 +25,19 @@ Changes = dict[str, dict[str, Any]]
 def config(**changes: dict[str, Any]) -> Config:
     """A tiny run on the committed text; ``changes`` by section."""
     sections: Changes = {
-        "model": {"hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2},
+        # A large eps and init keep the norms well conditioned: bytes that were hardly seen have
+        # tiny embeddings, whose gradients magnify rounding.
+        "model": {
+            "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "norm_eps": 1e-2,
+            "init_std": 0.05,
+        },
         "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 33, "held_out": 0.1},
         "weight_parallel": {"min_shard_elements": 128},
         "activation_checkpoint": {"mode": "full", "fraction": 0.5},
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "train": {
             "steps": 50, "global_batch": 4, "eval_batches": 2, "sample_bytes": 0, "loss_chunk": 20,
+            "log_every": 50,
         },
         "checkpoint": {"save": False},
     }  # fmt: skip
@@ -73,7 +79,6 @@ OPTIMIZERS: list[Changes] = [
 MESHES = [
     (2, {"weight": 2, "sequence": 2}),
     (4, {"weight": 2, "sequence": 4}),
-    (4, {"weight": 4, "sequence": 1}),
     (4, {"weight": 1, "sequence": 2, "zero": 2}),
 ]
 
@@ -88,5 +93,117 @@ def test_fifty_steps_equal_one_process_on_every_mesh(tmp_path: Path) -> None:
         for i, rows in enumerate(rows_of_runs(tmp_path, world, changes)):
             loss, norm = gap(rows, wanted[i % 2])
             assert loss < 1e-5, changes[i]
-            assert norm < 1e-4 if i % 2 == 0 else norm < 1e-5, changes[i]
+            assert norm < 1e-5, changes[i]
             assert rows[-1].eval_loss == pytest.approx(wanted[i % 2][-1].eval_loss, rel=1e-5)
+
+
+def test_bf16_with_fp32_master_weights_stays_within_two_percent_of_fp32(tmp_path: Path) -> None:
+    parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}}
+    short = {"steps": 30}
+    wanted, parameters, compute = rows_of_runs(
+        tmp_path,
+        2,
+        [
+            {**parallel, "train": short},
+            {**parallel, "train": {**short, "dtype": "bfloat16"}},
+            {**parallel, "train": short, "weight_parallel": {"compute_dtype": "bfloat16"}},
+        ],
+    )
+    assert gap(parameters, wanted)[0] < 0.02
+    assert gap(compute, wanted)[0] < 0.02
+    assert parameters[-1].loss != wanted[-1].loss
+    # Half the bytes travel.
+    assert compute[-1].gathered_bytes * 2 == wanted[-1].gathered_bytes
+
+
+def test_fp16_scales_its_loss_and_learns(tmp_path: Path) -> None:
+    changes: Changes = {
+        "parallel": {"weight": 2, "sequence": 2},
+        "train": {"steps": 30, "dtype": "float16"},
+        "optimizer": {"loss_scale_init": 2.0**24},  # too large: the first steps are skipped
+    }
+    (rows,) = rows_of_runs(tmp_path, 2, [changes])
+    assert not math.isfinite(rows[0].grad_norm)
+    assert math.isfinite(rows[-1].grad_norm)
+    assert rows[-1].loss < 0.9 * rows[0].loss
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}}
+    whole: Changes = {**parallel, "train": {"steps": 12}, "checkpoint": {"save": True, "every": 5}}
+    (wanted,) = rows_of_runs(tmp_path, 2, [whole])
+    folder = tmp_path / "2-0"
+    saved = folder / "checkpoints" / "step-000005"
+    assert find(saved) == saved
+    assert find(folder).name == "step-000012"
+    again = config(**{**whole, "checkpoint": {"save": False, "resume": str(saved)}})
+    run_ranks(run, 2, [(again, str(tmp_path / "resumed"))])
+    rows = read_metrics(tmp_path / "resumed" / "metrics.jsonl")
+    assert [r.step for r in rows] == list(range(6, 13))
+    assert [(r.loss, r.grad_norm, r.lr) for r in rows] == [
+        (w.loss, w.grad_norm, w.lr) for w in wanted[5:]
+    ]
+
+
+def refusals(rank: int, world_size: int, settings: Config, folder: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(settings, Path(folder))
+    return str(refused.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
+    short: Changes = {"train": {"steps": 2}, "checkpoint": {"save": True}}
+    parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}}
+    rows_of_runs(tmp_path, 2, [{**parallel, **short}])
+    resume = {"checkpoint": {"save": False, "resume": str(tmp_path / "2-0")}}
+    other = config(**{**parallel, **short, **resume, "model": {"intermediate_size": 64}})
+    for text in run_ranks(refusals, 2, other, str(tmp_path / "other")):
+        assert "layers.0.feed_forward.w1.weight" in text
+        assert "same model and mesh" in text
+    absent = config(**{**short, "checkpoint": {"resume": str(tmp_path / "nothing")}})
+    for text in run_ranks(refusals, 2, absent, str(tmp_path / "other")):
+        assert "no checkpoint at" in text
+
+
+def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
+    """Rank 1 alone is asked to stop, before its first step."""
+    with StopRequest() as stop:
+        stop.requested = rank == 1
+        train(settings, Path(folder))
+    return len(read_metrics(Path(folder) / "metrics.jsonl")) if rank == 0 else -1
+
+
+def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_report(
+    tmp_path: Path,
+) -> None:
+    settings = config(
+        parallel={"weight": 2, "sequence": 2}, train={"sample_bytes": 20},
+        checkpoint={"save": True},
+    )  # fmt: skip
+    assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
+    assert (tmp_path / "run" / "checkpoints" / "step-000001" / ".metadata").exists()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "stopped before its last step" in page
+    assert "layers.1" in page  # the timeline has bars of blocks
+
+
+def test_a_fresh_run_sets_an_older_one_aside(tmp_path: Path) -> None:
+    short: Changes = {"train": {"steps": 1}}
+    rows_of_runs(tmp_path, 1, [short])
+    first = (tmp_path / "1-0" / "metrics.jsonl").read_text()
+    rows_of_runs(tmp_path, 1, [{"train": {"steps": 2}}])
+    assert (tmp_path / "1-0.1" / "metrics.jsonl").read_text() == first
+    assert len(read_metrics(tmp_path / "1-0" / "metrics.jsonl")) == 2
+
+
+def test_a_row_of_metrics_says_what_travelled(tmp_path: Path) -> None:
+    parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}, "train": {"steps": 2}}
+    rows_of_runs(tmp_path, 2, [parallel])
+    rows = [json.loads(line) for line in (tmp_path / "2-0" / "metrics.jsonl").open()]
+    assert rows[0].keys() >= {
+        "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
+        "exposed_comm_seconds", "gathered_bytes", "reduced_bytes", "peak_memory_bytes",
+    }  # fmt: skip
+    plan = make_plan(config(**parallel), 2)
+    assert rows[1]["gathered_bytes"] == plan.schedule.nbytes("AG")
+    assert 0 < rows[1]["exposed_comm_seconds"] < rows[1]["step_seconds"]
