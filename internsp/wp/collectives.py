@@ -22,18 +22,16 @@ from internsp.trace import Trace
 
 @dataclass
 class Counters:
-    """Payload bytes this rank received from others, and seconds its computing thread waited."""
+    """Payload bytes this rank received from others, and collectives it launched."""
 
     gathered_bytes: int = 0
     reduced_bytes: int = 0
-    exposed_seconds: float = 0.0
     gathers: int = 0
     reductions: int = 0
 
     def reset(self) -> None:
         """Start counting anew (a step's metrics)."""
         self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
-        self.exposed_seconds = 0.0
 
 
 @dataclass
@@ -122,7 +120,7 @@ class Collectives:
                 f"{error}. Another rank has stopped or taken another path; its log has the cause"
             ) from error
         end = time.perf_counter()
-        self.counters.exposed_seconds += end - start
+        self.trace.exposed_seconds += end - start
         self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
         if not self.trace.enabled:
             return
