@@ -1,0 +1,56 @@
+"""Meshes on real process groups: places, groups and errors that all ranks raise together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from internsp.errors import MeshError
+from internsp.mesh import ParallelMesh
+from tests.support.ranks import run_ranks
+
+GROUPS = ("weight", "sequence", "data", "replica", "zero", "zero_replica", "stage", "pipeline")
+
+
+def groups_of_this_rank(rank: int, world_size: int) -> dict[str, list[int]]:
+    mesh = ParallelMesh.create(2, 4, zero=1, device_type="cpu", timeout_seconds=30)
+    assert mesh.param_mesh.mesh_dim_names == ("replica", "weight")
+    assert mesh.param_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    found = {}
+    for kind in GROUPS:
+        group = getattr(mesh, f"{kind}_group")
+        found[kind] = dist.get_process_group_ranks(group)
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(found[kind])
+        if kind not in ("stage", "pipeline", "zero_replica"):
+            assert found[kind].index(rank) == getattr(mesh, f"{kind}_rank")
+    return found
+
+
+def test_each_rank_finds_itself_in_the_declared_groups() -> None:
+    found = run_ranks(groups_of_this_rank, 4)
+    assert found[3]["weight"] == [2, 3]
+    assert found[3]["sequence"] == [0, 1, 2, 3]
+    assert found[3]["replica"] == [1, 3]
+    assert found[3]["zero"] == [3]
+    assert found[3]["zero_replica"] == [1, 3]
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    texts = []
+    for weight, sequence in ((3, 1), (1 + rank, 1)):
+        with pytest.raises(MeshError) as error:
+            ParallelMesh.create(weight, sequence, device_type="cpu", timeout_seconds=30)
+        texts.append(str(error.value))
+    mesh = ParallelMesh.create(2, device_type="cpu", timeout_seconds=30)  # the groups still work
+    assert mesh.weight_rank == rank
+    return texts
+
+
+def test_a_bad_degree_is_one_clear_error_on_every_rank_and_nothing_hangs() -> None:
+    for rank, (impossible, different) in enumerate(run_ranks(refused, 2)):
+        assert "weight=3 does not divide the 2 ranks" in impossible
+        assert "ranks ask for different meshes" in different
+        assert f"this is rank {rank}" in different

@@ -1,0 +1,95 @@
+"""``internsp plan``: figures by hand, and what it prints."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.train.plan import human, make_plan, print_plan
+
+
+def config(**changes: dict[str, object]) -> Config:
+    sections: dict[str, dict[str, object]] = {
+        "model": {
+            "vocab_size": 272, "hidden_size": 16, "layers": 4, "heads": 2, "intermediate_size": 48,
+        },
+        "data": {"sequence_length": 32},
+        "parallel": {"weight": 2, "sequence": 2},
+        "weight_parallel": {"min_shard_elements": 64},
+    }  # fmt: skip
+    for name, values in changes.items():
+        sections[name] = sections.get(name, {}) | values
+    return Config.model_validate(sections)
+
+
+BLOCK = (4 * 16 * 16 + 3 * 16 * 48) * 4  # bytes of a block's whole weights in fp32
+TABLE = 272 * 16 * 4
+
+
+def test_bytes_of_collectives_follow_the_law_of_reused_boundaries() -> None:
+    schedule = make_plan(config(), 2).schedule
+    layers = 4
+    # Each block is gathered twice but for the last two, which are still there; embedding and head
+    # once. A rank receives half of every weight.
+    assert schedule.nbytes("AG") == ((2 * layers - 2) * BLOCK + 2 * TABLE) // 2
+    assert schedule.nbytes("RS") == (layers * BLOCK + 2 * TABLE) // 2
+    assert schedule.count("AG") == (2 * layers - 2) * 7 + 2
+
+
+def test_micro_batches_reuse_the_blocks_that_are_still_in_their_slots() -> None:
+    once = make_plan(config(), 2).schedule
+    thrice = make_plan(config(train={"micro_batches": 3, "global_batch": 6}), 2).schedule
+    # Blocks 0 and 1, the embedding and the head are still there when a micro-batch begins.
+    again = (2 * 4 - 4) * BLOCK // 2
+    assert thrice.nbytes("AG") == once.nbytes("AG") + 2 * again
+    assert thrice.nbytes("RS") == 3 * once.nbytes("RS")
+
+
+def test_memory_is_counted_by_component() -> None:
+    memory = dict(make_plan(config(), 2).memory)
+    assert memory["whole weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
+    assert memory["weight shards"] == (4 * BLOCK + 2 * TABLE) // 2
+    small = 9 * 16 * 4
+    assert memory["small parameters (replicated)"] == small
+    assert memory["gradient sums"] == memory["weight shards"] + small
+    assert memory["optimizer state"] == 2 * (memory["weight shards"] + small)
+    half = dict(make_plan(config(train={"dtype": "bfloat16"}), 2).memory)
+    assert half["whole weights (slots, exact)"] == BLOCK + TABLE
+    assert half["optimizer state"] == 3 * memory["optimizer state"] // 2  # and fp32 masters
+
+
+def test_zero_cuts_the_optimizer_state_over_the_replicas() -> None:
+    whole = dict(make_plan(config(), 2).memory)["optimizer state"]
+    assert dict(make_plan(config(), 8).memory)["optimizer state"] == whole // 4
+    part = config(parallel={"weight": 2, "sequence": 2, "zero": 2})
+    assert dict(make_plan(part, 8).memory)["optimizer state"] == whole // 2
+
+
+def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_plan(config(parallel={"weight": 3, "sequence": 5}), 8)
+    assert "weight" in str(refused.value)
+    assert "sequence" in str(refused.value)
+
+
+def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
+    out = io.StringIO()
+    print_plan(config(), 4, Console(file=out, width=120, soft_wrap=True))
+    text = out.getvalue()
+    assert "Mesh of 4 ranks" in text
+    assert "whole weights (slots, exact)" in text
+    plan = make_plan(config(), 4)
+    for action in plan.schedule.actions:
+        assert action.weight in text
+    assert f"({len(plan.schedule.actions)} actions a rank)" in text
+    assert text.count("\n  AG ") == plan.schedule.count("AG")
+
+
+def test_bytes_read_well() -> None:
+    assert [human(n) for n in (0, 9_999, 10_240, 5 * 2**20, 3 * 2**40, 5_000 * 2**40)] == [
+        "0 B", "9999 B", "10.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",
+    ]  # fmt: skip
