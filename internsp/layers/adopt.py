@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from internsp.errors import StructureError
 from internsp.layers.access import guard, sites, whole
 from internsp.layers.linear import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
+from internsp.layers.norm import ParallelLayerNorm, ParallelRMSNorm
 
 _IN_USE = "_weights_in_use"
+_OURS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: ParallelLinearWithCommExt,
+    nn.LayerNorm: ParallelLayerNorm,
+    nn.RMSNorm: ParallelRMSNorm,
+}
 
 
 def adopt(name: str, module: nn.Module) -> None:
@@ -31,8 +37,8 @@ def adopt(name: str, module: nn.Module) -> None:
         )
     if getattr(type(module), "takes_whole", False):
         return
-    if type(module) is nn.Linear:
-        module.__class__ = ParallelLinearWithCommExt
+    if type(module) in _OURS:
+        module.__class__ = _OURS[type(module)]
     elif type(module) is nn.Embedding and not module.scale_grad_by_freq:
         module.__class__ = ParallelEmbeddingWithCommExt
     else:

@@ -63,6 +63,28 @@ def resolve_norm(name: NormName) -> Literal["torch", "apex"]:
     return "torch"
 
 
+class ParallelRMSNorm(nn.RMSNorm):
+    """What ``parallelize`` makes of a ``torch.nn.RMSNorm``."""
+
+    takes_whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``torch.nn.RMSNorm``."""
+        weight = whole(self, "weight")
+        return guard(self, F.rms_norm(x, self.normalized_shape, weight, self.eps))
+
+
+class ParallelLayerNorm(nn.LayerNorm):
+    """What ``parallelize`` makes of a ``torch.nn.LayerNorm``."""
+
+    takes_whole = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``torch.nn.LayerNorm``."""
+        weight, bias = whole(self, "weight"), whole(self, "bias")
+        return guard(self, F.layer_norm(input, self.normalized_shape, weight, bias, self.eps))
+
+
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 

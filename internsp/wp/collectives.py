@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from internsp.errors import CollectiveError
 from internsp.trace import Trace
@@ -34,7 +35,7 @@ class Counters:
         self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Handle:
     """A collective in flight. ``wait`` is idempotent; on a device it orders streams only."""
 
@@ -68,6 +69,12 @@ class Collectives:
         self.overlap = overlap
         self.trace = trace
         self.counters = counters
+        # torch.distributed's functions check for every tensor what our layouts have settled, and
+        # at a block's twenty-odd collectives that shows: call the group's own methods.
+        self._gather = getattr(group, "all_gather_single", group._allgather_base)
+        self._exchange = getattr(group, "all_to_all_single", group.alltoall_base)
+        self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
+        self._gather_options.asyncOp = self._exchange_options.asyncOp = True
 
     def gather(self, output: Tensor, shard: Tensor, unit: str, weight: str, phase: str) -> Handle:
         """All-gather ``shard`` ``[rows, ...]`` into ``output`` ``[size * rows, ...]``.
@@ -83,7 +90,7 @@ class Collectives:
             output.copy_(shard)
             self.trace.finish(event)
             return Handle(None)
-        work = _gather_into(output, shard, self.group)
+        work = self._gather(output, shard, self._gather_options)
         return self._launched(work, event, (output, shard), unit, weight, phase)
 
     def reduce(self, output: Tensor, pieces: Tensor, unit: str, weight: str, phase: str) -> Handle:
@@ -99,7 +106,7 @@ class Collectives:
         if self.size == 1:
             self.trace.finish(event)
             return Handle(None, keep=(output, pieces))
-        work = dist.all_to_all_single(output, pieces, group=self.group, async_op=True)
+        work = self._exchange(output, pieces, [], [], self._exchange_options)
         return self._launched(work, event, (output, pieces), unit, weight, phase)
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:

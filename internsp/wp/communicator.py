@@ -119,13 +119,14 @@ class UnitCommunicator(WPCommunicator):
             self.settle(slot.owner)
         slot = state.pool.lease(unit, phase)
         for weight in moving:
-            if slot.tags.get(weight) == weight.tag():
+            tag = weight.tag()
+            if slot.tags.get(weight) == tag:
                 continue
             if weight in state.handles:  # an older version is still arriving at the same place
                 self._wait(unit, weight, phase)
             shard = weight.to_send()
             flat = slot.flat(unit, weight)
-            slot.tags[weight] = weight.tag()
+            slot.tags[weight] = tag
             handle = state.collectives.gather(
                 flat, shard.view(-1), unit.name, weight.name, phase
             )

@@ -225,9 +225,9 @@ class ISPCommunicator(UnitCommunicator):
                 work.wait()
         used_small, used_sharded = self.small.used()
         ranks = self.mesh.shape.stage_size
-        for index, member in enumerate(self.small.members):
-            if used_small[index] and member.requires_grad:
-                value = self.small.value(index).clone()
+        values = self.small.values()
+        for member, used, value in zip(self.small.members, used_small, values, strict=True):
+            if used and member.requires_grad:
                 _accumulate(member, value.div_(ranks) if self.mean else value)
         for weight, used in zip(self.small.sharded, used_sharded, strict=True):
             if used and weight.partial is not None:

@@ -113,6 +113,7 @@ class SmallParameters:
         self.flat: Tensor | None = None
         self.offsets: list[int] = []
         self.numel = 0
+        self._births: set[int] = set()
 
     def append(self, member: ReplicatedParameter) -> ReplicatedSite:
         """Take in a parameter; the flat gradient is made at the first birth."""
@@ -139,15 +140,14 @@ class SmallParameters:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a birth to the flat sum (no message)."""
-        start, n = self.offsets[index], gradient.numel()
-        flat = self.gradient()
-        flat[start : start + n] += gradient.flatten()
-        flat[self.numel + index] = 1
+        self.value(index).add_(gradient)
+        self._births.add(index)
 
     def flag(self, touched: dict[ShardedWeight, bool]) -> None:
-        """Note which sharded weights had a birth on this rank."""
-        flags = [float(touched.get(weight, False)) for weight in self.sharded]
-        self.gradient()[self.numel + len(self.members) :] = torch.tensor(flags)
+        """Note which parameters had a birth on this rank (the sharded ones: ``touched``)."""
+        flags = [i in self._births for i in range(len(self.members))]
+        flags += [touched.get(weight, False) for weight in self.sharded]
+        self.gradient()[self.numel :] = torch.tensor(flags)
 
     def reduce(self, group: dist.ProcessGroup, counters: Counters) -> dist.Work | None:
         """Start the one flat all-reduce over all ranks that hold these parameters."""
@@ -158,6 +158,12 @@ class SmallParameters:
         start, shape = self.offsets[index], self.members[index].shape
         return self.gradient()[start : start + shape.numel()].view(shape)
 
+    def values(self) -> list[Tensor]:
+        """A copy of every parameter's part of the flat sum, in its shape."""
+        sizes = [member.shape.numel() for member in self.members]
+        parts = self.gradient()[: self.numel].clone().split(sizes)
+        return [part.view(m.shape) for part, m in zip(parts, self.members, strict=True)]
+
     def used(self) -> tuple[list[bool], list[bool]]:
         """After the reduction: which small and which sharded parameters some rank used."""
         flags = (self.gradient()[self.numel :] != 0).tolist()
@@ -165,5 +171,6 @@ class SmallParameters:
 
     def reset(self) -> None:
         """Forget the sum."""
+        self._births.clear()
         if self.flat is not None:
             self.flat.zero_()
