@@ -22,7 +22,7 @@ LEVELS = [
     ["internsp.wp.pool", "internsp.wp.pending", "internsp.wp.replicated"],
     ["internsp.wp.communicator", "internsp.wp.isp", "internsp.wp.head", "internsp.wp.embedding"],
     ["internsp.layers", "internsp.wp.prefetch", "internsp.optim", "internsp.wp"],
-    ["internsp.parallelize"],
+    ["internsp.parallel"],
     ["internsp.pipeline"],
     ["internsp.train"],
     ["internsp.cli", "internsp.launch", "internsp"],
@@ -36,7 +36,7 @@ COLLECTIVES = {
     "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv", "reduce",
     "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 }  # fmt: skip
-WEIGHT_SIDE = ("internsp.wp", "internsp.layers", "internsp.optim", "internsp.parallelize")
+WEIGHT_SIDE = ("internsp.wp", "internsp.layers", "internsp.optim", "internsp.parallel")
 
 Sources = dict[str, str]
 
