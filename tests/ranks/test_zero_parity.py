@@ -1,0 +1,201 @@
+"""Losses, norms and parameters under ZeroOptimizer equal those of torch on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.zero import (
+    Case,
+    Little,
+    alone,
+    batch,
+    furthest,
+    groups,
+    little,
+    setup,
+    share,
+    train,
+    whole,
+)
+
+FP64 = [
+    (1, [Case(steps=5), Case(optimizer="sgd", micro_batches=3, steps=5)]),
+    (
+        2,
+        [
+            Case(weight=2, micro_batches=3),
+            Case(weight=1, optimizer="sgd", micro_batches=3),
+            Case(weight=1, zero=1, optimizer="rmsprop", config={"overlap": False}),
+        ],
+    ),
+    (
+        4,
+        [
+            Case(weight=2),
+            Case(weight=1, zero=2, optimizer="sgd", micro_batches=3),
+            Case(weight=4, optimizer="sgd"),
+            Case(weight=2, zero=1, config={"embedding_cut": "hidden"}),
+        ],
+    ),
+]
+FP32 = [
+    (2, [Case(weight=2, steps=50, micro_batches=3, dtype=torch.float32)]),
+    (
+        4,
+        [
+            Case(weight=2, steps=50, optimizer="sgd", dtype=torch.float32),
+            Case(weight=1, zero=2, steps=50, dtype=torch.float32),
+        ],
+    ),
+]
+
+
+def compare(rank: int, world: int, cases: list[Case]) -> list[tuple[float, float]]:
+    """(furthest loss or norm, furthest parameter) of each case."""
+    found = []
+    for case in cases:
+        s = setup(case)
+        mine = train(s, case, rank, world)
+        model, theirs = alone(case, world)
+        got = whole(s.model)
+        apart = max((got[n] - p).abs().max().item() for n, p in model.named_parameters())
+        found.append((furthest(theirs, mine), apart))
+    return found
+
+
+@pytest.mark.parametrize(("world", "cases"), FP64, ids=["world 1", "world 2", "world 4"])
+def test_twenty_steps_in_fp64_equal_one_process(world: int, cases: list[Case]) -> None:
+    for found in run_ranks(compare, world, cases):
+        for case, (numbers, parameters) in zip(cases, found, strict=True):
+            assert numbers < 1e-10, case
+            assert parameters < 1e-10, case
+
+
+@pytest.mark.parametrize(("world", "cases"), FP32, ids=["world 2", "world 4"])
+def test_fifty_steps_in_fp32_equal_one_process_within_1e_5(world: int, cases: list[Case]) -> None:
+    for found in run_ranks(compare, world, cases):
+        for case, (numbers, _) in zip(cases, found, strict=True):
+            assert numbers < 1e-5, case
+
+
+def gradients(rank: int, world: int) -> dict[str, float]:
+    """The largest error of a whole gradient, by way of asking for it."""
+    found = {}
+    for name in ("sum", "mean", "drained", "direct", "side"):
+        s = setup(Case(weight=2, config={"reduction": name if name == "mean" else "sum"}))
+        reference = little()
+        for micro in range(2):
+            ids, labels = batch(micro, world)
+            ranks = (2, 3) if name == "side" else ()  # one replica's use is enough for all
+            reference_loss = one_process_loss(reference, ids, labels, world, ranks)
+            loss = s.model(share(ids, rank), share(labels, rank), side=rank in ranks)
+            if name == "mean":
+                reference_loss, loss = reference_loss / ids.numel(), loss / ids[:2].numel()
+            reference_loss.backward()
+            loss.backward()
+            if name == "drained":
+                s.optimizer.drain()
+        if name == "direct":
+            for model in (reference, s.model):
+                terms = [(p * p).sum() for p in model.layers[0].parameters()]
+                sum(terms[1:], terms[0]).backward()
+        got = s.optimizer.gather_gradients()
+        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        assert set(got) == set(expected), name
+        found[name] = max((got[n] - g).abs().max().item() for n, g in expected.items())
+        # Looking changes nothing: the step uses the same gradient.
+        norm = torch.nn.utils.get_total_norm(list(expected.values())).item()
+        found[f"norm after {name}"] = abs(s.optimizer.step() - norm) / norm
+    return found
+
+
+def one_process_loss(
+    model: Little, ids: torch.Tensor, labels: torch.Tensor, world: int, ranks: tuple[int, ...]
+) -> torch.Tensor:
+    """The rows of ``ranks`` alone take the branch."""
+    if not ranks:
+        return model(ids, labels)
+    rows = [model(share(ids, r), share(labels, r), side=r in ranks) for r in range(world)]
+    return sum(rows[1:], rows[0])
+
+
+def test_whole_gradients_are_those_of_one_process_however_they_are_drained() -> None:
+    for found in run_ranks(gradients, 4):
+        assert max(found.values()) < 1e-12, found
+
+
+def idle(rank: int, world: int) -> tuple[float, bool, float]:
+    """A weight that no rank uses must not decay, and one that comes later starts at step one."""
+    case = Case(weight=1, steps=3)
+    s = setup(case)
+    before = whole(s.model)["side.weight"]
+    train(s, case, rank, world)
+    untouched = torch.equal(before, whole(s.model)["side.weight"])
+    model = little()
+    reference = torch.optim.AdamW(groups(model, 0.1), lr=1e-2)
+    for step in range(5):
+        ids, labels = batch(step, world)
+        used = step >= 3
+        model(ids, labels, side=used).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        reference.step()
+        reference.zero_grad()
+        if used:
+            s.model(share(ids, rank), share(labels, rank), side=True).backward()
+            s.optimizer.step()
+    got = whole(s.model)
+    apart = max((got[n] - p).abs().max().item() for n, p in model.named_parameters())
+    return 0.0, untouched, apart
+
+
+def test_a_weight_that_no_rank_uses_is_left_alone_as_torch_leaves_it() -> None:
+    for _, untouched, apart in run_ranks(idle, 2):
+        assert untouched
+        assert apart < 1e-10
+
+
+def bits(rank: int, world: int) -> list[dict[str, Any]]:
+    results = []
+    for overlap in (True, False):
+        case = Case(weight=2, steps=5, dtype=torch.float32, config={"overlap": overlap})
+        s = setup(case)
+        numbers = train(s, case, rank, world)
+        results.append({"numbers": numbers, "parameters": whole(s.model)})
+    return results
+
+
+def test_without_overlap_the_bits_are_the_same() -> None:
+    for overlapped, synchronous in run_ranks(bits, 4):
+        assert overlapped["numbers"] == synchronous["numbers"]
+        for name, value in overlapped["parameters"].items():
+            assert torch.equal(value, synchronous["parameters"][name]), name
+
+
+def low_precision(rank: int, world: int) -> tuple[list[float], list[float], float, float]:
+    """bf16 with an fp32 master beside fp32, and steps smaller than bf16 can hold."""
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(weight=2, steps=40, dtype=dtype)
+        losses.append([loss for loss, _ in train(setup(case), case, rank, world)])
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        # 0.02 of a bf16 step at a time: without a master nothing would ever move.
+        case = Case(weight=2, optimizer="sgd", steps=60, dtype=dtype, options={"lr": 1e-4})
+        s = setup(case)
+        before = whole(s.model)
+        train(s, case, rank, world)
+        after = whole(s.model)
+        change = torch.cat([(after[n].float() - before[n].float()).flatten() for n in after])
+        moved.append(change.norm().item())
+    return losses[0], losses[1], moved[0], moved[1]
+
+
+def test_bf16_with_an_fp32_master_stays_within_two_percent_of_fp32() -> None:
+    for wide, narrow, moved_wide, moved_narrow in run_ranks(low_precision, 2):
+        assert max(abs(a - b) / a for a, b in zip(wide, narrow, strict=True)) < 0.02
+        assert wide[-1] < 0.99 * wide[0]
+        assert abs(moved_narrow - moved_wide) < 0.15 * moved_wide

@@ -1,0 +1,288 @@
+"""What ZeroOptimizer promises beside its numbers: slices, messages, publishing, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import internsp.optim.zero as zero_module
+from internsp.config import WeightParallelConfig
+from internsp.errors import GradientError
+from internsp.optim import ZeroOptimizer
+from internsp.parallel import parallelize
+from tests.support.ranks import run_ranks
+from tests.support.zero import Case, alone, batch, furthest, little, setup, share, train, whole
+
+
+def memory(rank: int, world: int) -> tuple[int, int, int, int]:
+    """(elements of exp_avg here, cut elements and small ones in all, bytes of state as told)."""
+    s = setup(Case(weight=2, zero=2, dtype=torch.float32))
+    ids, labels = batch(0, world)
+    s.model(share(ids, rank), share(labels, rank), side=True).backward()
+    s.optimizer.step()
+    entries = [e["exp_avg"] for e in s.optimizer.state_dict()["state"].values()]
+    small = sum(m.storage.numel() for m in s.communicator.small.members)
+    cut = sum(p.numel() for p in s.model.parameters()) - small
+    told = dict(s.optimizer.memory())["optimizer state"]
+    return sum(e.numel() for e in entries), cut, small, told - 4 * len(entries)
+
+
+def test_optimizer_state_exists_for_each_ranks_slice_alone() -> None:
+    found = run_ranks(memory, 4)
+    cut, small = found[0][1], found[0][2]
+    # Cut weights once in all; small parameters once for each of the two weight ranks.
+    assert sum(elements for elements, *_ in found) == cut + 2 * small
+    assert all(told == 2 * 4 * elements for elements, _, _, told in found)
+    assert max(elements for elements, *_ in found) < 0.4 * (cut + small)
+
+
+def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
+    case = Case(weight=weight, zero=zero, dtype=torch.float32)
+    s = setup(case)
+    ids, labels = batch(0, world)
+    s.model(share(ids, rank), share(labels, rank)).backward()
+    s.communicator.state.pending.drain()
+    counters = s.communicator.state.counters
+    counters.reset()
+    summed: list[int] = []
+    exchanged: list[int] = []
+    real = dist.all_reduce, dist.all_to_all_single
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        summed.append(tensor.numel())
+        return real[0](tensor, *args, **kwargs)
+
+    def all_to_all(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        exchanged.append(output.numel())
+        return real[1](output, *args, **kwargs)
+
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all
+    try:
+        s.optimizer.step()
+    finally:
+        dist.all_reduce, dist.all_to_all_single = real
+    buckets = s.optimizer._buckets
+    return {
+        "summed": summed,
+        "exchanged": exchanged,
+        "flat": s.communicator.small.gradient().numel(),
+        "big": [b.flat.numel() for b in buckets if not b.small],
+        "all": [b.flat.numel() for b in buckets],
+        "reduced": counters.reduced_bytes,
+        "gathered": counters.gathered_bytes,
+    }
+
+
+def test_gradients_go_by_reduce_scatter_and_only_small_ones_by_all_reduce() -> None:
+    for found in run_ranks(messages, 2, 1, 2):
+        assert found["summed"] == [found["flat"], 1]  # the small ones, and the norm
+        assert found["exchanged"] == found["big"]
+        assert found["reduced"] == 4 * sum(found["big"]) // 2 + 4 * found["flat"]
+        assert found["gathered"] == 4 * sum(found["all"]) // 2
+
+
+def test_with_fewer_zero_ranks_than_replicas_slices_alone_are_summed_between_them() -> None:
+    for found in run_ranks(messages, 4, 1, 2):
+        assert found["exchanged"] == found["big"]
+        slices = [n // 2 for n in found["big"]]
+        assert sorted(found["summed"]) == sorted([found["flat"], 1, *slices])
+
+
+def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
+    s = setup(Case(weight=2))
+    ids, labels = (share(t, rank) for t in batch(0, world))
+    parameter = s.model.layers[0].wq.weight
+    quiet = [parameter.grad is None]
+    s.model(ids, labels).backward()
+    complaints = []
+    for read in (
+        lambda: parameter.grad,
+        lambda: s.model.layers[0].norm.bias.grad,
+        lambda: torch.nn.utils.clip_grad_norm_(s.model.parameters(), 1.0),
+        lambda: s.model.zero_grad(),
+        lambda: setattr(parameter, "grad", parameter.detach()),
+    ):
+        with pytest.raises(GradientError) as caught:
+            read()
+        complaints.append(str(caught.value))
+    before = whole(s.model)
+    s.optimizer.zero_grad()
+    quiet.append(parameter.grad is None)
+    norm = s.optimizer.step()  # nothing is left to step with
+    after = whole(s.model)
+    quiet += [norm == 0.0, all(torch.equal(before[n], after[n]) for n in before)]
+    s.model(ids, labels).backward()
+    s.optimizer.step()
+    s.model.zero_grad()
+    quiet.append(parameter.grad is None)
+    quiet.append(type(copy.deepcopy(parameter)).__name__ == "DTensor")
+    return complaints, quiet
+
+
+def test_an_undrained_gradient_cannot_be_read_or_set_and_can_be_dropped() -> None:
+    for rank, (complaints, quiet) in enumerate(run_ranks(reading, 2)):
+        assert all(f"on rank {rank}" in c for c in complaints)
+        assert complaints[0].startswith("layers.0.wq.weight.grad was read")
+        assert "gather_gradients" in complaints[0]
+        assert "was set" in complaints[-1]
+        assert all(quiet), quiet
+
+
+class Late:
+    """A publication that happens only when somebody waits for it; until then there is NaN."""
+
+    def __init__(self, real: Any, output: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
+        self.real, self.output, self.group = real, output, group
+        self.piece = piece.clone()
+        output.fill_(float("nan"))
+
+    def wait(self) -> None:
+        work = self.real(self.output, self.piece, self.group)
+        if work is not None:
+            work.wait()
+
+
+def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[float]]:
+    """Training with late publications; the order of waits in a forward; other readers."""
+    real = zero_module.gather_slices
+    zero_module.gather_slices = lambda *args: Late(real, *args)  # type: ignore[assignment]
+    case = Case(weight=weight, steps=4, trace=True)
+    s = setup(case, blocks=2)
+    mine = train(s, case, rank, world)
+    _, theirs = alone(case, world)
+    trace = s.communicator.state.trace
+    readers = []
+    ids, labels = (share(t, rank) for t in batch(9, world))
+    for read in (
+        lambda: s.model.layers[1].wq.weight.full_tensor(),
+        lambda: s.model.layers[1].wq.weight.to_local(),
+        lambda: s.model.layers[1].norm.weight * 2,
+        lambda: s.model.state_dict()["head.weight"],
+        lambda: s.model(ids, labels),
+    ):
+        s.model(ids, labels).backward()
+        s.optimizer.step()
+        with torch.no_grad():
+            value = read()
+        readers.append(float(torch.as_tensor(getattr(value, "_local_tensor", value)).sum()))
+    s.communicator.publish()
+    s.model(ids, labels).backward()
+    s.optimizer.step()
+    trace.clear()
+    with torch.no_grad():
+        s.model(ids, labels)
+    order = [
+        f"{e.kind} {e.unit}"
+        for e in trace.events
+        if (e.kind == "WAIT" and e.phase == "publish") or e.kind == "USE"
+    ]
+    zero_module.gather_slices = real
+    return furthest(theirs, mine), list(dict.fromkeys(order)), readers
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+def test_a_late_publication_is_waited_for_by_whoever_reads_block_by_block(weight: int) -> None:
+    world = 2 * weight
+    for apart, order, readers in run_ranks(late, world, weight):
+        assert apart < 1e-10
+        assert all(value == value for value in readers), readers
+        # Block 0 computes before block 1 is there.
+        assert order.index("WAIT layers.0") < order.index("USE layers.1")
+        assert order.index("USE layers.0") < order.index("WAIT layers.1")
+        assert order.index("USE layers.0") < order.index("WAIT head")
+
+
+def failing(rank: int, world: int) -> tuple[list[str], float]:
+    """An exception in a second micro-batch, met by all ranks; then a whole new one."""
+    s = setup(Case(weight=2))
+    ids, labels = batch(0, world)
+    mine = share(ids, rank), share(labels, rank)
+    raised = []
+    for where in ("backward", "forward"):
+        s.model(*mine).backward()
+        s.optimizer.drain()  # sums in slices must be forgotten too
+        block = s.model.layers[1]
+        broken = (
+            block.register_full_backward_hook(_explode)
+            if where == "backward"
+            else block.register_forward_hook(_explode)
+        )
+        try:
+            s.model(*mine).backward()
+        except RuntimeError as error:
+            raised.append(str(error))
+        broken.remove()
+        if where == "backward":
+            s.optimizer.zero_grad()
+    s.model(*mine).backward()
+    got = s.optimizer.gather_gradients()
+    reference = gradient_alone(world)
+    return raised, max((got[n] - g).abs().max().item() for n, g in reference.items())
+
+
+def _explode(*_: Any) -> None:
+    raise RuntimeError("boom")
+
+
+def gradient_alone(world: int) -> dict[str, torch.Tensor]:
+    model = little()
+    model(*batch(0, world)).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_after_a_failure_that_all_ranks_met_the_next_gradient_is_right() -> None:
+    for raised, apart in run_ranks(failing, 2):
+        assert raised == ["boom", "boom"]
+        assert apart < 1e-12
+
+
+def refused(rank: int, world: int) -> list[str]:
+    s = setup(Case(weight=2))
+    found = []
+    parameters = list(s.model.parameters())
+    attempts: list[Any] = [
+        lambda: ZeroOptimizer(s.communicator, torch.optim.SGD, lr=0.1),
+        lambda: s.optimizer.add_param_group({"params": parameters[:1]}),
+    ]
+    config = WeightParallelConfig(min_shard_elements=20)
+    fresh = parallelize(little(), s.communicator.mesh, config)
+    chosen = [w.parameter for w in fresh.small.sharded]
+
+    def make(groups: Any, cls: Any = torch.optim.SGD) -> Any:
+        return lambda: ZeroOptimizer(fresh, cls, lr=0.1, param_groups=groups)
+
+    attempts += [
+        make(None, torch.optim.Adafactor),
+        make([{"params": chosen}, {"params": chosen}]),
+        make([{"params": chosen}]),
+        make([{"params": parameters}]),
+        make([{"lr": 1.0}]),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+            found.append("taken")
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    assert fresh.collects_itself  # a refusal leaves the plain loop as it was
+    return found
+
+
+def test_impossible_requests_are_refused_by_name() -> None:
+    for found in run_ranks(refused, 2):
+        expected = [
+            "has a ZeroOptimizer already",
+            "groups are fixed",
+            "Adafactor is not one",
+            "embed.weight is in param_groups 0 and 1",
+            "trainable parameters in no group: layers.0.norm.weight",
+            "take the parameters from the model after parallelize",
+            "param_groups[0] has no 'params'",
+        ]
+        assert len(found) == len(expected)
+        for message, part in zip(found, expected, strict=True):
+            assert part in message, message

@@ -1,0 +1,192 @@
+"""A little model, and pairs of one process and ranks that train it, for tests of ZeroOptimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from internsp.config import WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.optim import LossScaler, ZeroOptimizer
+from internsp.parallel import parallelize
+from internsp.trace import Trace
+from internsp.wp.isp import ISPCommunicator
+
+VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank
+CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01},
+    "rmsprop": {"lr": 1e-3, "momentum": 0.5, "weight_decay": 0.01},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wq = nn.Linear(WIDTH, WIDTH)
+        self.wo = nn.Linear(WIDTH, WIDTH)
+        self.w1 = nn.Linear(WIDTH, 2 * WIDTH + 1)  # 13 rows divide by nothing
+        self.w2 = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.wo(torch.tanh(self.wq(self.norm(x))))
+        return x + self.w2(F.gelu(self.w1(x)))
+
+
+class Little(nn.Module):
+    """``model(ids, labels)`` -> the sum of the token losses. ``side`` is used on request."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, side: bool = False) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        if side:
+            x = x + self.side(x)
+        logits = self.head(x).flatten(0, 1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum")
+
+
+def little(dtype: torch.dtype = torch.float64, blocks: int = 2) -> Little:
+    """The same values for the same arguments, everywhere."""
+    torch.manual_seed(0)
+    return Little(blocks).double().to(dtype)
+
+
+def batch(step: int, world: int) -> tuple[Tensor, Tensor]:
+    """ids and labels ``[ROWS * world, LENGTH]``."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (ROWS * world, LENGTH)
+    return (
+        torch.randint(0, VOCABULARY, shape, generator=generator),
+        torch.randint(0, VOCABULARY, shape, generator=generator),
+    )
+
+
+def share(tensor: Tensor, rank: int) -> Tensor:
+    """A rank's rows of a batch."""
+    return tensor[ROWS * rank : ROWS * (rank + 1)]
+
+
+@dataclass
+class Case:
+    """How to cut, and what to train with."""
+
+    weight: int = 1
+    zero: int | None = None
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    steps: int = 20
+    dtype: torch.dtype = torch.float64
+    max_grad_norm: float | None = 1.0
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    trace: bool = False
+
+
+@dataclass
+class Setup:
+    """A model cut over ranks, with its optimizer."""
+
+    model: Little
+    communicator: ISPCommunicator
+    optimizer: ZeroOptimizer
+
+
+# A communicator takes its hook off torch's optimizers when it is collected, and torch does not
+# bear that in the middle of a step: nothing is collected while a test runs.
+_KEPT: list[Setup] = []
+
+
+def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Weight decay on matrices, none on norms and biases."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setup:
+    """Collective. The pool poisons slots, so that a stale read shows."""
+    model = little(case.dtype, blocks)
+    mesh = ParallelMesh.create(
+        weight=case.weight, zero=case.zero, device_type="cpu", timeout_seconds=30
+    )
+    config = WeightParallelConfig(min_shard_elements=20, **case.config)
+    communicator = parallelize(model, mesh, config, trace=Trace(case.trace))
+    communicator.state.pool.poison = True
+    settings = dict(SETTINGS[case.optimizer])
+    optimizer = ZeroOptimizer(
+        communicator,
+        CLASSES[case.optimizer],
+        param_groups=groups(model, settings.pop("weight_decay")),
+        max_grad_norm=case.max_grad_norm,
+        loss_scaler=scaler,
+        **{**settings, **case.options},
+    )
+    made = Setup(model, communicator, optimizer)
+    _KEPT.append(made)
+    return made
+
+
+def train(s: Setup, case: Case, rank: int, world: int, start: int = 0) -> list[tuple[float, float]]:
+    """(global loss, gradient norm) of each step."""
+    found = []
+    for step in range(start, start + case.steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(case.micro_batches):
+            ids, labels = batch(step * case.micro_batches + micro, world)
+            loss = s.model(share(ids, rank), share(labels, rank))
+            s.optimizer.scale(loss).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        found.append((total.item(), s.optimizer.step()))
+        s.optimizer.zero_grad()
+    return found
+
+
+def alone(case: Case, world: int) -> tuple[Little, list[tuple[float, float]]]:
+    """The same on one process, with torch alone."""
+    model = little(case.dtype)
+    settings = dict(SETTINGS[case.optimizer])
+    made = groups(model, settings.pop("weight_decay"))
+    optimizer = CLASSES[case.optimizer](made, **settings)
+    found = []
+    for step in range(case.steps):
+        total = 0.0
+        for micro in range(case.micro_batches):
+            loss = model(*batch(step * case.micro_batches + micro, world))
+            loss.backward()
+            total += loss.item()
+        bound = float("inf") if case.max_grad_norm is None else case.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm.item()))
+    return model, found
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole, cloned. Collective."""
+    return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}  # type: ignore[operator]
+
+
+def furthest(one: Any, other: Any) -> float:
+    """The largest relative difference between two lists of (loss, norm)."""
+    pairs = [(a, b) for p, q in zip(one, other, strict=True) for a, b in zip(p, q, strict=True)]
+    return max(abs(a - b) / abs(a) for a, b in pairs)
