@@ -1,0 +1,420 @@
+"""The benchmark of overlap: its arithmetic by hand, its network's commands, and one tiny run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tools.bench import campaign, report
+from tools.bench.bounds import (
+    Line,
+    Spread,
+    disagreement,
+    ideal_seconds,
+    least_bytes,
+    own_least_bytes,
+    passes,
+    play,
+    rate_for,
+    shares,
+    step_seconds,
+)
+from tools.bench.campaign import exposures
+from tools.bench.fsdp import ChunkedAllGather, ChunkedReduceScatter, cuts
+from tools.bench.network import Link, Namespaces, NetworkError, missing, remove_stale, stale
+from tools.bench.options import Options, Spec
+
+ROOT = Path(__file__).resolve().parents[2]
+SECOND = 125_000  # bytes that take one second at 1 Mbit/s
+
+
+def test_two_slots_save_two_of_three_l_passes() -> None:
+    assert passes(8) == 3 - 2 / 8
+    assert passes(8, slots=3) == 3 - 3 / 8
+    assert passes(1) == 2  # one block never leaves its slot
+    assert least_bytes(800, layers=8, ranks=2) == pytest.approx(800 / 2 * 22 / 8)
+    assert least_bytes(800, layers=8, ranks=4) == pytest.approx(800 * 3 / 4 * 22 / 8)
+
+
+def test_each_family_has_the_bytes_of_its_own_memory_rule() -> None:
+    sizes = (800, 2, 8)
+    assert own_least_bytes("compute", (), *sizes) is None
+    assert own_least_bytes("ddp", (), *sizes) == 800
+    assert own_least_bytes("fsdp2", {"whole"}, *sizes) == 800
+    assert own_least_bytes("fsdp2", {"chunked"}, *sizes) == 1200
+    assert own_least_bytes("fsdp2", {"chunked", "last"}, *sizes) == 1150
+    assert own_least_bytes("ours", (), *sizes) == 1100
+
+
+def test_the_rate_makes_communication_the_wanted_multiple_of_compute() -> None:
+    rate = rate_for(2.0, 10 * SECOND, compute_seconds=5.0)
+    assert rate == pytest.approx(1.0)
+    assert ideal_seconds(5.0, 10 * SECOND, rate) == pytest.approx(10.0)
+    assert ideal_seconds(5.0, 10 * SECOND, 4.0) == pytest.approx(5.0)
+    assert ideal_seconds(5.0, 10 * SECOND, None) == 5.0
+
+
+USES = {(phase, w): s for phase, s in (("forward", 1.0), ("backward", 2.0)) for w in "ab"}
+
+
+def line(kind: str, phase: str, weight: str, seconds: float = 0.0) -> Line:
+    return Line(kind, phase, weight, round(seconds * SECOND))
+
+
+def test_a_played_schedule_hides_what_fits_and_shows_its_two_ends() -> None:
+    forward = [
+        line("AG", "forward", "a", 1.0),
+        line("AG", "forward", "b", 1.0),
+        line("WAIT", "forward", "a"),  # 0 .. 1: the first gather cannot be hidden
+        line("USE", "forward", "a"),  # 1 .. 2, while b arrives
+        line("WAIT", "forward", "b"),
+        line("USE", "forward", "b"),  # 2 .. 3
+    ]
+    backward = [
+        line("USE", "backward", "b"),  # 3 .. 5
+        line("RS", "backward", "b", 1.0),  # 5 .. 6
+        line("USE", "backward", "a"),  # 5 .. 7
+        line("RS", "backward", "a", 1.0),  # 7 .. 8: nor can the last reduction
+        line("WAIT", "drain", "b"),
+        line("WAIT", "drain", "a"),
+    ]
+    played = play([*forward, *backward], USES, 1.0)
+    assert played.step == pytest.approx(8.0)
+    assert played.computing == pytest.approx(6.0)
+    assert played.waiting == pytest.approx(2.0)
+    assert played.link_busy == pytest.approx(4.0)
+
+
+def test_a_played_schedule_that_waits_at_once_hides_nothing() -> None:
+    lines = [
+        x
+        for weight in "ab"
+        for x in (
+            line("AG", "forward", weight, 1.0),
+            line("WAIT", "forward", weight),
+            line("USE", "forward", weight),
+        )
+    ]
+    assert play(lines, USES, 1.0).step == pytest.approx(4.0)
+    assert play(lines, USES, 1.0, latency=0.5).step == pytest.approx(5.0)
+
+
+def test_messages_queue_for_the_one_link_in_the_order_of_launch() -> None:
+    lines = [
+        line("RS", "backward", "b", 3.0),
+        line("AG", "backward", "a", 1.0),  # behind the reduction: 3 .. 4
+        line("WAIT", "backward", "a"),
+        line("USE", "backward", "a"),
+        line("WAIT", "drain", "b"),
+    ]
+    assert play(lines, USES, 1.0).step == pytest.approx(6.0)
+
+
+def test_compute_is_spread_over_uses_by_size() -> None:
+    each = shares({"a": 1, "b": 3}, {"forward": 4.0, "backward": 8.0})
+    assert each[("forward", "a")] == 1.0
+    assert each[("backward", "b")] == 6.0
+    assert sum(each.values()) == 12.0
+
+
+def test_losses_agree_only_where_the_training_is_the_same() -> None:
+    reference = [2.0, 1.9, 1.8, 1.7]
+    assert disagreement([2.0, 1.9005, 1.801], reference) is None
+    averaged = [2.0, 1.95, 1.9]  # gradients divided by two ranks
+    assert "fell by" in (disagreement(averaged, reference) or "")
+    assert "first loss" in (disagreement([2.1, 2.0], reference) or "")
+    assert disagreement([float("nan")], reference) is not None
+    assert disagreement([2.0, float("nan")], reference) is not None
+
+
+def test_a_step_ends_when_its_last_rank_does() -> None:
+    assert step_seconds([10.0, 11.0], [[12.0, 15.0], [13.0, 14.0]]) == [2.0, 2.0]
+    spread = Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (spread.low, spread.median, spread.high) == (2.0, 3.0, 4.0)
+    assert Spread.of([2.0, 1.0]) == Spread(1.5, 1.0, 2.0)
+
+
+def test_waits_are_summed_by_block_and_phase() -> None:
+    events = [
+        ("WAIT", "layers.0", "w", "forward", 0.0, 1.0, 0),
+        ("AG", "layers.0", "w", "forward", 0.0, 9.0, 5),
+        ("WAIT", "layers.1", "w", "drain", 2.0, 5.0, 0),
+        ("WAIT", "layers.0", "v", "forward", 1.0, 1.5, 0),
+    ]
+    assert exposures(events) == [("layers.1", "drain", 3.0), ("layers.0", "forward", 1.5)]
+
+
+def test_a_preset_fills_what_flags_leave_open() -> None:
+    options = Options(preset="heavy", layers=4).resolve()
+    assert (options.ranks, options.ratio, options.layers) == (2, 2.8, 4)
+    assert Options(preset="heavy", rate_mbit=600.0).resolve().ratio is None
+    assert Options(preset="four").resolve().ranks == 4
+    assert Options(variants=("ours",)).resolve().variants == ("compute", "ours")
+    assert Options.from_json(json.loads(json.dumps(options.to_json()))) == options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(ratio=1.0, rate_mbit=5.0), "exclude"),
+        (Options(ranks=1), "at least 2"),
+        (Options(heads=7), "multiple"),
+        (Options(rounds=0), "--rounds"),
+        (Options(variants=("theirs",)), "family"),
+        (Options(variants=("fsdp2:faster",)), "forms"),
+        (Options(variants=("ours:overlap",)), "KEY=VALUE"),
+        (Options(variants=("ours@slow",)), "@free"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name(options: Options, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options.resolve()
+
+
+def test_a_variant_name_is_read_and_written_back() -> None:
+    spec = Spec.parse("ours:prefetch_depth=2,overlap=false,trigger=qkv@free")
+    assert spec.arguments() == {"prefetch_depth": 2, "overlap": False, "trigger": "qkv"}
+    assert spec.free
+    assert str(spec) == "ours:prefetch_depth=2,overlap=false,trigger=qkv@free"
+    assert Spec.parse("fsdp2:chunked+last").forms == {"chunked", "last"}
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
+def test_chunks_cover_everything_once(numel: int) -> None:
+    ranges = cuts(numel)
+    assert len(ranges) == min(numel, 8)
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(numel))
+
+
+class FakeRanks:
+    """Every rank of a group in this process, each with the same tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, out: list[torch.Tensor], piece: torch.Tensor, **_: Any) -> Any:
+        for row in out:
+            row.copy_(piece)
+        return SimpleNamespace(wait=lambda: None)
+
+    def exchange(self, out: torch.Tensor, pieces: torch.Tensor, **_: Any) -> Any:
+        out.view(self.size, -1).copy_(pieces.view(self.size, -1)[:1].expand(self.size, -1))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_chunked_collectives_of_fsdp_keep_every_element_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake: Any = FakeRanks(2)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather", fake.gather)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", fake.exchange)
+    shard = torch.arange(19.0)
+    whole = torch.empty(38)
+    assert ChunkedAllGather()(whole, shard, group) is None
+    assert torch.equal(whole, shard.repeat(2))
+    reduction, outputs = ChunkedReduceScatter(), [torch.zeros(19) for _ in range(3)]
+    for factor, output in enumerate(outputs, start=1):
+        reduction(output, factor * torch.arange(38.0), group, None)
+    assert torch.equal(outputs[0], 2 * shard)  # the oldest was drained for the third
+    assert not outputs[2].any()
+    reduction.drain()
+    assert torch.equal(outputs[2], 6 * shard)
+
+
+class Recorder:
+    """Stands for iproute2: remembers commands, knows which namespaces exist, may fail at one."""
+
+    def __init__(self, fail: str = "") -> None:
+        self.commands: list[str] = []
+        self.names: list[str] = []
+        self.fail = fail
+
+    def __call__(self, command: Sequence[str]) -> str:
+        text = " ".join(command)
+        self.commands.append(text)
+        if self.fail and self.fail in text:
+            raise NetworkError(text)
+        if text.startswith("ip netns add"):
+            self.names.append(command[-1])
+        elif text.startswith("ip netns del"):
+            self.names.remove(command[-1])
+        return "\n".join(f"{name} (id: 0)" for name in self.names)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None:
+    run = Recorder()
+    run.names.append("other")
+    with Namespaces(ranks, run=run, owner=77) as network:
+        assert len(run.names) == 1 + ranks + (ranks > 2)
+        assert all(n == "other" or n.startswith("ispbench77") for n in run.names)
+        network.limit(600.0)
+        network.limit(600.0)
+        network.limit(None)
+    assert run.names == ["other"]
+    limits = [c for c in run.commands if " tbf " in c]
+    assert len(limits) == ranks
+    assert "tc -n ispbench77r0 qdisc replace dev ispeth root tbf rate 600000kbit" in limits[0]
+    assert sum("qdisc del" in c for c in run.commands) == ranks
+    # Nothing is ever made outside a namespace.
+    assert all(" netns " in c for c in run.commands if c.startswith("ip link add"))
+
+
+def test_a_network_that_breaks_half_way_is_removed() -> None:
+    run = Recorder(fail="ispbench77r1 type veth peer")
+    run.fail = "link add"
+    with pytest.raises(NetworkError), Namespaces(2, run=run, owner=77):
+        pass
+    assert run.names == []
+
+
+def test_only_namespaces_of_dead_runs_of_the_benchmark_are_stale() -> None:
+    names = ["ispbench12r0", "ispbench13hub", "ispbench14r3", "docker1", "ispbench12r0x"]
+    assert stale(names, lambda pid: pid == 14) == ["ispbench12r0", "ispbench13hub"]
+    run = Recorder()
+    alive = f"ispbench{os.getpid()}r0"
+    run.names = ["ispbench999999999r0", alive, "mine"]
+    assert remove_stale(run) == ["ispbench999999999r0"]
+    assert run.names == [alive, "mine"]
+
+
+def test_figures_go_between_the_marks_of_their_preset(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- overlap:even -->\nold\n<!-- /overlap:even -->\nb\n")
+    report.put(page, "even", "new\n")
+    report.put(page, "even", "newer\n")
+    assert page.read_text() == "a\n<!-- overlap:even -->\nnewer\n<!-- /overlap:even -->\nb\n"
+    report.put(tmp_path / "deep" / "alone.md", "even", "new\n")
+    assert (tmp_path / "deep" / "alone.md").read_text() == "new\n"
+
+
+class FakeSession:
+    """Answers like two ranks; each variant takes the seconds and has the losses it is told."""
+
+    def __init__(self, told: dict[str, tuple[float, list[float]]]) -> None:
+        self.told = told
+
+    def ask(self, call: str, **request: Any) -> list[Any]:
+        if call == "hello":
+            numels = {"layers.0.w": 4, "layers.1.w": 4}
+            return [{"torch": "2", "reasons": {}, "numels": numels, "itemsize": 2}] * 2
+        if call == "reference":
+            return [[2.0, 1.9, 1.8, 1.7], []]
+        seconds, losses = self.told[request["variant"]]
+        steps = range(1, request["steps"] + 1)
+        answer = {"start": 0.0, "ends": [seconds * i for i in steps], "losses": losses}
+        answer |= {"phases": {}, "waited": 0.0, "other_cpu": 0.0, "sent": None, "peak_bytes": 1}
+        return [answer, answer | {"losses": [0.0] * len(losses)}]
+
+
+def test_a_variant_that_trains_something_else_gets_no_time() -> None:
+    told = {
+        "compute": (0.5, [2.0, 9.0, 9.0]),  # without exchange only its first loss can agree
+        "ddp": (1.0, [2.0, 1.9, 1.8]),
+        "fsdp2": (0.1, [2.0, 1.95, 1.9]),
+    }
+    options = Options(preset="tiny", layers=2, variants=("compute", "ddp", "fsdp2")).resolve()
+    session: Any = FakeSession(told)
+    heard: list[str] = []
+    outcome = campaign.run(options, Link(), session, heard.append)
+    summary = campaign.summarise(outcome)
+    assert set(summary["variants"]) == {"compute", "ddp"}
+    assert summary["variants"]["ddp"]["over_ideal"] == pytest.approx(2.0)
+    assert summary["least_bytes"] == 16  # 16 bytes of weights, 2 ranks, 2 passes of 2 blocks
+    assert "trains something else" in summary["failed"]["fsdp2"]
+    assert sum("FSDP2: the loss fell by" in line for line in heard) == 1  # and is not run again
+    assert "FSDP2" not in "".join(cell for row in report.table(summary) for cell in row)
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.bench_overlap", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+SMALL = ("--preset", "tiny", "--lr", "10", "--rounds", "1", "--steps", "1")
+
+
+@pytest.mark.ranks
+def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
+    files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
+    files["picture"] = tmp_path / "out.png"
+    wanted = ("ours", "ddp", "fsdp2:chunked+unshard", "ours:nonsense=1")
+    flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
+    done = bench(*SMALL, "--network", "loopback", *flags, "--variants", *wanted)
+    assert done.returncode == 0, done.stderr
+    assert "NO RATE LIMIT" in done.stdout
+    summary = json.loads(files["json"].read_text())
+    assert set(summary["variants"]) == {"compute", *wanted[:3]}
+    assert "nonsense" in summary["skipped"]["ours:nonsense=1"]
+    ours = summary["variants"]["ours"]
+    assert ours["payload_seen"] == ours["payload"] == summary["least_bytes"]
+    assert ours["whole_bytes"] == ours["slot_bytes"]
+    assert ours["sent"] is None  # nobody can tell on a shared loopback
+    assert files["picture"].stat().st_size > 1000
+    assert "| internsp |" in files["markdown"].read_text()
+
+
+def _namespaces() -> list[str]:
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return re.findall(r"^ispbench\d+\S+", done.stdout, re.MULTILINE)
+
+
+def _can_make_namespaces() -> str | None:
+    reason = missing()
+    if reason is not None:
+        return reason
+    try:
+        with Namespaces(2):
+            return None
+    except NetworkError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+def test_a_stopped_run_leaves_no_namespace_behind() -> None:
+    reason = _can_make_namespaces()
+    if reason is not None:
+        pytest.skip(f"needs network namespaces: {reason}")
+    command = [sys.executable, "-m", "tools.bench_overlap", *SMALL, "--rounds", "99"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    own = {f"ispbench{process.pid}r{rank}" for rank in (0, 1)}
+    try:
+        until = time.monotonic() + 60
+        while not own <= set(_namespaces()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert own <= set(_namespaces())
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    assert not own & set(_namespaces())
+
+
+def test_without_namespaces_it_says_so_and_offers_loopback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools import bench_overlap
+
+    monkeypatch.setattr(bench_overlap, "missing", lambda: "network namespaces need root")
+    monkeypatch.setattr(bench_overlap, "terminate_as_interrupt", lambda: None)
+    assert bench_overlap.main(["--preset", "tiny"]) == 2
+    said = capsys.readouterr().err
+    assert "need root" in said
+    assert "--network loopback" in said

@@ -1,0 +1,273 @@
+"""The order of a run: sizes, reference, compute, rate, then rounds of all variants interleaved."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.bench.bounds import (
+    MBIT,
+    Line,
+    Spread,
+    disagreement,
+    ideal_seconds,
+    least_bytes,
+    own_least_bytes,
+    play,
+    rate_for,
+    shares,
+    step_seconds,
+)
+from tools.bench.network import Link
+from tools.bench.options import Options, Spec
+from tools.bench.session import Refused, Session
+
+CALIBRATION_STEPS = 5
+Say = Callable[[str], None]
+Answers = list[dict[str, Any]]
+
+
+@dataclass
+class Outcome:
+    """Everything measured, before anybody draws conclusions.
+
+    Attributes:
+        runs: answers of all ranks, by variant, one a round.
+        skipped: reasons, by variant, of those that cannot run here.
+        failed: reasons, by variant, of those that broke or trained something else.
+    """
+
+    options: Options
+    label: str
+    hello: dict[str, Any]
+    reference: list[float]
+    rate_mbit: float | None
+    calibrated: float
+    link_mbit: float | None
+    runs: dict[str, list[Answers]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all matrices of all blocks."""
+        return sum(self.hello["numels"].values()) * int(self.hello["itemsize"])
+
+    @property
+    def least(self) -> float:
+        """Bytes each rank must send in a step with two slots."""
+        size = self.options.size
+        return least_bytes(self.weight_bytes, size("layers"), size("ranks"))
+
+
+def run(options: Options, link: Link, session: Session, say: Say) -> Outcome:
+    """Measure. Prints no time: nobody knows yet whether the variants train the same."""
+    began = time.monotonic()
+    hello = session.ask("hello")[0]
+    needed = options.warm_up + options.steps + 1
+    reference = session.ask("reference", steps=needed)[0]
+    outcome = Outcome(options, link.label, hello, reference, None, 0.0, None)
+    outcome.skipped = dict(hello["reasons"])
+    link.limit(None)
+    answers = session.ask(
+        "run", variant="compute", warm_up=2, steps=CALIBRATION_STEPS, probe=False
+    )
+    outcome.calibrated = statistics.median(steps_of(answers))
+    if link.limited:
+        outcome.rate_mbit = options.rate_mbit or rate_for(
+            options.ratio or 1.0, outcome.least, outcome.calibrated
+        )
+        link.limit(outcome.rate_mbit)
+        outcome.link_mbit = _probe_link(session, outcome.rate_mbit)
+        say(f"limit {outcome.rate_mbit:.0f} Mbit/s; payload reached {outcome.link_mbit:.0f}")
+    _rounds(outcome, link, session, say)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def _probe_link(session: Session, rate_mbit: float) -> float:
+    nbytes = int(min(max(rate_mbit * MBIT * 0.5, 2 << 20), 128 << 20)) >> 20 << 20
+    answers = session.ask("link", nbytes=nbytes, repeats=3)
+    seconds = statistics.median(max(column) for column in zip(*answers, strict=True))
+    return nbytes / seconds / MBIT
+
+
+def _rounds(outcome: Outcome, link: Link, session: Session, say: Say) -> None:
+    options = outcome.options
+    names = [name for name in options.variants if name not in outcome.skipped]
+    for index in range(options.rounds):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            spec = Spec.parse(name)
+            if name in outcome.failed:
+                continue
+            link.limit(None if spec.free else outcome.rate_mbit)
+            try:
+                answers = session.ask(
+                    "run",
+                    variant=name,
+                    warm_up=options.warm_up,
+                    steps=options.steps,
+                    probe=index == 0,
+                )
+            except Refused as error:
+                outcome.failed[name] = f"failed: {str(error).splitlines()[0]}"
+                say(f"round {index + 1}: {spec.label} {error}")
+                continue
+            problem = check(spec, answers, outcome.reference)
+            if problem is not None:
+                outcome.failed[name] = f"trains something else: {problem}"
+            outcome.runs.setdefault(name, []).append(answers)
+            say(f"round {index + 1} of {options.rounds}: {spec.label}: {problem or 'losses agree'}")
+
+
+def check(spec: Spec, answers: Answers, reference: Sequence[float]) -> str | None:
+    """Whether the ranks' losses sum to the reference's; without exchange only the first can."""
+    losses = [sum(column) for column in zip(*(a["losses"] for a in answers), strict=True)]
+    return disagreement(losses[:1] if spec.family == "compute" else losses, reference)
+
+
+def steps_of(answers: Answers) -> list[float]:
+    """Seconds of each timed step of one run, over all ranks."""
+    return step_seconds([a["start"] for a in answers], [a["ends"] for a in answers])
+
+
+def summarise(outcome: Outcome) -> dict[str, Any]:
+    """Medians, ratios and bounds of every variant that trained the same as the reference."""
+    compute_runs = outcome.runs.get("compute", [])
+    if "compute" in outcome.failed or not compute_runs:
+        reason = outcome.failed.get("compute", "it did not run")
+        raise RuntimeError(f"compute only, which everything is compared with: {reason}")
+    compute = statistics.median(s for answers in compute_runs for s in steps_of(answers))
+    ideal = ideal_seconds(compute, outcome.least, outcome.rate_mbit)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, runs in outcome.runs.items():
+        if name in outcome.failed:
+            continue
+        spec = Spec.parse(name)
+        rows[name] = _row(outcome, spec, runs, compute, compute if spec.free else ideal)
+    ratio = None
+    if outcome.rate_mbit is not None:
+        ratio = outcome.least / (outcome.rate_mbit * MBIT) / compute
+    return {
+        "options": outcome.options.to_json(),
+        "machine": machine(outcome.hello),
+        "link": outcome.label,
+        "rate_mbit": outcome.rate_mbit,
+        "link_payload_mbit": outcome.link_mbit,
+        "weight_bytes": outcome.weight_bytes,
+        "least_bytes": outcome.least,
+        "calibrated_compute": outcome.calibrated,
+        "compute": compute,
+        "ratio": ratio,
+        "ideal": ideal,
+        "reference": outcome.reference,
+        "skipped": outcome.skipped,
+        "failed": outcome.failed,
+        "seconds": outcome.seconds,
+        "variants": rows,
+    }
+
+
+def _row(
+    outcome: Outcome, spec: Spec, runs: list[Answers], compute: float, ideal: float
+) -> dict[str, Any]:
+    seconds = [s for answers in runs for s in steps_of(answers)]
+    spread = Spread.of(seconds)
+    flat = [a for answers in runs for a in answers]
+    first = runs[0][0]
+    # Here payload is what the printed schedule says; a law holds for the others.
+    least = first.get("payload") or own_least_bytes(
+        spec.family,
+        spec.forms if spec.family == "fsdp2" else (),
+        outcome.weight_bytes,
+        outcome.options.size("ranks"),
+        outcome.options.size("layers"),
+    )
+    sent = None if first["sent"] is None else statistics.median(a["sent"] for a in flat)
+    row = {
+        "label": spec.label,
+        "seconds": seconds,
+        "median": spread.median,
+        "low": spread.low,
+        "high": spread.high,
+        "ideal": ideal,
+        "over_ideal": spread.median / ideal,
+        "exposed": spread.median - compute,
+        # DDP waits in C++, where nobody can look.
+        "waited": None if spec.family == "ddp" else statistics.median(a["waited"] for a in flat),
+        "other_cpu": statistics.median(a["other_cpu"] for a in flat),
+        "sent": sent,
+        "own_least": least,
+        "over_least": sent / least if sent is not None and least else None,
+        "whole_bytes": max((a["whole_bytes"] for a in runs[0] if "whole_bytes" in a), default=None),
+        "peak_bytes": max(a["peak_bytes"] for a in flat),
+        "phases": first["phases"],
+        "profile": first.get("profile"),
+    }
+    if "schedule" in first:
+        row.update(_ours(outcome, spec, first, spread.median))
+    return row
+
+
+def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) -> dict[str, Any]:
+    events = (first.get("profile") or {}).get("events", [])
+    travelled = sum(e[6] for e in events if e[0] in ("AG", "RS"))
+    told: dict[str, Any] = {
+        "slot_bytes": first["slot_bytes"],
+        "payload": first["payload"],
+        "payload_seen": travelled if events else None,
+        "exposures": exposures(events),
+    }
+    rate = None if spec.free else outcome.rate_mbit
+    if rate is not None:
+        bound = schedule_bound(outcome, first["schedule"], rate)
+        told.update({"bound": bound, "over_bound": median / bound})
+    return told
+
+
+def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float) -> float:
+    """Seconds that the printed schedule takes on this link with compute as measured alone."""
+    runs = outcome.runs["compute"]
+    phases = {
+        name: statistics.median(a["phases"][name] for answers in runs for a in answers)
+        for name in ("forward", "backward", "optimizer")
+    }
+    each = shares(outcome.hello["numels"], {k: phases[k] for k in ("forward", "backward")})
+    lines = [Line(*action) for action in schedule]
+    return play(lines, each, rate_mbit).step + phases["optimizer"]
+
+
+def exposures(events: Sequence[Sequence[Any]]) -> list[tuple[str, str, float]]:
+    """``(unit, phase, seconds)`` that the computing thread waited in one step, longest first."""
+    sums: dict[tuple[str, str], float] = {}
+    for kind, unit, _, phase, start, end, _ in events:
+        if kind == "WAIT":
+            sums[(unit, phase)] = sums.get((unit, phase), 0.0) + end - start
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    return [(unit, phase, seconds) for (unit, phase), seconds in ordered]
+
+
+def machine(hello: dict[str, Any]) -> dict[str, Any]:
+    """Where the figures come from."""
+    processor = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text().splitlines()
+        processor = next(
+            (x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), processor
+        )
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": hello["torch"],
+    }

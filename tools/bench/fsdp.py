@@ -1,0 +1,201 @@
+"""FSDP2 (``fully_shard``) in every form that was found to help over gloo.
+
+All forms sum gradients instead of averaging them (gloo has no average). What may be combined in a
+name, ``fsdp2:chunked+unshard`` for example:
+
+prefetch    ``set_modules_to_forward_prefetch`` and ``..._backward_prefetch`` of the neighbour block
+            with the private flag that makes gathers asynchronous (without it a CPU prefetch blocks)
+chunked     prefetch, and custom collectives: both in 8 chunks and asynchronous, the reduce-scatter
+            as ``all_to_all_single`` and a local sum in fp32, at most two blocks in flight
+unshard     the next block's ``unshard(async_op=True)`` right before the out-projection, and
+            asynchronous gathers in backward
+last        the last block is not resharded after forward (backward begins with it)
+whole       no block is
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tools.bench.model import Blocks
+from tools.bench.options import Spec
+from tools.bench.variants import Variant
+
+CHUNKS = 8
+PENDING = 2  # reductions in flight, in blocks: what internsp allows itself
+
+
+def unavailable(spec: Spec) -> str | None:
+    """Why this torch has not what the form needs."""
+    if "chunked" in spec.forms and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        return f"torch {torch.__version__} has no set_custom_reduce_scatter"
+    if spec.forms - {"whole", "last"} and not hasattr(FSDPModule, "_set_unshard_async_op"):
+        return f"torch {torch.__version__} has no _set_unshard_async_op"
+    return None
+
+
+class Works(dist.Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._works, self._keep = list(works), keep
+
+    def wait(self, *_: Any, **__: Any) -> bool:  # type: ignore[override]
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+        self._works, self._keep = [], ()
+        return True
+
+
+def cuts(numel: int, chunks: int = CHUNKS) -> list[tuple[int, int]]:
+    """``numel`` in at most ``chunks`` nearly equal, non-empty ranges."""
+    edges = [numel * i // chunks for i in range(chunks + 1)]
+    return [(a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As FSDP2's own."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ChunkedAllGather(_Allocates):
+    """FSDP2's ``AllGather`` interface: 8 collectives in flight instead of one."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``[n]`` into ``[ranks * n]``."""
+        rows = output_tensor.view(group.size(), -1)
+        works = [
+            dist.all_gather([r[a:b] for r in rows], input_tensor[a:b], group=group, async_op=True)
+            for a, b in cuts(input_tensor.numel())
+        ]
+        work = Works(works, (output_tensor, input_tensor))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+class ChunkedReduceScatter(_Allocates):
+    """FSDP2's ``ReduceScatter`` interface, asynchronous although FSDP2 does not ask for it.
+
+    FSDP2 only takes views of the output, so it may be filled later: by :meth:`drain`, before
+    anybody reads a gradient.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Tensor, list[tuple[Any, Tensor, Tensor]]]] = deque()
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Send the pieces of ``[ranks * n]``; ``[n]`` is complete after :meth:`drain`."""
+        while len(self._pending) >= PENDING:
+            self._drain_one()
+        rows = input_tensor.view(group.size(), -1)
+        flying: list[tuple[Any, Tensor, Tensor]] = []
+        for a, b in cuts(rows.shape[1]):
+            piece = rows[:, a:b].contiguous()
+            received = torch.empty_like(piece)
+            work = dist.all_to_all_single(
+                received.flatten(), piece.flatten(), group=group, async_op=True
+            )
+            flying.append((work, piece, received))
+        self._pending.append((output_tensor, flying))
+        return None
+
+    def _drain_one(self) -> None:
+        output, flying = self._pending.popleft()
+        for (a, b), (work, _, received) in zip(cuts(output.numel()), flying, strict=True):
+            work.wait()
+            output[a:b] = received.sum(0, dtype=torch.float32)
+
+    def drain(self) -> None:
+        """Complete every output."""
+        while self._pending:
+            self._drain_one()
+
+
+class Fsdp2(Variant):
+    """``fully_shard`` of every block and of the root, in the forms that the name lists."""
+
+    def prepare(self, model: Blocks) -> nn.Module:
+        """Shard, then apply the forms."""
+        forms, mesh = self.spec.forms, self.setting.flat_mesh
+        layers: list[Any] = list(model.layers)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward="whole" not in forms)
+        fully_shard(model, mesh=mesh)
+        for layer in layers:  # sums, as everywhere: gloo cannot average
+            layer.set_gradient_divide_factor(1.0)
+            layer.set_force_sum_reduction_for_comms(True)
+        if forms & {"prefetch", "chunked", "unshard"}:
+            self._asynchronous(layers, forward="unshard" not in forms)
+        if "unshard" in forms:
+            self._at_out_projection(layers)
+        self._reductions: ChunkedReduceScatter | None = None
+        if "chunked" in forms:
+            self._reductions = ChunkedReduceScatter()
+            for layer in layers:
+                layer.set_custom_all_gather(ChunkedAllGather())
+                layer.set_custom_reduce_scatter(self._reductions)
+        if "last" in forms:
+            layers[-1].set_reshard_after_forward(False)
+        return model
+
+    def _asynchronous(self, layers: list[Any], forward: bool) -> None:
+        for layer, following in itertools.pairwise(layers):
+            if forward:
+                layer.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([layer])
+        for layer in layers:
+            layer._set_unshard_async_op(True)
+
+    def _at_out_projection(self, layers: list[Any]) -> None:
+        for layer, following in itertools.pairwise(layers):
+
+            def start(*_: Any, following: Any = following) -> None:
+                following.unshard(async_op=True)
+
+            layer.attention.wo.register_forward_pre_hook(start)
+
+    def finish(self) -> None:
+        """Complete asynchronous reductions."""
+        if self._reductions is not None:
+            self._reductions.drain()
+
+    def unsharded_bytes(self) -> int:
+        """Whole weights, and gathered buffers that are not copied out yet."""
+        total = 0
+        for layer in self.blocks.layers:
+            state: Any = layer._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in groups:
+                for parameter in group.fsdp_params:
+                    for whole in parameter.all_gather_outputs:
+                        total += whole.untyped_storage().nbytes()
+                flying = group._all_gather_result
+                if flying is not None:
+                    total += flying.all_gather_output.untyped_storage().nbytes()
+        return total

@@ -1,0 +1,149 @@
+"""What a rank can see of itself: waits, bytes on its interface, processor time, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SAMPLE_SECONDS = 0.01
+
+
+class WaitClock:
+    """Times every ``Work.wait``: when the computing thread stood still for communication.
+
+    Blocking collectives wait in Python too and are seen; DDP waits in C++ and is not.
+    """
+
+    def __init__(self) -> None:
+        self.intervals: list[tuple[float, float]] = []
+        self._original: Any = None
+
+    def install(self) -> None:
+        """Replace ``torch.distributed.Work.wait`` in this process."""
+        original = self._original = dist.Work.wait
+        intervals = self.intervals
+
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                intervals.append((start, time.perf_counter()))
+
+        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+
+    def take(self) -> list[tuple[float, float]]:
+        """The intervals since the last call."""
+        taken = list(self.intervals)
+        self.intervals.clear()
+        return taken
+
+
+class Interface:
+    """Counters of a network interface, as seen from this process's namespace.
+
+    Args:
+        name: of the interface; ``"lo"`` carries other processes' bytes too, so it is not read.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = None if name == "lo" else Path(f"/sys/class/net/{name}/statistics/tx_bytes")
+
+    def sent(self) -> int | None:
+        """Bytes sent so far, headers included, or ``None`` where nobody can tell."""
+        return int(self._path.read_text()) if self._path is not None else None
+
+
+class Sampler(AbstractContextManager["Sampler"]):
+    """Reads an interface every 10 ms in a thread of its own: the link over time.
+
+    Attributes:
+        samples: ``(perf_counter seconds, bytes sent so far)``.
+    """
+
+    def __init__(self, interface: Interface) -> None:
+        self._interface = interface
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self.samples: list[tuple[float, int]] = []
+
+    def _sample(self) -> None:
+        while True:
+            sent = self._interface.sent()
+            if sent is None:
+                return
+            self.samples.append((time.perf_counter(), sent))
+            if self._stop.wait(SAMPLE_SECONDS):
+                return
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def settle_memory() -> None:
+    """Collect garbage and give freed memory back to the system, as far as the C library can."""
+    gc.collect()
+    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def reset_peak() -> None:
+    """Let the peak of resident memory start anew from now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(which: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (peak since :func:`reset_peak`), in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(which + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {which}")
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it is gone (Linux)."""
+    libc: Any = ctypes.CDLL(None)
+    prctl = getattr(libc, "prctl", None)
+    if prctl is not None:
+        prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+
+
+@contextmanager
+def peak_of(model: nn.Module, figure: Callable[[], int]) -> Iterator[list[int]]:
+    """Call ``figure`` at every linear layer's forward and backward; yields ``[peak]``.
+
+    Hooks on outputs only, so that no variant's own hooks see anything else than usual.
+    """
+    peak = [0]
+
+    def look(*_: Any) -> None:
+        peak[0] = max(peak[0], figure())
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> None:
+        look()
+        if output.requires_grad:
+            output.register_hook(look)
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    handles = [layer.register_forward_pre_hook(look) for layer in layers]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield peak
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,236 @@
+"""A slow link of our own: one network namespace a rank, joined inside, each sender rate-limited.
+
+Everything lives in namespaces whose names carry this process's id: two are joined by a veth pair,
+more by a bridge in one more namespace. No interface is ever made in the machine's own namespace,
+and none of ours has a route out, so that nothing leaves. Removing the namespaces removes all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+PREFIX = "ispbench"
+NAME = re.compile(rf"^{PREFIX}(\d+)(r\d+|hub)$")
+INTERFACE = "ispeth"
+# Its chatter would be counted with our bytes.
+NO_IPV6 = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
+
+Run = Callable[[Sequence[str]], str]
+
+
+class NetworkError(RuntimeError):
+    """The namespaces cannot be made; says what is missing."""
+
+
+def run_command(command: Sequence[str]) -> str:
+    """Run an iproute2 command and return what it printed.
+
+    Raises:
+        NetworkError: with the command and its complaint.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def missing() -> str | None:
+    """Why no namespace can be made here, or ``None``."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (package iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None
+
+
+class Link(AbstractContextManager["Link"]):
+    """What the ranks talk over.
+
+    Attributes:
+        interface: name inside each rank's namespace, for ``GLOO_SOCKET_IFNAME``.
+        limited: whether a rate can be set at all.
+        label: for tables.
+    """
+
+    interface = "lo"
+    limited = False
+    label = "plain loopback, no rate limit"
+
+    def command(self, rank: int) -> list[str]:
+        """What to put before a rank's command."""
+        return []
+
+    def limit(self, rate_mbit: float | None) -> None:
+        """Limit what every rank sends; ``None`` takes the limit off. No effect on loopback."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing to remove."""
+
+
+class Namespaces(Link):
+    """Namespaces for ``ranks`` ranks: made on entry, removed on exit, whatever happens between.
+
+    Args:
+        mtu: of every interface.
+        burst_kib: bucket of the token bucket filter; larger packets are cut to it.
+        run: runs a command (a test may record instead).
+        owner: the process id in the names.
+    """
+
+    interface = INTERFACE
+    limited = True
+
+    def __init__(
+        self,
+        ranks: int,
+        mtu: int = 9000,
+        burst_kib: int = 256,
+        run: Run = run_command,
+        owner: int | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.mtu = mtu
+        self.burst_kib = burst_kib
+        self._run = run
+        self._owner = os.getpid() if owner is None else owner
+        self._rate: float | None = None
+        joined = "veth pair" if ranks == 2 else "veth and bridge"
+        self.label = f"{ranks} network namespaces, {joined}, mtu {mtu}, tbf"
+
+    def name(self, rank: int) -> str:
+        """The namespace of a rank."""
+        return f"{PREFIX}{self._owner}r{rank}"
+
+    @property
+    def hub(self) -> str:
+        """The namespace of the bridge."""
+        return f"{PREFIX}{self._owner}hub"
+
+    def __enter__(self) -> Namespaces:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with Deaf():  # a second Ctrl-C must not leave half of it behind
+            self._remove()
+
+    def command(self, rank: int) -> list[str]:
+        """Run what follows inside the rank's namespace."""
+        return ["ip", "netns", "exec", self.name(rank)]
+
+    def limit(self, rate_mbit: float | None) -> None:
+        """See :meth:`Link.limit`. Takes effect at once; connections stay."""
+        if rate_mbit == self._rate:
+            return
+        for rank in range(self.ranks):
+            tc = ["tc", "-n", self.name(rank), "qdisc"]
+            if rate_mbit is None:
+                self._run([*tc, "del", "dev", INTERFACE, "root"])
+            else:
+                rate = ["rate", f"{rate_mbit * 1000:.0f}kbit"]
+                size = ["burst", f"{self.burst_kib * 1024}", "latency", "50ms"]
+                self._run([*tc, "replace", "dev", INTERFACE, "root", "tbf", *rate, *size])
+        self._rate = rate_mbit
+
+    def _make(self) -> None:
+        for rank in range(self.ranks):
+            self._add(self.name(rank))
+        if self.ranks == 2:
+            self._veth(self.name(0), INTERFACE, self.name(1), INTERFACE)
+        else:
+            self._add(self.hub)
+            inside = ["ip", "-n", self.hub, "link"]
+            self._run([*inside, "add", "bridge", "type", "bridge", "forward_delay", "0"])
+            for rank in range(self.ranks):
+                self._veth(self.name(rank), INTERFACE, self.hub, f"port{rank}")
+                self._run([*inside, "set", f"port{rank}", "mtu", str(self.mtu), "master", "bridge"])
+                self._run([*inside, "set", f"port{rank}", "up"])
+            self._run([*inside, "set", "bridge", "mtu", str(self.mtu), "up"])
+        for rank in range(self.ranks):
+            ip = ["ip", "-n", self.name(rank)]
+            self._run([*ip, "address", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE])
+            self._run([*ip, "link", "set", INTERFACE, "mtu", str(self.mtu), "up"])
+
+    def _add(self, name: str) -> None:
+        self._run(["ip", "netns", "add", name])
+        self._run(["ip", "netns", "exec", name, "sh", "-c", NO_IPV6])
+        self._run(["ip", "-n", name, "link", "set", "lo", "up"])
+
+    def _veth(self, here: str, port: str, there: str, other: str) -> None:
+        command = ["ip", "link", "add", port, "netns", here, "type", "veth"]
+        self._run([*command, "peer", "name", other, "netns", there])
+
+    def _remove(self) -> None:
+        names = {self.hub, *(self.name(rank) for rank in range(self.ranks))}
+        for name in sorted(names & set(_listed(self._run))):
+            self._run(["ip", "netns", "del", name])
+
+
+def _listed(run: Run) -> list[str]:
+    return [line.split()[0] for line in run(["ip", "netns", "list"]).splitlines() if line.strip()]
+
+
+def stale(names: Sequence[str], alive: Callable[[int], bool]) -> list[str]:
+    """Those of ``names`` that an earlier run of this benchmark left and whose process is gone."""
+    found = [(name, NAME.match(name)) for name in names]
+    return [name for name, match in found if match and not alive(int(match[1]))]
+
+
+def remove_stale(run: Run = run_command) -> list[str]:
+    """Remove namespaces of runs that were killed outright; returns their names."""
+    left = stale(_listed(run), lambda pid: Path(f"/proc/{pid}").exists())
+    for name in left:
+        run(["ip", "netns", "del", name])
+    return left
+
+
+class Deaf(AbstractContextManager["Deaf"]):
+    """Ignore Ctrl-C and SIGTERM for a moment (the main thread's handlers)."""
+
+    def __enter__(self) -> Deaf:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before: list[tuple[signal.Signals, Any]] = []
+        with suppress(ValueError):  # not the main thread: signals do not arrive here anyway
+            self._before = [(s, signal.signal(s, signal.SIG_IGN)) for s in signals]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)
+
+
+def terminate_as_interrupt() -> None:
+    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that ``with`` cleans up."""
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, raise_it)

@@ -1,0 +1,245 @@
+"""What a run of the benchmark is: flags, presets, and what a flag left open gets from its preset.
+
+Imports no torch, so that ``--help`` and the process that only directs the ranks stay light.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Network = Literal["namespaces", "loopback"]
+PresetName = Literal["light", "even", "heavy", "four", "tiny"]
+
+DEFAULT_VARIANTS = (
+    "compute",
+    "ours",
+    "ours@free",
+    "ours:trigger=rolling",
+    "ours:overlap=false",
+    "ours:memory_pool=false",
+    "ddp",
+    "fsdp2",
+    "fsdp2:prefetch",
+    "fsdp2:chunked",
+    "fsdp2:unshard",
+    "fsdp2:whole",
+    "zero3",
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes and a ratio of ideal communication to compute."""
+
+    ranks: int = 2
+    ratio: float | None = 1.3
+    hidden: int = 512
+    heads: int = 8
+    layers: int = 8
+    sequence: int = 256
+
+
+PRESETS: dict[str, Preset] = {
+    "light": Preset(ratio=0.6),
+    "even": Preset(ratio=1.3),
+    "heavy": Preset(ratio=2.8, sequence=160),
+    "four": Preset(ranks=4, ratio=1.3, sequence=128),
+    # For tests and for development: seconds, and no figure worth reading.
+    "tiny": Preset(ratio=1.3, hidden=96, heads=4, layers=3, sequence=16),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes left at none come from the preset."""
+
+    preset: PresetName = "even"
+    """light, even, heavy: communication 0.6, 1.3, 2.8 times compute; four: 1.3 at four ranks."""
+    network: Network = "namespaces"
+    """namespaces: a rate-limited link (root, iproute2); loopback: plain, no limit, any user."""
+    variants: tuple[str, ...] = DEFAULT_VARIANTS
+    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel; fsdp2: FORM+FORM of
+    prefetch, chunked, unshard, last, whole; @free: no rate limit. compute is always added."""
+    ranks: int | None = None
+    """Processes, each with one computing thread."""
+    ratio: float | None = None
+    """Least bytes / rate over compute; the rate follows from compute as measured first."""
+    rate_mbit: float | None = None
+    """Rate of each rank's link, in Mbit/s; given, it takes the ratio's place."""
+    hidden: int | None = None
+    """Width of the blocks."""
+    heads: int | None = None
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key/value heads; none: as many as heads."""
+    intermediate: int | None = None
+    """Width of the feed-forward network; none: 8/3 of hidden."""
+    layers: int | None = None
+    """Blocks."""
+    batch: int = 1
+    """Sequences a rank."""
+    sequence: int | None = None
+    """Tokens of a sequence."""
+    rounds: int = 5
+    """Rounds; each runs every variant, starting with another one."""
+    steps: int = 2
+    """Timed steps of a variant in a round."""
+    warm_up: int = 1
+    """Steps of a variant in a round before the timed ones."""
+    mtu: int = 9000
+    """Of the links, in bytes."""
+    burst_kib: int = 256
+    """Bucket of the rate limit, in KiB."""
+    lr: float = 20.0
+    """Learning rate of plain SGD; the loss is a mean, so its gradients are small."""
+    seed: int = 0
+    """Of weights and data."""
+    pin: bool = False
+    """Bind rank r, gloo's threads included, to processor r modulo their number."""
+    timeout: float = 300.0
+    """Seconds that one variant may take in one round."""
+    json: Path | None = None
+    """Write everything measured to this file."""
+    markdown: Path | None = None
+    """Write the tables to this file."""
+    picture: Path | None = None
+    """Write bars and timelines to this file (.png or .svg)."""
+
+    def resolve(self) -> Options:
+        """The same with the preset's values where nothing was given, checked.
+
+        Raises:
+            ValueError: naming the flag, when values do not fit.
+        """
+        preset = asdict(PRESETS[self.preset])
+        if self.rate_mbit is not None:
+            preset["ratio"] = None
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        filled = {k: v for k, v in preset.items() if given[k] is None}
+        done = replace(self, **filled)
+        if self.ratio is not None and self.rate_mbit is not None:
+            raise ValueError("--ratio and --rate-mbit exclude each other")
+        for name in ("ranks", "layers", "rounds", "steps", "sequence", "batch"):
+            if getattr(done, name) < 1:
+                raise ValueError(f"--{name} must be at least 1")
+        if done.size("ranks") < 2:
+            raise ValueError("--ranks must be at least 2: one rank sends nothing")
+        if done.size("hidden") % done.size("heads"):
+            raise ValueError(f"--hidden {done.hidden} is not a multiple of --heads {done.heads}")
+        names = done.variants if "compute" in done.variants else ("compute", *done.variants)
+        unique = tuple(dict.fromkeys(names))
+        return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
+
+    def size(self, name: str) -> int:
+        """A size that :meth:`resolve` has filled in."""
+        value = getattr(self, name)
+        assert isinstance(value, int), f"{name} is filled in by resolve"
+        return value
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; paths of outputs are left out."""
+        return {k: v for k, v in asdict(self).items() if k not in ("json", "markdown", "picture")}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Options:
+        """The inverse of :meth:`to_json`."""
+        return cls(**{**data, "variants": tuple(data["variants"])})
+
+
+FORMS = ("prefetch", "chunked", "unshard", "last", "whole")
+FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A variant's name, taken apart: ``family[:settings][@free]``."""
+
+    family: str
+    settings: str = ""
+    free: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Read a name.
+
+        Raises:
+            ValueError: for an unknown family, FSDP2 form, or a setting that is not KEY=VALUE.
+        """
+        body, _, suffix = text.partition("@")
+        if suffix not in ("", "free"):
+            raise ValueError(f"variant {text!r}: only @free may follow a name")
+        family, _, settings = body.partition(":")
+        if family not in FAMILIES:
+            raise ValueError(f"variant {text!r}: the family is one of {', '.join(FAMILIES)}")
+        spec = cls(family, settings, bool(suffix))
+        if family == "fsdp2":
+            unknown = spec.forms - set(FORMS)
+            if unknown:
+                raise ValueError(f"variant {text!r}: forms of fsdp2 are {', '.join(FORMS)}")
+        elif family == "ours":
+            spec.arguments()
+        elif settings:
+            raise ValueError(f"variant {text!r}: {family} has no settings")
+        return spec
+
+    def __str__(self) -> str:
+        tail = f":{self.settings}" if self.settings else ""
+        return f"{self.family}{tail}{'@free' if self.free else ''}"
+
+    @property
+    def forms(self) -> set[str]:
+        """Of ``fsdp2``."""
+        return set(self.settings.split("+")) - {""}
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``ours``: keyword arguments of ``WeightParallelConfig``."""
+        out: dict[str, Any] = {}
+        for part in filter(None, self.settings.split(",")):
+            key, sign, value = part.partition("=")
+            if not sign:
+                raise ValueError(f"variant {self}: {part!r} is not KEY=VALUE")
+            out[key] = _value(value)
+        return out
+
+    @property
+    def label(self) -> str:
+        """What the tables call it."""
+        return LABELS.get(str(self), str(self))
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text == "none":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+LABELS = {
+    "compute": "compute only",
+    "ours": "internsp",
+    "ours@free": "internsp, no rate limit",
+    "ours:trigger=rolling": "internsp, rolling",
+    "ours:overlap=false": "internsp, no overlap",
+    "ours:memory_pool=false": "internsp, no pool",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "fsdp2:prefetch": "FSDP2, explicit prefetch, async",
+    "fsdp2:chunked": "FSDP2, chunked async collectives",
+    "fsdp2:unshard": "FSDP2, unshard at out-projection",
+    "fsdp2:whole": "FSDP2, no reshard",
+    "zero3": "DeepSpeed ZeRO-3",
+}
+
+
+def known_presets() -> tuple[str, ...]:
+    """Names that ``--preset`` takes."""
+    return typing.get_args(PresetName)

@@ -1,0 +1,218 @@
+"""One rank of the benchmark: a process that stays and does what the parent asks for.
+
+Started by :mod:`tools.bench.session` as ``python -m tools.bench.rank`` inside its namespace. Reads
+one JSON object a line from standard input, answers with one line each on what was standard output;
+whatever libraries print goes to standard error. Ends with its input, or with its parent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from tools.bench.measure import (
+    Interface,
+    Sampler,
+    WaitClock,
+    die_with_parent,
+    peak_of,
+    reset_peak,
+    resident,
+    settle_memory,
+)
+from tools.bench.model import initial_weights, large
+from tools.bench.options import Options, Spec
+from tools.bench.variants import Ours, Setting, Variant, make, reference, unavailable
+
+
+class Worker:
+    """Keeps the process group and the initial weights; a variant lives for one request."""
+
+    def __init__(self, options: Options, interface: Interface) -> None:
+        self.options = options
+        self.interface = interface
+        self.clock = WaitClock()
+        self.clock.install()
+        self.setting = Setting(options, initial_weights(options))
+
+    def hello(self) -> dict[str, Any]:
+        """Versions, sizes of the weights, and which variants cannot run, with reasons."""
+        weights = self.setting.weights
+        reasons = {name: unavailable(Spec.parse(name)) for name in self.options.variants}
+        return {
+            "torch": torch.__version__,
+            "reasons": {name: reason for name, reason in reasons.items() if reason},
+            "numels": large(self.options, weights),
+            "itemsize": next(iter(weights.values())).element_size(),
+        }
+
+    def reference(self, steps: int) -> list[float]:
+        """On rank 0: losses of one process with all the data."""
+        return reference(self.setting, steps) if self.setting.rank == 0 else []
+
+    def link(self, nbytes: int, repeats: int) -> list[float]:
+        """Seconds that the ranks need to send ``nbytes`` each, at once, in pieces of 1 MiB."""
+        pieces = max(1, nbytes >> 20)
+        world = self.setting.world
+        numel = world * ((1 << 20) // (world - 1))
+        send = [torch.zeros(numel, dtype=torch.uint8) for _ in range(8)]
+        seconds: list[float] = []
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            flying: list[Any] = []
+            for index in range(pieces):
+                if len(flying) >= 8:
+                    flying.pop(0)[0].wait()
+                source = send[index % 8]
+                received = torch.empty_like(source)
+                work = dist.all_to_all_single(received, source, async_op=True)
+                flying.append((work, received))
+            for work, _ in flying:
+                work.wait()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def run(self, variant: str, warm_up: int, steps: int, probe: bool) -> dict[str, Any]:
+        """Build a variant, warm it up, time it, look closer at one more step, take it down."""
+        spec = Spec.parse(variant)
+        settle_memory()
+        base = resident("VmRSS")
+        reset_peak()
+        made = make(self.setting, spec)
+        try:
+            return self._run(made, base, warm_up, steps, probe)
+        finally:
+            made.close()
+            del made
+            settle_memory()
+
+    def _run(
+        self, variant: Variant, base: int, warm_up: int, steps: int, probe: bool
+    ) -> dict[str, Any]:
+        losses: list[float] = []
+        result: dict[str, Any] = {}
+        figure = variant.unsharded_bytes
+        for index in range(warm_up):
+            if probe and index == 0 and figure() is not None:
+                with peak_of(variant.blocks, lambda: figure() or 0) as peak:
+                    losses.append(variant.step())
+                result["whole_bytes"] = peak[0]
+            else:
+                losses.append(variant.step())
+        result.update(self._timed(variant, steps, losses))
+        result["peak_bytes"] = resident("VmHWM") - base
+        if probe:
+            result["profile"] = self._profile(variant)
+        return {**result, "losses": losses, **variant.report()}
+
+    def _timed(self, variant: Variant, steps: int, losses: list[float]) -> dict[str, Any]:
+        ends: list[float] = []
+        phases: dict[str, float] = {}
+        marks: list[tuple[str, float]] = []
+        dist.barrier()
+        self.clock.take()
+        sent = self.interface.sent()
+        process, thread = time.process_time(), time.thread_time()
+        start = time.perf_counter()
+        for _ in range(steps):
+            losses.append(variant.step(lambda name: marks.append((name, time.perf_counter()))))
+            ends.append(time.perf_counter())
+        used = time.thread_time() - thread
+        others = time.process_time() - process - used
+        waits = self.clock.take()
+        dist.barrier()
+        after = self.interface.sent()
+        for (name, begin), (_, end) in itertools.pairwise(marks):
+            phases[name] = phases.get(name, 0.0) + (end - begin) / steps
+        phases.pop("end", None)
+        return {
+            "start": start,
+            "ends": ends,
+            "phases": phases,
+            "waited": sum(b - a for a, b in waits) / steps,
+            "computing_cpu": used / steps,
+            "other_cpu": others / steps,
+            "sent": None if sent is None or after is None else (after - sent) / steps,
+        }
+
+    def _profile(self, variant: Variant) -> dict[str, Any]:
+        marks: list[tuple[str, float]] = []
+        trace = variant.trace
+        dist.barrier()
+        self.clock.take()
+        if trace is not None:
+            trace.clear()
+            trace.enabled = True
+        with Sampler(self.interface) as sampler:
+            zero = time.perf_counter()
+            variant.step(lambda name: marks.append((name, time.perf_counter() - zero)))
+        events = list(trace.events) if trace is not None else []
+        if trace is not None:
+            trace.enabled = False
+        return {
+            "marks": marks,
+            "waits": [(a - zero, b - zero) for a, b in self.clock.take()],
+            "link": [(t - zero, n) for t, n in sampler.samples],
+            "events": [
+                (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or e.start) - zero,
+                 e.nbytes)
+                for e in events
+                if isinstance(variant, Ours) and e.kind in ("AG", "RS", "WAIT")
+            ],
+        }
+
+
+def serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
+    """Answer until the input ends. An error is an answer too; the parent decides what it means."""
+    for line in requests:
+        request = json.loads(line)
+        call = request.pop("call")
+        if call == "quit":
+            break
+        reply: dict[str, Any]
+        try:
+            reply = {"value": getattr(worker, call)(**request)}
+        except Exception as error:  # noqa: BLE001 - told to the parent, whatever it is
+            reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    """Join the group, say so, serve."""
+    die_with_parent()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    told = json.loads(sys.stdin.readline())
+    options = Options.from_json(told["options"])
+    rank, world = told["rank"], options.size("ranks")
+    if options.pin:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % (os.cpu_count() or 1)]})
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{told['store']}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=options.timeout),
+    )
+    worker = Worker(options, Interface(told["interface"]))
+    serve(worker, sys.stdin, replies)
+    replies.close()
+    # No farewell between ranks: one of them may be gone already.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

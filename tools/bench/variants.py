@@ -1,0 +1,236 @@
+"""The variants: one model, one batch, one plain SGD, and different ways to share the weights.
+
+Every step is forward, backward until all gradients are there, optimizer step; all of it is timed.
+The loss is a sum over ranks divided by the number of elements, and gradients are sums over ranks
+(DESIGN 6), so every variant must make the same training out of the same weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from internsp import ParallelMesh, WeightParallelConfig, parallelize
+from internsp.trace import Trace
+from internsp.wp.schedule import simulate
+from tools.bench.model import Blocks, batch, elements, fresh
+from tools.bench.options import Options, Spec
+
+Mark = Callable[[str], None]
+
+
+def no_mark(name: str) -> None:
+    """Where nobody wants a timeline."""
+
+
+@dataclass
+class Setting:
+    """What the variants of one rank share."""
+
+    options: Options
+    weights: dict[str, Tensor] = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return dist.get_rank()
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return dist.get_world_size()
+
+    @cached_property
+    def mesh(self) -> ParallelMesh:
+        """Weight parallel over all ranks. Collective, once."""
+        return ParallelMesh.create(
+            weight=self.world, device_type="cpu", timeout_seconds=self.options.timeout
+        )
+
+    @cached_property
+    def flat_mesh(self) -> DeviceMesh:
+        """For FSDP2."""
+        return dist.init_device_mesh("cpu", (self.world,))
+
+
+class Variant(ABC):
+    """A model that trains. Making one is collective."""
+
+    trace: Trace | None = None
+
+    def __init__(self, setting: Setting, spec: Spec) -> None:
+        self.setting, self.spec = setting, spec
+        self.x, self.target = batch(setting.options, setting.rank)
+        self.elements = elements(setting.options)
+        self.scale = 1.0 / self.elements
+        self.blocks = fresh(setting.options, setting.weights)
+        self.model: nn.Module = self.prepare(self.blocks)
+        self.optimizer: Any = self.optimizer_of(self.model)
+
+    @abstractmethod
+    def prepare(self, model: Blocks) -> nn.Module:
+        """Make it parallel."""
+
+    @abstractmethod
+    def unsharded_bytes(self) -> int | None:
+        """Bytes of whole weights that exist now, or ``None`` where nobody can tell."""
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        """Plain SGD on what this rank keeps of every weight."""
+        return torch.optim.SGD(model.parameters(), lr=self.setting.options.lr)
+
+    def finish(self) -> None:
+        """After backward, when gradients are not complete yet: make them so."""
+        return
+
+    def step(self, mark: Mark = no_mark) -> float:
+        """One training step; returns this rank's part of the loss."""
+        mark("forward")
+        total = self.model(self.x, self.target)
+        mark("backward")
+        (total * self.scale).backward()
+        self.finish()
+        mark("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        mark("end")
+        return float(total.detach()) / self.elements
+
+    def report(self) -> dict[str, Any]:
+        """What only this variant knows, as plain values."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of what garbage collection would not find."""
+        return
+
+
+def whole_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+class Compute(Variant):
+    """The plain model, no communication; its SGD updates as many rows as a shard has."""
+
+    def prepare(self, model: Blocks) -> nn.Module:
+        """Nothing to do."""
+        return model
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        """SGD on this rank's rows."""
+        self.rows: list[tuple[nn.Parameter, nn.Parameter, slice]] = []
+        for parameter in model.parameters():
+            length = -(-len(parameter) // self.setting.world)
+            mine = slice(self.setting.rank * length, (self.setting.rank + 1) * length)
+            self.rows.append((parameter, nn.Parameter(parameter.data[mine]), mine))
+        return torch.optim.SGD([r for _, r, _ in self.rows], lr=self.setting.options.lr)
+
+    def finish(self) -> None:
+        """Hand the rows' gradients over."""
+        for parameter, rows, mine in self.rows:
+            assert parameter.grad is not None, "backward has just filled it"
+            rows.grad, parameter.grad = parameter.grad[mine], None
+
+    def unsharded_bytes(self) -> int:
+        """All of them."""
+        return whole_bytes(self.model)
+
+
+class Ours(Variant):
+    """internsp: ``parallelize`` with its defaults, changed by the settings in the name."""
+
+    def prepare(self, model: Blocks) -> nn.Module:
+        """Cut the weights over all ranks."""
+        self.config = WeightParallelConfig(**self.spec.arguments())
+        self.trace = Trace()
+        self.communicator = parallelize(model, self.setting.mesh, self.config, trace=self.trace)
+        return model
+
+    def unsharded_bytes(self) -> int:
+        """What the pool holds now."""
+        return self.communicator.state.pool.live_nbytes()
+
+    def report(self) -> dict[str, Any]:
+        """The printed schedule, and the pool's figures."""
+        plan = self.communicator.plan
+        assert plan is not None, "parallelize always makes a plan"
+        pool = self.communicator.state.pool
+        schedule = simulate(plan, overlap=self.config.overlap)
+        return {
+            "schedule": [[a.kind, a.phase, a.weight, a.nbytes] for a in schedule.actions],
+            "payload": schedule.nbytes("AG") + schedule.nbytes("RS"),
+            "slot_bytes": pool.slot_nbytes,
+            "buffer_bytes": pool.buffer_nbytes,
+            "buffer_allocations": pool.buffer_allocations,
+        }
+
+
+class Ddp(Variant):
+    """``DistributedDataParallel`` with its defaults; it averages, so the loss is scaled up."""
+
+    def prepare(self, model: Blocks) -> nn.Module:
+        """Wrap."""
+        self.scale *= self.setting.world
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def unsharded_bytes(self) -> int:
+        """All of them."""
+        return whole_bytes(self.model)
+
+
+def make(setting: Setting, spec: Spec) -> Variant:
+    """Build a variant. Collective."""
+    from tools.bench.fsdp import Fsdp2
+    from tools.bench.zero3 import Zero3
+
+    kinds: dict[str, type[Variant]] = {
+        "compute": Compute, "ours": Ours, "ddp": Ddp, "fsdp2": Fsdp2, "zero3": Zero3,
+    }
+    return kinds[spec.family](setting, spec)
+
+
+def unavailable(spec: Spec) -> str | None:
+    """Why a variant cannot run here, or ``None``."""
+    from tools.bench import fsdp, zero3
+
+    if spec.family == "ours":
+        try:
+            WeightParallelConfig(**spec.arguments())
+        except ValueError as error:
+            first = next((e["msg"] for e in getattr(error, "errors", list)()), str(error))
+            return f"weight_parallel does not take {spec.settings}: {first}"
+    if spec.family == "fsdp2":
+        return fsdp.unavailable(spec)
+    if spec.family == "zero3":
+        return zero3.unavailable()
+    return None
+
+
+def reference(setting: Setting, steps: int) -> list[float]:
+    """Losses of one plain process that sees all ranks' batches: the truth. No communication."""
+    options = setting.options
+    model = fresh(options, setting.weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
+    batches = [batch(options, rank) for rank in range(options.size("ranks"))]
+    losses: list[float] = []
+    for _ in range(steps):
+        total = 0.0
+        for x, target in batches:
+            loss = model(x, target) / elements(options)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+    return losses

@@ -1,0 +1,93 @@
+"""DeepSpeed ZeRO-3: an optional extra, skipped with a reason where it cannot be imported.
+
+Two of its limits decide whether it gathers again in backward at all: with the defaults
+(``stage3_max_live_parameters`` of 1e9) a small model simply stays whole. Here it may keep two
+blocks, as internsp does. It trains bf16 weights beside fp32 masters, which the others do not have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from torch import nn
+
+from tools.bench.model import Blocks
+from tools.bench.options import Spec
+from tools.bench.variants import Mark, Setting, Variant, no_mark
+
+
+def unavailable() -> str | None:
+    """Why DeepSpeed cannot be used, or ``None``."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install deepspeed)"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        return f"deepspeed cannot be imported: {type(error).__name__}: {error}"
+    return None
+
+
+class Zero3(Variant):
+    """``deepspeed.initialize`` with stage 3."""
+
+    def __init__(self, setting: Setting, spec: Spec) -> None:
+        self.engine: Any = None
+        super().__init__(setting, spec)
+
+    def prepare(self, model: Blocks) -> nn.Module:
+        """Shard. DeepSpeed averages, so the loss is scaled up."""
+        import deepspeed
+        import torch
+
+        self.scale *= self.setting.world
+        block = sum(p.numel() for p in model.layers[0].parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": self.setting.options.batch,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": block,
+                "stage3_prefetch_bucket_size": block,
+                "stage3_max_live_parameters": 2 * block,
+                "stage3_max_reuse_distance": 0,
+                "stage3_param_persistence_threshold": 2048,
+            },
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.setting.options.lr)
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        engine: nn.Module = self.engine
+        return engine
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        """The engine has it."""
+        return None
+
+    def step(self, mark: Mark = no_mark) -> float:
+        """See :meth:`Variant.step`."""
+        mark("forward")
+        total = self.engine(self.x, self.target)
+        mark("backward")
+        self.engine.backward(total * self.scale)
+        mark("optimizer")
+        self.engine.step()
+        self.x.grad = None
+        mark("end")
+        return float(total.detach()) / self.elements
+
+    def unsharded_bytes(self) -> int:
+        """Matrices that are whole now; a partitioned one has no elements."""
+        parameters: list[Any] = list(self.blocks.parameters())
+        matrices = (p for p in parameters if len(p.ds_shape) > 1)
+        return sum(p.numel() * p.element_size() for p in matrices)
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off."""
+        self.engine.destroy()
