@@ -124,11 +124,9 @@ class UnitCommunicator(WPCommunicator):
                 continue
             if weight in state.handles:  # an older version is still arriving at the same place
                 self._wait(unit, weight, phase)
-            shard = weight.to_send()
-            flat = slot.flat(unit, weight)
             slot.tags[weight] = tag
             handle = state.collectives.gather(
-                flat, shard.view(-1), unit.name, weight.name, phase
+                slot.flat(unit, weight), weight.to_send(), unit.name, weight.name, phase
             )
             if not handle.done:
                 state.handles[weight] = handle
@@ -175,7 +173,7 @@ class UnitCommunicator(WPCommunicator):
     def view(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """The whole weight, aliasing its slot (or its storage where no gather is needed)."""
         if weight.resident:
-            return weight.layout.whole_view(weight.to_send().view(-1))
+            return weight.layout.whole_view(weight.to_send().data)
         return self.state.pool.slots[unit.slot].whole(unit, weight)
 
     def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:

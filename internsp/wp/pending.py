@@ -49,7 +49,7 @@ class PendingGradients:
         pieces, packed = None, None
         dtype = weight.compute_dtype
         if gradient is not None:
-            gradient = gradient.to(dtype)
+            gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
             pieces = layout.packed_as_is(gradient)
         if pieces is None:
             pieces = packed = self._pool.take(layout.padded_numel, dtype)

@@ -113,6 +113,7 @@ class SmallParameters:
         self.flat: Tensor | None = None
         self.offsets: list[int] = []
         self.numel = 0
+        self._values: list[Tensor] = []  # views of the flat sum
         self._births: set[int] = set()
 
     def append(self, member: ReplicatedParameter) -> ReplicatedSite:
@@ -136,6 +137,7 @@ class SmallParameters:
                 dtype = torch.promote_types(dtype, weight.dtype)
             length = self.numel + len(self.members) + len(self.sharded)
             self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
+            self._values = self._split(self.flat)
         return self.flat
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -155,14 +157,16 @@ class SmallParameters:
 
     def value(self, index: int) -> Tensor:
         """Parameter ``index``'s part of the flat sum, in its shape (a view)."""
-        start, shape = self.offsets[index], self.members[index].shape
-        return self.gradient()[start : start + shape.numel()].view(shape)
+        self.gradient()
+        return self._values[index]
 
     def values(self) -> list[Tensor]:
         """A copy of every parameter's part of the flat sum, in its shape."""
-        sizes = [member.shape.numel() for member in self.members]
-        parts = self.gradient()[: self.numel].clone().split(sizes)
-        return [part.view(m.shape) for part, m in zip(parts, self.members, strict=True)]
+        return self._split(self.gradient().clone())
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        members = zip(self.offsets, self.members, strict=True)
+        return [flat[start : start + m.shape.numel()].view(m.shape) for start, m in members]
 
     def used(self) -> tuple[list[bool], list[bool]]:
         """After the reduction: which small and which sharded parameters some rank used."""

@@ -142,6 +142,7 @@ class ShardedWeight:
             with torch.no_grad():
                 rows = layout.cut(parameter.detach(), self.rank)
                 self.storage[: len(rows)].copy_(rows)
+        self._flat = self.storage.data.view(-1)
         whole = DTensor.from_local(
             self.local(self.storage),
             mesh.param_mesh,
@@ -164,7 +165,7 @@ class ShardedWeight:
     def relocate(self, storage: Tensor) -> None:
         """Move the shard into ``storage`` (same shape): an optimizer packs a unit's shards."""
         storage.copy_(self.storage)
-        self.storage = storage
+        self.storage, self._flat = storage, storage.data.view(-1)
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
 
@@ -190,7 +191,7 @@ class ShardedWeight:
         return self.layout.size == 1 and self.compute_dtype == self.dtype
 
     def to_send(self) -> Tensor:
-        """The padded shard in the compute dtype, fresh (WP-3): what a gather reads."""
+        """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
         if self.ready is not None:
             ready, self.ready = self.ready, None
             ready.wait()
@@ -198,9 +199,9 @@ class ShardedWeight:
         if local.data_ptr() != self.storage.data_ptr() and local.numel():
             # Somebody gave the parameter new storage (`.data =`, `load_state_dict(assign=True)`).
             self.local(self.storage).copy_(local)
-        if self.storage.dtype != self.compute_dtype:
-            return self.storage.to(self.compute_dtype)
-        return self.storage.data
+        if self.dtype != self.compute_dtype:
+            return self._flat.to(self.compute_dtype)
+        return self._flat
 
     @property
     def slot_nbytes(self) -> int:
