@@ -118,8 +118,8 @@ def _rounds(outcome: Outcome, link: Link, session: Session, say: Say) -> None:
                     probe=index == 0,
                 )
             except Refused as error:
-                outcome.failed[name] = f"failed: {str(error).splitlines()[0]}"
-                say(f"round {index + 1}: {spec.label} {error}")
+                outcome.failed[name] = error.reason
+                say(f"round {index + 1}: {spec.label}: {error.reason}\n{error.trace}")
                 continue
             problem = check(spec, answers, outcome.reference)
             if problem is not None:

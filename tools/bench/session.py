@@ -18,6 +18,7 @@ from tools.bench.network import Deaf, Link
 from tools.bench.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
+TRACE_LINES = 8
 
 
 class RankError(RuntimeError):
@@ -25,7 +26,17 @@ class RankError(RuntimeError):
 
 
 class Refused(RuntimeError):
-    """All ranks failed at the same request in the same way: that request only is lost."""
+    """All ranks failed at the same request: that request only is lost.
+
+    Attributes:
+        reason: rank 0's error, one line.
+        trace: the end of rank 0's traceback.
+    """
+
+    def __init__(self, call: str, reply: dict[str, Any]) -> None:
+        self.reason: str = reply["error"].splitlines()[0]
+        self.trace = "\n".join(reply["trace"].splitlines()[-TRACE_LINES:])
+        super().__init__(f"every rank failed at {call}: {self.reason}\n{self.trace}")
 
 
 class _Rank:
@@ -145,7 +156,7 @@ class Session(AbstractContextManager["Session"]):
         replies = self._collect(call)
         failed = {i: r for i, r in enumerate(replies) if "error" in r}
         if len(failed) == len(replies):
-            raise Refused(f"{call} {arguments}: {failed[0]['error']}\n{failed[0]['trace']}")
+            raise Refused(f"{call} {arguments}", failed[0])
         if failed:
             index, reply = next(iter(failed.items()))
             raise RankError(f"rank {index} failed alone at {call} {arguments}\n{reply['trace']}")

@@ -83,10 +83,13 @@ class Zero3(Variant):
         return float(total.detach()) / self.elements
 
     def unsharded_bytes(self) -> int:
-        """Matrices that are whole now; a partitioned one has no elements."""
+        """Matrices that are whole or on their way, by DeepSpeed's own book-keeping."""
         parameters: list[Any] = list(self.blocks.parameters())
-        matrices = (p for p in parameters if len(p.ds_shape) > 1)
-        return sum(p.numel() * p.element_size() for p in matrices)
+        return sum(
+            p.ds_numel * p.element_size()
+            for p in parameters
+            if len(p.ds_shape) > 1 and p.ds_status.name != "NOT_AVAILABLE"
+        )
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off."""
