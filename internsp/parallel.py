@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import LayoutError, StructureError
-from internsp.layers.access import Site, attach
+from internsp.errors import ConfigError, LayoutError, StructureError
+from internsp.layers.access import Site, attach, sites
 from internsp.layers.adopt import adopt
 from internsp.layers.compiled import compile_block
 from internsp.layers.recompute import checkpoint_block
@@ -24,7 +25,7 @@ from internsp.trace import Trace
 from internsp.wp.assign import Assignment, Owner, assign
 from internsp.wp.blocks import Structure, read
 from internsp.wp.collectives import Collectives, Counters
-from internsp.wp.communicator import ChunkState, UnitCommunicator, WeightSite
+from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, WeightSite
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.isp import ISPCommunicator
@@ -64,6 +65,12 @@ def parallelize(
     """
     config = config or WeightParallelConfig()
     structure = read(model, config.trigger, config.blocks, config.anchors)
+    if config.compile and any(block.anchor is not None for block in structure.blocks):
+        raise ConfigError(
+            f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
+            "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
+            "'qkv' (the block's entry) and no anchors"
+        )
     recomputed = _recomputed(activation_checkpoint, len(structure.blocks))
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed)
@@ -146,6 +153,8 @@ class _Builder:
                 site = WeightSite(by_unit.get(unit.name, communicator), unit, what)
             adopt(owner.module_name, owner.module)
             attach(owner.module, owner.name, site)
+            member = self.small.members[what] if isinstance(what, int) else what
+            communicator.places[owner.module, owner.name] = member
         hooked = [
             (block.module, unit, block.anchor)
             for block, unit in zip(self.structure.blocks, blocks, strict=True)
@@ -177,8 +186,13 @@ class _Builder:
     def _block_unit(self, index: int) -> Unit:
         name = self.structure.blocks[index].name
         if name not in self.units:
-            unit = Unit(name, [], block=index, recomputed=index in self.recomputed)
-            self.units[name] = unit
+            self.units[name] = Unit(
+                name,
+                [],
+                block=index,
+                anchored=self.structure.blocks[index].anchor is not None,
+                recomputed=index in self.recomputed,
+            )
         return self.units[name]
 
     def _state(self, blocks: list[Unit], others: list[Unit], trace: Trace) -> ChunkState:
@@ -196,26 +210,32 @@ class _Builder:
         collectives = Collectives(
             self.mesh.weight_group, self.config.overlap, trace, counters
         )
-        pending = PendingGradients(collectives, pool, self.config.pending_blocks)
+        reductions = Collectives(
+            self.mesh.gradient_group, self.config.overlap, trace, counters, collectives.ledger
+        )
+        pending = PendingGradients(reductions, pool, self.config.pending_blocks)
         return ChunkState(collectives, pool, pending, self.policy, counters, trace)
 
     def _communicators(
         self, communicator: ISPCommunicator, others: list[Unit]
     ) -> dict[str, UnitCommunicator]:
-        state, by_unit = communicator.state, {}
+        state = communicator.state
+        by_unit: dict[str, UnitCommunicator] = {}
         embedding, head = self.structure.embedding, self.structure.head
         tied = communicator.plan.head if communicator.plan is not None else None
         for unit in others:
             made: UnitCommunicator
             if embedding is not None and unit.name == embedding[0]:
-                made = communicator.embedding = EmbeddingWeightParallelCommunicator(state, unit)
+                made = communicator.embedding = EmbeddingWeightParallelCommunicator(
+                    state, unit, tied=tied is not None and tied.name == unit.name
+                )
             elif head is not None and unit.name == head[0]:
                 made = communicator.head = HeadWeightParallelCommunicator(
                     state, unit, self.config.head_output
                 )
             else:
-                made = UnitCommunicator(state)
-                communicator.others.append(made)
+                made = outer = OuterCommunicator(state, unit)
+                communicator.others.append(outer)
             by_unit[unit.name] = made
             if communicator.head is None and tied is not None and tied.name == unit.name:
                 communicator.head = HeadWeightParallelCommunicator(
@@ -254,14 +274,30 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
         if alive is None:
             return
         written = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        for weight in alive.small.sharded:
-            if id(weight.parameter) in written:
-                weight.invalidate()
+        for member in alive.small.everyone():
+            if id(member.parameter) in written:
+                member.invalidate()
 
-    handle = register_optimizer_step_post_hook(stepped)
-    weakref.finalize(communicator, handle.remove)
+    # Never removed: a finalizer could run while torch iterates over its hooks.
+    register_optimizer_step_post_hook(stepped)
     model.register_state_dict_pre_hook(lambda *_: communicator.publish())
-    model.register_load_state_dict_post_hook(lambda *_: communicator.invalidate())
+    for module in model.modules():
+        if sites(module):
+            module.register_load_state_dict_post_hook(partial(_loaded, communicator))
+
+
+def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
+    """A module's parameters were loaded; with ``assign=True`` ours were replaced: take the values.
+
+    Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
+    """
+    for name in sites(module):
+        member = communicator.places[module, name]
+        given = module._parameters[name]
+        if given is not None and given is not member.parameter:
+            member.take(given)
+            module._parameters[name] = member.parameter
+        member.invalidate()
 
 
 def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> None:
@@ -274,7 +310,7 @@ def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> No
         seed: together with the name decides the generator's state.
     """
     device = communicator.mesh.device
-    for member in (*communicator.small.members, *communicator.small.sharded):
+    for member in communicator.small.everyone():
         digest = hashlib.sha256(f"{seed}:{member.name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))
         parameter = member.parameter
