@@ -274,8 +274,7 @@ def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None
 
 
 def test_a_network_that_breaks_half_way_is_removed() -> None:
-    run = Recorder(fail="ispbench77r1 type veth peer")
-    run.fail = "link add"
+    run = Recorder(fail="link add")
     with pytest.raises(NetworkError), Namespaces(2, run=run, owner=77):
         pass
     assert run.names == []

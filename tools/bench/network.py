@@ -128,7 +128,8 @@ class Namespaces(Link):
         try:
             self._make()
         except BaseException:
-            self._remove()
+            with Deaf():
+                self._remove()
             raise
         return self
 
