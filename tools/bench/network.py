@@ -228,10 +228,13 @@ class Deaf(AbstractContextManager["Deaf"]):
 
 
 def terminate_as_interrupt() -> None:
-    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that ``with`` cleans up."""
+    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that ``with`` cleans up.
+
+    SIGINT too: a shell starts background commands with it ignored.
+    """
 
     def raise_it(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, raise_it)
