@@ -94,7 +94,8 @@ class MeshShape:
         """Global ranks of every group of one kind, in a fixed order.
 
         Args:
-            name: ``weight, replica, zero, zero_replica, sequence, data, stage`` or ``pipeline``.
+            name: ``weight, gradient, replica, zero, zero_replica, sequence, data, stage`` or
+                ``pipeline``.
         """
         shape = (self.pipeline, self.stage_size)
         world = torch.arange(self.world_size).view(shape)
@@ -110,6 +111,7 @@ class MeshShape:
             grid = world.view(self.pipeline, *inner)
             axes = {
                 "weight": (0, 1, 2, 3),
+                "gradient": (0, 1, 2, 3),
                 "zero": (0, 1, 3, 2),
                 "zero_replica": (0, 3, 2, 1),
                 "replica": (0, 3, 1, 2),
@@ -124,7 +126,9 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-_GROUPS = ("stage", "weight", "replica", "zero", "zero_replica", "sequence", "data", "pipeline")
+_GROUPS = (
+    "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data", "pipeline"
+)  # fmt: skip
 
 
 class ParallelMesh:
@@ -137,17 +141,26 @@ class ParallelMesh:
         weight_rank, sequence_rank, pipeline_rank, data_rank, replica_rank, zero_rank: places.
         weight_group, sequence_group, data_group, replica_group, zero_group,
             zero_replica_group, stage_group, pipeline_group: process groups.
+        gradient_group: the ranks of ``weight_group``, for reductions: gathers and reductions each
+            have an order of their own, which all ranks share (WP-2), and do not wait in one queue.
+        timeout_seconds: after which a collective of these groups fails.
         param_mesh: ``DeviceMesh`` with dimensions ``("replica", "weight")``, on which every
             parameter lives as a ``DTensor``.
         device: where this rank computes.
     """
 
     def __init__(
-        self, shape: MeshShape, rank: int, device: torch.device, groups: dict[str, dist.ProcessGroup]
+        self,
+        shape: MeshShape,
+        rank: int,
+        device: torch.device,
+        groups: dict[str, dist.ProcessGroup],
+        timeout_seconds: float = 300.0,
     ) -> None:
         self.shape = shape
         self.rank = rank
         self.device = device
+        self.timeout_seconds = timeout_seconds
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
@@ -158,6 +171,7 @@ class ParallelMesh:
         self.zero_rank = self.replica_rank % shape.zero_size
         self.stage_group = groups["stage"]
         self.weight_group = groups["weight"]
+        self.gradient_group = groups["gradient"]
         self.replica_group = groups["replica"]
         self.zero_group = groups["zero"]
         self.zero_replica_group = groups["zero_replica"]
@@ -208,7 +222,7 @@ class ParallelMesh:
         for name in _GROUPS:  # the same order on all ranks: making a group is collective
             group, _ = dist.new_subgroups_by_enumeration(shape.ranks(name), timeout=timeout)
             groups[name] = group
-        return cls(shape, rank, device, groups)
+        return cls(shape, rank, device, groups, timeout_seconds)
 
     def describe(self) -> str:
         """The degrees in one line, for logs."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from internsp.errors import GradientError
+from internsp.errors import GradientError, StructureError
+from internsp.wp.communicator import tensors
 
 _SITES = "_weight_sites"
 
@@ -22,7 +23,7 @@ _SITES = "_weight_sites"
 class Site(Protocol):
     """The place where one module uses one parameter. Made by a communicator, which see."""
 
-    tag: int
+    tag: Any
     """What :meth:`acquire` last handed out: changes whenever the parameter's values may have."""
 
     guarded: bool
@@ -34,11 +35,11 @@ class Site(Protocol):
     def release(self) -> None:
         """The module's forward is over."""
 
-    def before_backward(self, tag: int) -> None:
+    def before_backward(self, tag: Any) -> None:
         """A node that saved the tensor is about to run: the same values must be there (WP-14)."""
 
-    def born(self, gradient: Tensor) -> None:
-        """The whole parameter's gradient exists; start its reduction."""
+    def born(self, gradient: Tensor, tag: Any) -> None:
+        """The whole parameter's gradient exists; start its reduction. ``tag``: of its use."""
 
 
 class _View(torch.autograd.Function):
@@ -51,7 +52,9 @@ class _View(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, site: Site) -> Tensor:
         ctx.site = site
-        return site.acquire()
+        tensor = site.acquire()
+        ctx.tag = site.tag
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
@@ -61,7 +64,7 @@ class _View(torch.autograd.Function):
                 "the graph when its reduction starts; compute second derivatives on one process"
             )
         _refuse_capture(ctx)
-        ctx.site.born(gradient)
+        ctx.site.born(gradient, ctx.tag)
         return None, None
 
 
@@ -99,17 +102,27 @@ def whole(module: nn.Module, name: str) -> Any:
     """
     parameter = module._parameters[name]
     attached = module.__dict__.get(_SITES)
-    # A plain tensor here means that somebody (a compiled block) already put the whole one in.
-    if attached is None or type(parameter) is nn.Parameter or not isinstance(parameter, DTensor):
+    if attached is None:
         return parameter
+    if not isinstance(parameter, DTensor):
+        if type(parameter) is nn.Parameter:
+            raise StructureError(
+                f"parameter {name} of a {type(module).__name__} was replaced after parallelize(), "
+                "so that nobody would reduce its gradient: write into it, or use load_state_dict"
+            )
+        return parameter  # somebody (a compiled block) has put the whole one in
     return _View.apply(parameter, attached[name])
 
 
-def guard(module: nn.Module, output: Tensor) -> Tensor:
+Output = TypeVar("Output")
+
+
+def guard(module: nn.Module, output: Output) -> Output:
     """Call on what was computed from :func:`whole`: keeps the weights present for its backward.
 
-    Returns ``output`` itself. Ends the use in forward, and hooks the gradient of ``output`` so
-    that the weights are whole again, with the same values, before its backward runs (WP-14).
+    Returns ``output`` itself. Ends the use in forward, and hooks the gradients of all tensors in
+    ``output`` so that the weights are whole again, with the same values, before backward runs
+    through any of them (WP-14).
     """
     attached = module.__dict__.get(_SITES)
     if attached is not None and isinstance(module._parameters[next(iter(attached))], DTensor):
@@ -117,16 +130,19 @@ def guard(module: nn.Module, output: Tensor) -> Tensor:
     return output
 
 
-def guard_sites(used: Iterable[Site], output: Tensor) -> None:
+def guard_sites(used: Iterable[Site], output: Any) -> None:
     """:func:`guard` for ``output`` computed from several modules' parameters."""
     tags = [(site, site.tag) for site in used if site.guarded]
     for site, _ in tags:
         site.release()
-    if tags and output.requires_grad:
-        # A hook of the node, not of the tensor: the same moment at half the cost.
-        output.grad_fn.register_prehook(partial(_before_backward, tags))
+    if not tags:
+        return
+    for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
+        if tensor.grad_fn is not None:
+            # A hook of the node, not of the tensor: the same moment at half the cost.
+            tensor.grad_fn.register_prehook(partial(_before_backward, tags))
 
 
-def _before_backward(tags: list[tuple[Site, int]], gradients: tuple[Tensor, ...]) -> None:
-    for site, tag in tags:
+def _before_backward(tags: list[tuple[Site, Any]], gradients: tuple[Tensor, ...]) -> None:
+    for site, tag in reversed(tags):  # the last used first, as backward runs
         site.before_backward(tag)

@@ -7,18 +7,24 @@ its own forward, with the tensor to compute with.
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from internsp.errors import StructureError
-from internsp.layers.access import guard, sites, whole
+from internsp.layers.access import guard_sites, sites, whole
 from internsp.layers.linear import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.norm import ParallelLayerNorm, ParallelRMSNorm
+from internsp.wp.communicator import tensors
 
 _IN_USE = "_weights_in_use"
 _OURS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: ParallelLinearWithCommExt,
+    nn.Embedding: ParallelEmbeddingWithCommExt,
     nn.LayerNorm: ParallelLayerNorm,
     nn.RMSNorm: ParallelRMSNorm,
 }
@@ -30,22 +36,22 @@ def adopt(name: str, module: nn.Module) -> None:
     Raises:
         StructureError: for options that a cut weight cannot honour.
     """
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    ):
         raise StructureError(
-            f"embedding {name}: max_norm and sparse gradients change or bypass the cut table; "
-            "build it without them"
+            f"embedding {name}: max_norm, sparse gradients and scale_grad_by_freq need the whole "
+            "table or the whole batch in one place; build it without them"
         )
     if getattr(type(module), "takes_whole", False):
         return
     if type(module) in _OURS:
         module.__class__ = _OURS[type(module)]
-    elif type(module) is nn.Embedding and not module.scale_grad_by_freq:
-        module.__class__ = ParallelEmbeddingWithCommExt
     else:
-        _subclass(module)
+        _subclass(name, module)
 
 
-def _subclass(module: nn.Module) -> None:
+def _subclass(full_name: str, module: nn.Module) -> None:
     names = [n for n, p in module._parameters.items() if p is not None]
     if not names or _IN_USE in module.__dict__:
         return
@@ -54,7 +60,7 @@ def _subclass(module: nn.Module) -> None:
     module.__class__ = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
     module.__dict__[_IN_USE] = None
     module.register_forward_pre_hook(_begin, prepend=True)
-    module.register_forward_hook(_end, always_call=True)
+    module.register_forward_hook(partial(_end, full_name), always_call=True)
 
 
 def _attribute(name: str) -> property:
@@ -76,13 +82,16 @@ def _begin(module: nn.Module, args: Any) -> None:
     module.__dict__[_IN_USE] = {}
 
 
-def _end(module: nn.Module, args: Any, output: Any) -> None:
+def _end(name: str, module: nn.Module, args: Any, output: Any) -> None:
     in_use, module.__dict__[_IN_USE] = module.__dict__[_IN_USE], None
-    if not in_use:
-        return
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if isinstance(first, Tensor):
-        guard(module, first)
-    else:  # a failed forward, or an output without tensors: the use still ends here
-        for site in sites(module).values():
-            site.release()
+    taken = [n for n in in_use or () if isinstance(module._parameters[n], DTensor)]
+    used = [sites(module)[n] for n in taken]
+    guard_sites(used, output)  # of a forward that failed, too: the use ends here
+    if torch.is_grad_enabled() and any(site.guarded for site in used):
+        failed = output is None and sys.exc_info()[1] is not None
+        if not failed and not any(True for _ in tensors(output)):
+            raise StructureError(
+                f"{name} returns a {type(output).__name__}, in which no tensor can be found, so "
+                "that its weights could not be kept for its backward: return tensors, or tuples, "
+                "lists, mappings or dataclasses of them"
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from internsp.layers.access import guard_sites, sites, whole
 
@@ -35,8 +35,7 @@ def compile_block(block: nn.Module, **options: Any) -> None:
         finally:
             for module, name, parameter in kept:
                 module._parameters[name] = parameter
-        first = output if isinstance(output, Tensor) else next(iter(output))
-        guard_sites(every_site, first)
+        guard_sites(every_site, output)
         return output
 
     block.forward = forward  # type: ignore[method-assign]

@@ -65,6 +65,7 @@ class GroupedLinearWithCommExt(nn.Module):
 
     takes_whole = True
     shard_dim = 0
+    autocasts = True  # its products are what torch.autocast lowers
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class ParallelEmbeddingWithCommExt(nn.Embedding):
     shard_dim = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        """int64 ``[...]`` -> ``[..., hidden]``. Its backward needs no table, so none is gathered."""
+        """int64 ``[...]`` -> ``[..., hidden]``. Its backward needs no table and gathers none."""
         output = F.embedding(input, whole(self, "weight"), self.padding_idx)
         # No guard: only the forward reads the table. The use in forward still ends here.
         for site in sites(self).values():

@@ -41,7 +41,8 @@ class Assignment:
         unit: name of its unit, or ``None``: small, replicated.
         block: index of its block, -1 outside the blocks.
         dim: the dimension that is cut.
-        autocasts: whether autocast decides its compute dtype (a linear layer's weight).
+        autocasts: whether autocast decides its compute dtype (a linear layer's weight, or that of
+            a module with the attribute ``autocasts``).
     """
 
     parameter: nn.Parameter
@@ -104,8 +105,8 @@ def _assign(
     if isinstance(first.module, nn.Embedding):
         dim = EMBEDDING_CUTS[config.embedding_cut]
     unit = structure.blocks[block].name if block >= 0 else first.module_name
-    linear = isinstance(first.module, nn.Linear)
-    return Assignment(parameter, owners, unit, block, dim, linear)
+    autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
+    return Assignment(parameter, owners, unit, block, dim, autocasts)
 
 
 def _block_of(module_name: str, structure: Structure) -> int:

@@ -9,7 +9,7 @@ the synchronous form issue the same messages in the same order; only the wait di
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,28 @@ class Counters:
         self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
 
 
+@dataclass
+class Ledger:
+    """What all collectives of a model's weights and gradients have in common.
+
+    Attributes:
+        launched: how many, ever: ranks that failed after as many are at the same point (WP-10).
+        failure: the message of the first that failed; afterwards the groups are lost.
+    """
+
+    launched: int = 0
+    failure: str = ""
+
+    def failed(self, what: str, error: RuntimeError) -> CollectiveError:
+        """Note a failure and make the error to raise."""
+        message = (
+            f"a collective for {what} failed on rank {dist.get_rank()}: {error}. Another rank has "
+            "stopped or taken another path; its log has the cause"
+        )
+        self.failure = self.failure or message
+        return CollectiveError(message)
+
+
 @dataclass(slots=True)
 class Handle:
     """A collective in flight. ``wait`` is idempotent; on a device it orders streams only."""
@@ -58,10 +80,16 @@ class Collectives:
         overlap: when false every launch waits at once: the synchronous oracle (WP-12).
         trace: where ``AG``, ``RS`` and ``WAIT`` events go.
         counters: shared by the communicators of a model.
+        ledger: shared with the model's other groups; a new one by default.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, overlap: bool, trace: Trace, counters: Counters
+        self,
+        group: dist.ProcessGroup,
+        overlap: bool,
+        trace: Trace,
+        counters: Counters,
+        ledger: Ledger | None = None,
     ) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
@@ -69,6 +97,7 @@ class Collectives:
         self.overlap = overlap
         self.trace = trace
         self.counters = counters
+        self.ledger = ledger or Ledger()
         # torch.distributed's functions check for every tensor what our layouts have settled, and
         # at a block's twenty-odd collectives that shows: call the group's own methods.
         self._gather = getattr(group, "all_gather_single", group._allgather_base)
@@ -85,6 +114,7 @@ class Collectives:
         nbytes = (self.size - 1) * shard.numel() * shard.element_size()
         self.counters.gathered_bytes += nbytes
         self.counters.gathers += 1
+        self.ledger.launched += 1
         event = self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)
         if self.size == 1:
             output.copy_(shard)
@@ -102,6 +132,7 @@ class Collectives:
         nbytes = (self.size - 1) * (pieces.numel() // self.size) * pieces.element_size()
         self.counters.reduced_bytes += nbytes
         self.counters.reductions += 1
+        self.ledger.launched += 1
         event = self.trace.record("RS", unit, weight, phase, nbytes, in_flight=True)
         if self.size == 1:
             self.trace.finish(event)
@@ -122,10 +153,7 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            raise CollectiveError(
-                f"a collective for {weight or unit} ({phase}) failed on rank {dist.get_rank()}: "
-                f"{error}. Another rank has stopped or taken another path; its log has the cause"
-            ) from error
+            raise self.ledger.failed(f"{weight or unit} ({phase})", error) from error
         end = time.perf_counter()
         self.trace.exposed_seconds += end - start
         self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
@@ -197,19 +225,47 @@ def _stamp(work: dist.Work, trace: Trace, event: int) -> None:
     future.add_done_callback(lambda _: trace.finish(event))
 
 
-def all_meet(store: dist.Store, key: str, rank: int, ranks: list[int], seconds: float) -> bool:
-    """Whether all ``ranks`` post ``key`` within ``seconds``: agreement without a collective.
+def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> None:
+    """Wait for ``works`` in turn.
 
-    Used after an exception, when no collective may be trusted (WP-10).
+    Raises:
+        CollectiveError: when one failed.
     """
-    store.set(f"{key}/{rank}", "1")
+    try:
+        for work in works:
+            if work is not None:
+                work.wait()
+    except RuntimeError as error:
+        raise ledger.failed(what, error) from error
+
+
+def all_meet(
+    store: dist.Store, key: str, place: int | None, rank: int, ranks: list[int], seconds: float
+) -> bool:
+    """Whether all ``ranks`` come to the same ``place`` within ``seconds``, by the store alone.
+
+    Used after an exception, when no collective may be trusted (WP-10). All ranks get the same
+    answer, the first that anyone gives: a rank that has given up is not joined later. ``None``
+    gives up at once.
+    """
+    store.set(f"{key}/{rank}", str(place))
+    posted, verdict = [f"{key}/{r}" for r in ranks], f"{key}/verdict"
     deadline = time.monotonic() + seconds
-    missing = [f"{key}/{r}" for r in ranks]
-    while not store.check(missing):
-        if time.monotonic() > deadline:
-            return False
+    while place is not None and not store.check([verdict]):
+        if store.check(posted) or time.monotonic() > deadline:
+            break
         time.sleep(0.01)
-    return True
+    same = place is not None and store.check(posted)
+    same = same and all(store.get(k).decode() == str(place) for k in posted)
+    return bool(store.compare_set(verdict, "", "together" if same else "apart") == b"together")
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End ``group`` now: whoever waits in one of its collectives gets an error."""
+    if dist.get_backend(group) == "nccl":
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
 
 
 def default_store() -> dist.Store:

@@ -7,24 +7,40 @@ transformer blocks differ in which units they own and when they gather them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from internsp.errors import StaleWeightError
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Counters, Handle
 from internsp.wp.pending import PendingGradients
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedWeight, Tag, stale
 
 
 def in_backward() -> bool:
     """Whether an autograd graph task runs on this thread: the phase, from where we are (WP-9)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors(getattr(value, name))
 
 
 class WPCommunicator(ABC):
@@ -44,7 +60,7 @@ class WPCommunicator(ABC):
         """The layer's forward is over."""
 
     @abstractmethod
-    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: int) -> None:
+    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
         """The layer's backward is about to run with the view that carried ``tag``."""
 
     @abstractmethod
@@ -65,7 +81,8 @@ class ChunkState:
     handles: dict[ShardedWeight, Handle] = field(default_factory=dict)
     touched: dict[ShardedWeight, bool] = field(default_factory=dict)
     """Weights with a reduction in this backward, in launch order; whether this rank had a birth."""
-    births_need_callback: bool = False
+    began: Callable[[], None] = lambda: None
+    """Called at each birth: no output of the model may have shown that a backward runs."""
 
 
 class WeightSite:
@@ -77,7 +94,7 @@ class WeightSite:
         self.communicator = communicator
         self.unit = unit
         self.weight = weight
-        self.tag = -1
+        self.tag: Tag = (-1, weight.compute_dtype)
 
     def acquire(self) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
@@ -89,11 +106,11 @@ class WeightSite:
         """See :meth:`WPCommunicator.release_hook`."""
         self.communicator.release_hook(self.unit, self.weight)
 
-    def before_backward(self, tag: int) -> None:
+    def before_backward(self, tag: Tag) -> None:
         """See :meth:`WPCommunicator.backward_hook`."""
         self.communicator.backward_hook(self.unit, self.weight, tag)
 
-    def born(self, gradient: Tensor) -> None:
+    def born(self, gradient: Tensor, tag: Tag) -> None:
         """See :meth:`WPCommunicator.gradient_hook`."""
         self.communicator.gradient_hook(self.unit, self.weight, gradient)
 
@@ -137,25 +154,32 @@ class UnitCommunicator(WPCommunicator):
             self._wait(unit, weight, "settle")
 
     def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
-        phase = RECOMPUTE if in_backward() else FORWARD
-        self._present(unit, weight, phase)
+        """See :meth:`WPCommunicator.weight_hook`."""
+        if weight.autocasts:
+            weight.follow_autocast()
+        self._present(unit, weight, RECOMPUTE if in_backward() else FORWARD)
         return self.view(unit, weight)
 
     def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
+        """See :meth:`WPCommunicator.release_hook`."""
         if not in_backward():
             self.state.trace.record("FREE", unit.name, weight.name, FORWARD)
             self.used(unit)
 
-    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: int) -> None:
-        if weight.tag() != tag:
-            raise StaleWeightError(
-                f"{weight.name} changed on rank {self.state.collectives.rank} of its weight group "
-                "between its use in forward and its backward: its gradient would be computed with "
-                "other values. Take the optimizer step, load_state_dict or edit after backward"
-            )
+    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
+        """See :meth:`WPCommunicator.backward_hook`."""
+        self.restore(weight, tag)
         self._present(unit, weight, BACKWARD)
 
+    def restore(self, weight: ShardedWeight, tag: Tag) -> None:
+        """What the view with ``tag`` showed is to be shown again: check that it can (WP-14)."""
+        version, weight.compute_dtype = tag
+        if version != weight.version():
+            raise stale(weight.name, dist.get_rank())
+
     def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
+        """See :meth:`WPCommunicator.gradient_hook`."""
+        self.state.began()
         self.reduce(unit, weight, gradient)
         self.used(unit)
 
@@ -192,3 +216,37 @@ class UnitCommunicator(WPCommunicator):
         handle = self.state.handles.pop(weight, None)
         if handle is not None:
             self.state.collectives.wait(handle, unit.name, weight.name, phase)
+
+
+class OuterCommunicator(UnitCommunicator):
+    """A unit beside the blocks, which a rank's data may leave idle.
+
+    So that all ranks send the same messages all the same (WP-2), it is gathered at the model's
+    entry, used or not, and reduced at the end of backward, with zeros where nothing was born.
+    """
+
+    def __init__(self, state: ChunkState, unit: Unit) -> None:
+        super().__init__(state)
+        self.unit = unit
+        self._born: dict[ShardedWeight, Tensor] = {}
+
+    def prefetch(self) -> None:
+        """Launch the gather, if the slot does not hold the right values already (WP-11)."""
+        self.fetch(self.unit, self.unit.weights, FORWARD)
+
+    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
+        """Keep the gradient until :meth:`flush`."""
+        self.state.began()
+        born = self._born.get(weight)
+        self._born[weight] = gradient if born is None else born + gradient
+        self.used(unit)
+
+    def flush(self) -> None:
+        """Launch the reductions: backward is over."""
+        for weight in self.unit.weights:
+            if weight.requires_grad:
+                self.reduce(self.unit, weight, self._born.pop(weight, None))
+
+    def forget(self) -> None:
+        """After a failure."""
+        self._born.clear()

@@ -7,25 +7,22 @@ called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is dec
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from internsp.errors import CollectiveError, OrderError
+from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import all_meet, all_reduce, default_store
-from internsp.wp.communicator import ChunkState, UnitCommunicator
+from internsp.wp.collect import collect
+from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, in_backward
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.pool import Unit
+from internsp.wp.recovery import Recovery
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, ChunkPlan
-from internsp.wp.shard import ShardedWeight
-
-MEET_SECONDS = 5.0  # how long a rank waits for the others to report the same failure
+from internsp.wp.shard import ShardedWeight, Tag
 
 
 class ISPCommunicator(UnitCommunicator):
@@ -35,7 +32,9 @@ class ISPCommunicator(UnitCommunicator):
         blocks: units in the declared order.
         small: replicated parameters.
         head, embedding: communicators beside this one, or ``None``.
-        others: units of large weights that belong to none of these.
+        others: communicators of large weights that belong to none of these.
+        recovery: what happens after an exception.
+        places: which parameter each module holds under which name.
     """
 
     def __init__(
@@ -55,25 +54,23 @@ class ISPCommunicator(UnitCommunicator):
         self.mean = mean
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
-        self.others: list[UnitCommunicator] = []
+        self.others: list[OuterCommunicator] = []
         self.prefetcher: object | None = None
         self.plan: ChunkPlan | None = None
+        self.places: dict[tuple[nn.Module, str], ShardedWeight | ReplicatedParameter] = {}
         self.collects_itself = True  # false once a ZeroOptimizer drains instead (WP-9)
         self.after_backward: list[Callable[[], None]] = []
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
-        self._next = 0
+        self.recovery = Recovery(mesh, state.collectives.ledger)
+        state.began = small.began = self._ensure_callback
+        self._next = 0  # the block that a forward must run next
         self._forward_open = False
         self._backward_task = -1
-        self._recomputed: set[Unit] = set()  # in this backward
-        self._open: list[Unit] = []  # units whose backward has begun, in that order
-        self._held: dict[Unit, dict[ShardedWeight, Tensor]] = {}
-        self._waiting: dict[Unit, list[ShardedWeight]] = {}
-        self._broken: str | None = None
-        self._failures = 0
-        self.cause = ""
-        name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
-        dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
-        self._name = name[0]
+        self._nested = False  # that task may be an inner one
+        self._open: Unit | None = None  # the block whose backward runs
+        self._waiting: list[ShardedWeight] = []  # its weights whose reductions are to come
+        self._held: dict[ShardedWeight, Tensor] = {}  # births before their turn
+        self._recomputed = False  # whether it has recomputed in this backward
 
     # forward
 
@@ -82,47 +79,47 @@ class ISPCommunicator(UnitCommunicator):
         self.recover()
         self._forward_open = True
         self._next = 0
-        self._autocast()
-        if self.embedding is not None:
-            self.embedding.prefetch()
+        self.state.pool.release_all()  # what was prefetched for blocks that never came
+        for unit in self._outer():
+            unit.prefetch()
         if self.blocks:
             self._fetch_first(self.blocks[0], FORWARD)
 
     def recover(self) -> None:
         """No effect unless a pass has failed: then rest, or raise the first cause (WP-10)."""
-        if self._broken:
-            raise CollectiveError(self._broken)
-        if self._forward_open or self._backward_task >= 0:
-            self._recover()
+        self.recovery.check()
+        failed = bool(self.state.collectives.ledger.failure)
+        if failed or self._forward_open or self._backward_task >= 0:
+            self.recovery.agree()
+            self.rest()
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        self._forward_open = False
         if self.strict_order and self.blocks and self._next != len(self.blocks):
-            raise OrderError(
+            raise OrderError(  # the forward stays open: all ranks recover together
                 f"only {self._next} of {len(self.blocks)} blocks ran in this forward on rank "
                 f"{self.mesh.rank}: the next in order was {self.blocks[self._next].name}. "
                 "Set weight_parallel.unexpected_order = 'gather' for models that skip blocks"
             )
+        self._forward_open = False
 
     def enter_block(self, unit: Unit) -> None:
         """A block's forward or recompute begins."""
-        if in_recompute := self._recomputing():
+        if in_backward():
             self.enter_backward(unit)
+            self._fetch_first(unit, RECOMPUTE)
         else:
             self._check_order(unit)
-        self._fetch_first(unit, RECOMPUTE if in_recompute else FORWARD)
+            self._fetch_first(unit, FORWARD)
 
     def leave_block(self, unit: Unit) -> None:
         """A block's forward is over: its slot may be overwritten. Not called in recompute."""
+        self._complete(unit, FORWARD)
         self.state.pool.slots[unit.slot].release(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
         """The trigger inside a block fires: gather what comes next."""
-        if self._recomputing():
-            self._ahead(unit.block, RECOMPUTE)
-        else:
-            self._ahead(unit.block, FORWARD)
+        self._ahead(unit.block, RECOMPUTE if in_backward() else FORWARD)
 
     # backward
 
@@ -134,130 +131,136 @@ class ISPCommunicator(UnitCommunicator):
         task = torch._C._current_graph_task_id()
         if task == self._backward_task:
             return
-        if self._broken:
-            raise CollectiveError(self._broken)
-        if self._backward_task >= 0 and not self._nested:
-            self._recover()  # the backward before this one never ended
+        self.recovery.check()
+        if self._backward_task >= 0 and not self._nested:  # the one before this never ended
+            self.recovery.agree()
+            self.rest()
         self._backward_task = task
         self._nested = False
+        self.state.pool.release_all()  # what forward prefetched for blocks that never came
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-
-    _nested = False
 
     def expect_last_block(self) -> None:
         """Backward enters at the model's output: the last block comes first (usually there)."""
-        if self.blocks and not self.state.policy.per_module and not self._open:
+        if self.blocks and not self.state.policy.per_module and self._open is None:
             self._fetch_first(self.blocks[-1], BACKWARD)
 
     def enter_backward(self, unit: Unit) -> None:
         """The gradient of a block's output has arrived (or its recompute begins)."""
-        if self._open and self._open[-1] is unit:
+        if self._open is unit:
             return
-        for other in self._open:
-            self._finish(other)
-        self._open = [unit]
-        self._waiting[unit] = [w for w in reversed(unit.weights) if w.requires_grad]
-        self._held[unit] = {}
+        self._close()
+        # Which block comes next is the graph's to say: a prefetch for another gives way.
+        self.state.pool.release_all()
+        self._open = unit
+        self._waiting = [w for w in reversed(unit.weights) if w.requires_grad]
         self._fetch_first(unit, BACKWARD)
         if not unit.recomputed:
             self._ahead(unit.block, BACKWARD)
+        elif not unit.anchored:
+            self._ahead(unit.block, RECOMPUTE)
 
-    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: int) -> None:
+    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
         """A recomputed block waits in its recompute, and only there: one gather serves both.
 
         torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
         waiting here would hold the recompute's first layer up for the whole block.
         """
-        if not unit.recomputed or weight.tag() != tag:
-            super().backward_hook(unit, weight, tag)
-        elif unit in self._recomputed and not weight.resident:
-            if self.state.pool.slots[unit.slot].tags.get(weight) != weight.tag():
-                super().backward_hook(unit, weight, weight.tag())
+        self.restore(weight, tag)
+        if not unit.recomputed:
+            self._present(unit, weight, BACKWARD)
+        elif self._recomputed and unit is self._open and not weight.resident:
+            if self.state.pool.slots[unit.slot].tags.get(weight) != tag:
+                self._present(unit, weight, BACKWARD)
 
     def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
-        if unit.recomputed and self._recomputing():
-            self._recomputed.add(unit)
+        if unit is self._open and unit.recomputed and in_backward():
+            self._recomputed = True
         return super().weight_hook(unit, weight)
 
     def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
         """Launch reductions in the declared order: a birth waits for those before it (WP-2)."""
         self._ensure_callback()
-        waiting = self._waiting.get(unit)
-        if waiting is None or weight not in waiting:
+        if unit is not self._open or weight not in self._waiting:
             self.reduce(unit, weight, gradient)
             return
-        held = self._held[unit]
+        held = self._held
         held[weight] = gradient if weight not in held else held[weight] + gradient
-        while waiting and waiting[0] in held:
-            first = waiting.pop(0)
+        while self._waiting and self._waiting[0] in held:
+            first = self._waiting.pop(0)
             self.reduce(unit, first, held.pop(first))
 
     def used(self, unit: Unit) -> None:
-        """Blocks give their slot back as a whole, in ``leave_block`` or ``_finish``."""
+        """Blocks give their slot back as a whole, in ``leave_block`` or ``_close``."""
 
     def end_backward(self) -> None:
         """The outermost backward returns: everything born is launched; drain it (WP-9)."""
-        for unit in self._open:
-            self._finish(unit)
-        self._open.clear()
+        self._close()
+        for outer in self._outer():
+            outer.flush()
         self.state.pool.release_all()
-        self._backward_task = -1
         if self.collects_itself:
-            self.collect()
+            collect(self.state, self.small, self.mesh, self.mean)
+        self._backward_task = -1
         for callback in self.after_backward:
             callback()
 
-    def collect(self) -> None:
-        """Drain all reductions and complete ``.grad`` of every parameter. Blocks."""
-        state = self.state
-        state.pending.drain()
-        weights = list(state.touched)
-        self.small.flag(state.touched)
-        works = [self.small.reduce(self.mesh.stage_group, state.counters)]
-        works += [
-            all_reduce(w.partial, self.mesh.replica_group, state.counters)
-            for w in weights
-            if w.partial is not None and self.mesh.replicas > 1
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
-        used_small, used_sharded = self.small.used()
-        ranks = self.mesh.shape.stage_size
-        values = self.small.values()
-        for member, used, value in zip(self.small.members, used_small, values, strict=True):
-            if used and member.requires_grad:
-                _accumulate(member, value.div_(ranks) if self.mean else value)
-        for weight, used in zip(self.small.sharded, used_sharded, strict=True):
-            if used and weight.partial is not None:
-                _accumulate(weight, weight.partial.div_(ranks) if self.mean else weight.partial)
-            weight.partial = None
-        self.small.reset()
-        state.touched.clear()
+    # at rest
 
     def invalidate(self) -> None:
         """Weights were written behind autograd's back (`.data`): gather them anew (WP-11)."""
-        for weight in self.small.sharded:
-            weight.invalidate()
+        for member in self.small.everyone():
+            member.invalidate()
 
     def publish(self) -> None:
         """Wait until every shard is what the optimizer made of it (WP-3)."""
-        for member in (*self.small.members, *self.small.sharded):
+        for member in self.small.everyone():
             if member.ready is not None:
                 ready, member.ready = member.ready, None
                 ready.wait()
 
+    def rest(self) -> None:
+        """Let everything in flight arrive and forget it: no lease, no partial gradient."""
+        for weight, handle in list(self.state.handles.items()):
+            self.state.collectives.wait(handle, "", weight.name, "settle")
+        self.state.handles.clear()
+        self.state.pending.discard()
+        self.state.pool.forget()
+        self.state.touched.clear()
+        for weight in self.small.sharded:
+            weight.partial = None
+        self.small.reset()
+        for outer in self._outer():
+            outer.forget()
+        self._forward_open, self._backward_task, self._nested = False, -1, False
+        self._open, self._waiting, self._held, self._recomputed = None, [], {}, False
+        for callback in self.after_rest:
+            callback()
+
     # inside
 
-    def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+    def _outer(self) -> list[OuterCommunicator]:
+        return [*([self.embedding] if self.embedding is not None else []), *self.others]
+
+    def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+        """With prefetch per module, a weight that this rank left idle is gathered first (WP-2)."""
         policy = self.state.policy
-        if not policy.per_module:
-            return
-        order = policy.order(unit.weights, phase, unit.recomputed)
-        step = policy.follow(
-            order.index(weight), len(order), unit.block, phase, unit.recomputed
-        )
+        if policy.per_module and not (phase == BACKWARD and unit.recomputed):
+            order = policy.order(unit.weights, phase, unit.recomputed)
+            self.fetch(unit, order[: order.index(weight) + 1], phase)
+        super()._present(unit, weight, phase)
+
+    def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+        """With prefetch per module: launch what comes after ``weight``."""
+        if self.state.policy.per_module:
+            order = self.state.policy.order(unit.weights, phase, unit.recomputed)
+            self._follow(unit, order, order.index(weight), phase)
+
+    def _follow(
+        self, unit: Unit, order: list[ShardedWeight], position: int, phase: str
+    ) -> None:
+        step = self.state.policy.follow(position, len(order), unit.block, phase, unit.recomputed)
         if step is None:
             return
         kind, index = step
@@ -268,6 +271,14 @@ class ISPCommunicator(UnitCommunicator):
                 self.head.prefetch()
         elif self._may_lease(self.blocks[index]):
             self._fetch_first(self.blocks[index], FORWARD if phase == FORWARD else BACKWARD)
+
+    def _complete(self, unit: Unit, phase: str) -> None:
+        """With prefetch per module: what the weights that stayed idle at the end kept back."""
+        policy = self.state.policy
+        if policy.per_module:
+            order = policy.order(unit.weights, phase, unit.recomputed)
+            self.fetch(unit, order, phase)
+            self._follow(unit, order, len(order) - 1, phase)
 
     def _fetch_first(self, unit: Unit, phase: str) -> None:
         """At a unit's entry: all of it, or its first weight with prefetch per module."""
@@ -289,10 +300,9 @@ class ISPCommunicator(UnitCommunicator):
         holder = self.state.pool.slots[unit.slot].holder
         return self.strict_order or holder is None or holder is unit
 
-    def _recomputing(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
-
     def _check_order(self, unit: Unit) -> None:
+        if not self._forward_open and self._next == len(self.blocks):
+            self._next = 0  # blocks run by themselves, without the model's forward
         if self.strict_order and unit.block != self._next:
             expected = self.blocks[self._next].name if self._next < len(self.blocks) else "the end"
             raise OrderError(
@@ -306,12 +316,14 @@ class ISPCommunicator(UnitCommunicator):
                 slot.release(slot.holder)  # a prefetch for a block that did not come next
         self._next = unit.block + 1
 
-    def _finish(self, unit: Unit) -> None:
-        """A unit's backward is over: weights without a gradient take their place with zeros."""
-        waiting, held = self._waiting.pop(unit, []), self._held.pop(unit, {})
-        self._recomputed.discard(unit)
-        trained = [w for w in unit.weights if w.requires_grad]
-        if len(waiting) < len(trained) or held:
+    def _close(self) -> None:
+        """The open block's backward is over: weights without a gradient take their place."""
+        unit, waiting, held = self._open, self._waiting, self._held
+        self._open, self._waiting, self._held, self._recomputed = None, [], {}, False
+        if unit is None:
+            return
+        self._complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
+        if held or len(waiting) < sum(w.requires_grad for w in unit.weights):
             for weight in waiting:
                 self.reduce(unit, weight, held.get(weight))
         self.state.pool.slots[unit.slot].release(unit)
@@ -325,56 +337,3 @@ class ISPCommunicator(UnitCommunicator):
             self._backward_task = torch._C._current_graph_task_id()
             self._nested = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-
-    def _autocast(self) -> None:
-        """Under autocast a linear layer's weight travels in autocast's dtype (WP-1)."""
-        device = self.mesh.device.type
-        active = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if active else None
-        for weight in self.small.sharded:
-            if weight.autocasts and weight.base_compute_dtype == torch.float32:
-                weight.compute_dtype = dtype or weight.base_compute_dtype
-
-    def _recover(self) -> None:
-        """After an exception: rest, if all ranks met it; else abort the groups (WP-10)."""
-        self._failures += 1
-        ranks = self.mesh.shape.ranks("stage")[self.mesh.pipeline_rank]
-        key = f"internsp/{self._name}/failed/{self._failures}"
-        cause = self.cause or "a backward pass that did not end"
-        if not all_meet(default_store(), key, self.mesh.rank, ranks, MEET_SECONDS):
-            self._broken = (
-                f"rank {self.mesh.rank} failed alone ({cause}); its groups are aborted because the "
-                "other ranks cannot be in the same place. Restart the job from a checkpoint"
-            )
-            for group in (self.mesh.weight_group, self.mesh.replica_group, self.mesh.sequence_group):
-                dist.destroy_process_group(group)
-            raise CollectiveError(self._broken)
-        self.rest()
-
-    def rest(self) -> None:
-        """Let everything in flight arrive and forget it: no lease, no partial gradient."""
-        for communicator in (self, self.head, self.embedding, *self.others):
-            for unit in getattr(communicator, "blocks", None) or [getattr(communicator, "unit", None)]:
-                if unit is not None:
-                    self.settle(unit)
-        self.state.pending.discard()
-        self.state.pool.forget()
-        self.state.touched.clear()
-        for weight in self.small.sharded:
-            weight.partial = None
-        self.small.reset()
-        self._forward_open, self._backward_task, self._nested = False, -1, False
-        self._open, self._held, self._waiting = [], {}, {}
-        self._recomputed.clear()
-        self.cause = ""
-        for callback in self.after_rest:
-            callback()
-
-
-def _accumulate(member: ShardedWeight | ReplicatedParameter, value: Tensor) -> None:
-    """Add ``value`` (like the parameter's storage) to ``.grad``, which keeps its own dtype."""
-    gradient = member.wrap(value.to(member.dtype))
-    if member.parameter.grad is None:
-        member.parameter.grad = gradient
-    else:
-        member.parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]

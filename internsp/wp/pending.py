@@ -28,7 +28,7 @@ class PendingGradients:
     """A queue of reductions.
 
     Args:
-        collectives: of the weight group (or of a group of its own for gradients).
+        collectives: of the gradient group.
         pool: where received and packed pieces lie.
         limit: units whose whole gradients may be in flight; the oldest unit is drained first.
     """
@@ -79,10 +79,7 @@ class PendingGradients:
         pending.handle.keep = ()
         weight.add_partial(pending.received)
         self._collectives.trace.record("DRAIN", pending.unit.name, weight.name, "drain")
-        if weight.layout.size > 1:
-            self._pool.give(pending.received)
-        if pending.packed is not None:
-            self._pool.give(pending.packed)
+        self._give_back(pending)
 
     def drain(self) -> None:
         """Drain everything, in launch order."""
@@ -95,3 +92,10 @@ class PendingGradients:
             pending = self._queue.popleft()
             self._collectives.wait(pending.handle, pending.unit.name, pending.weight.name, "drain")
             pending.handle.keep = ()
+            self._give_back(pending)
+
+    def _give_back(self, pending: PendingGradient) -> None:
+        if pending.weight.layout.size > 1:
+            self._pool.give(pending.received)
+        if pending.packed is not None:
+            self._pool.give(pending.packed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import PoolError
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedWeight, Tag
 
 ALIGNMENT = 256  # bytes: what allocators and vector loads like
 
@@ -40,6 +40,8 @@ class Unit:
     slot: int = -1
     block: int = -1
     """Index among the chunk's blocks; -1 for units that are not blocks."""
+    anchored: bool = False
+    """Whether a module inside it triggers the gather of the next block; else its entry does."""
     recomputed: bool = False
     """Whether activation checkpointing recomputes it, so that backward gathers in forward order."""
     offsets: dict[ShardedWeight, int] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Slot:
         self.owner: Unit | None = None  # whose weights are in it
         self.holder: Unit | None = None  # who has the lease
         self.purpose = ""
-        self.tags: dict[ShardedWeight, int] = {}
+        self.tags: dict[ShardedWeight, Tag] = {}
         self._buffers: dict[Unit | None, Tensor] = {}
         self._places: dict[tuple[ShardedWeight, torch.dtype], tuple[Tensor, Tensor]] = {}
         if reuse:
@@ -128,7 +130,8 @@ class Slot:
             if self.owner is not None:
                 self._buffers[self.owner].untyped_storage().resize_(0)
             if unit not in self._buffers:
-                self._buffers[unit] = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)
+                new = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)
+                self._buffers[unit] = new
             else:  # saved views alias this storage: grow the same one again
                 self._buffers[unit].untyped_storage().resize_(unit.nbytes)
         self.owner = unit

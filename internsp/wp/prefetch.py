@@ -7,14 +7,15 @@ Nothing here decides what is gathered; every hook says where the model is, and
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from internsp.wp.communicator import in_backward
+from internsp.errors import StructureError
+from internsp.wp.communicator import in_backward, tensors
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.pool import Unit
 
@@ -65,7 +66,7 @@ class Prefetcher:
             return
         error = sys.exc_info()[1]
         if output is None and error is not None:  # a failed forward: begin_forward will recover
-            self.communicator.cause = f"{type(error).__name__} in forward: {error}"
+            self.communicator.recovery.cause = f"{type(error).__name__} in forward: {error}"
             return
         self.communicator.end_forward()
         for tensor in tensors(output):
@@ -83,11 +84,19 @@ class Prefetcher:
         recompute = in_backward()
         if not recompute:
             self.communicator.leave_block(unit)
-        if torch.is_grad_enabled():
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    # An inner graph of a reentrant recompute must not queue the end of backward.
-                    tensor.register_hook(partial(self._gradient_arrives, unit, not recompute))
+        if not torch.is_grad_enabled():
+            return
+        found = list(tensors(output))
+        if not found:
+            raise StructureError(
+                f"block {unit.name} returns a {type(output).__name__}, in which no tensor can be "
+                "found, so that its backward could not be prefetched: return tensors, or tuples, "
+                "lists, mappings or dataclasses of them"
+            )
+        for tensor in found:
+            if tensor.requires_grad:
+                # An inner graph of a reentrant recompute must not queue the end of backward.
+                tensor.register_hook(partial(self._gradient_arrives, unit, not recompute))
 
     def _gradient_arrives(self, unit: Unit, outermost: bool, gradient: Tensor) -> None:
         if outermost:
@@ -96,18 +105,3 @@ class Prefetcher:
 
     def _anchor(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self.communicator.reach_anchor(unit)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors(getattr(value, name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Counters, all_reduce
-from internsp.wp.shard import Ready, ShardedWeight, dtensor_like
+from internsp.wp.shard import Ready, ShardedWeight, dtensor_like, local_of, stale, version_of
 
 
 class ReplicatedParameter:
@@ -30,7 +32,7 @@ class ReplicatedParameter:
         self.dtype = parameter.dtype
         self.shape = parameter.shape
         self.compute_dtype = compute_dtype or parameter.dtype
-        self.requires_grad = parameter.requires_grad
+        self._generation = 0
         self.ready: Ready | None = None
         local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
@@ -56,12 +58,24 @@ class ReplicatedParameter:
         """A tensor like ``storage``, as the parameter sees it."""
         return storage
 
-    def tag(self) -> int:
-        """Small parameters are never gathered: nothing can be stale."""
-        return 0
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, now: a user may freeze and thaw it."""
+        return self.parameter.requires_grad
+
+    def version(self) -> int:
+        """A number that changes whenever the values may have (see ``shard.version_of``)."""
+        return version_of(self.parameter) + self._generation
 
     def invalidate(self) -> None:
-        """Nothing is kept of a small parameter."""
+        """The values were written behind autograd's back."""
+        self._generation += 1
+
+    def take(self, values: Tensor) -> None:
+        """Copy values, plain or a ``DTensor`` placed alike; raises ``LayoutError``."""
+        local = local_of(self.name, values, self.parameter)
+        with torch.no_grad():
+            self.storage.copy_(values.detach() if local is None else local)
 
     def current(self) -> Tensor:
         """The values to compute with, published (WP-3)."""
@@ -76,16 +90,19 @@ class ReplicatedParameter:
 class ReplicatedSite:
     """One module's use of one small parameter (:class:`internsp.layers.access.Site`)."""
 
-    guarded = False  # nothing overwrites it between forward and backward
+    guarded = False  # nothing overwrites it but a user, whom the birth of its gradient catches
 
     def __init__(self, small: SmallParameters, index: int) -> None:
         self._small = small
         self._index = index
-        self.tag = 0
+        self._member = small.members[index]
+        self.tag = -1
 
     def acquire(self) -> Tensor:
         """The local replica, in the compute dtype."""
-        return self._small.members[self._index].current()
+        tensor = self._member.current()
+        self.tag = self._member.version()
+        return tensor
 
     def release(self) -> None:
         """Nothing to give back."""
@@ -93,8 +110,11 @@ class ReplicatedSite:
     def before_backward(self, tag: int) -> None:
         """Nothing to gather."""
 
-    def born(self, gradient: Tensor) -> None:
+    def born(self, gradient: Tensor, tag: int) -> None:
         """Add this rank's part to the flat sum."""
+        if tag != self._member.version():
+            raise stale(self._member.name, self._small.rank)
+        self._small.began()
         self._small.add(self._index, gradient)
 
 
@@ -108,6 +128,8 @@ class SmallParameters:
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedWeight]) -> None:
         self._mesh = mesh
+        self.rank = mesh.rank
+        self.began: Callable[[], None] = lambda: None  # called at each birth
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
@@ -115,6 +137,10 @@ class SmallParameters:
         self.numel = 0
         self._values: list[Tensor] = []  # views of the flat sum
         self._births: set[int] = set()
+
+    def everyone(self) -> list[ReplicatedParameter | ShardedWeight]:
+        """All parameters of the chunk, small and sharded."""
+        return [*self.members, *self.sharded]
 
     def append(self, member: ReplicatedParameter) -> ReplicatedSite:
         """Take in a parameter; the flat gradient is made at the first birth."""

@@ -151,6 +151,11 @@ class ChunkPlan:
     pending_units: int
     others: tuple[UnitPlan, ...] = ()
 
+    @property
+    def outer(self) -> tuple[UnitPlan, ...]:
+        """Gathered at the model's entry and reduced at the end of backward."""
+        return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
+
     def slots(self) -> list[int]:
         """Bytes of each slot: the pool's exact size (WP-1)."""
         largest = max((u.slot_bytes for u in self.blocks), default=0)
@@ -229,8 +234,8 @@ class _Simulator:
 
     def forward(self) -> None:
         plan = self.plan
-        if plan.embedding is not None:
-            self.fetch(plan.embedding, FORWARD)
+        for outer in plan.outer:
+            self.fetch(outer, FORWARD)
         if plan.blocks:
             self.enter(plan.blocks[0], FORWARD)
         if plan.embedding is not None:
@@ -247,8 +252,8 @@ class _Simulator:
 
     def enter(self, unit: UnitPlan, phase: str) -> None:
         if self.plan.policy.per_module:
-            first = self.plan.policy.order(unit.weights, phase, unit.recomputed)[0]
-            self.fetch(unit, phase, first)
+            for first in self.plan.policy.order(unit.weights, phase, unit.recomputed)[:1]:
+                self.fetch(unit, phase, first)
         else:
             self.fetch(unit, phase)
 
@@ -296,9 +301,9 @@ class _Simulator:
                 if not unit.recomputed:  # else the recompute has waited for it
                     self.use(unit, weight, BACKWARD)
                 self.born(unit, weight)
-        if plan.embedding is not None:
-            for weight in plan.embedding.weights:
-                self.born(plan.embedding, weight)
+        for outer in plan.outer:
+            for weight in outer.weights:
+                self.born(outer, weight)
 
 
 def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> Schedule:

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from internsp.errors import LayoutError
+from internsp.errors import LayoutError, StaleWeightError
 from internsp.mesh import ParallelMesh
+
+Tag = tuple[int, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,9 @@ class ShardedWeight:
         self.dtype = parameter.dtype
         self.compute_dtype = compute_dtype or parameter.dtype
         self.base_compute_dtype = self.compute_dtype
-        self.autocasts = autocasts
-        self.requires_grad = parameter.requires_grad
+        # A weight that is whole at rest is autocast by torch itself, as on one process.
+        self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
+        self._device = mesh.device.type
         self.partial: Tensor | None = None
         self.ready: Ready | None = None
         self._generation = 0
@@ -151,7 +154,7 @@ class ShardedWeight:
             shape=torch.Size(layout.shape),
             stride=_strides(layout.shape),
         )
-        self.parameter = nn.Parameter(whole, requires_grad=self.requires_grad)
+        self.parameter = nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
@@ -169,17 +172,29 @@ class ShardedWeight:
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
 
-    def tag(self) -> int:
-        """A number that changes whenever the shard's values may have (WP-11).
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, now: a user may freeze and thaw it."""
+        return self.parameter.requires_grad
 
-        Operations on the ``DTensor`` raise its own version counter, operations on its local
-        tensor that one's; what raises neither (fused optimizers, ``.data``) bumps ``invalidate``.
+    def version(self) -> int:
+        """A number that changes whenever the shard's values may have (see :func:`version_of`)."""
+        return version_of(self.parameter) + self._generation
+
+    def tag(self) -> Tag:
+        """What a slot with this weight holds: the same values in two dtypes differ (WP-11)."""
+        return self.version(), self.compute_dtype
+
+    def follow_autocast(self) -> None:
+        """Before a use: under autocast a linear layer's weight travels in its dtype (WP-1).
+
+        Decided where the weight is used, because autocast may surround a part of the model only;
+        what is gathered ahead takes the dtype of the last use.
         """
-        parameter = self.parameter
-        local = parameter._local_tensor  # type: ignore[attr-defined]
-        version = parameter._version + local._version + self._generation
-        # Two dtypes of the same values are different contents of a slot.
-        return 2 * version + (self.compute_dtype != self.base_compute_dtype)
+        active = torch.is_autocast_enabled(self._device)
+        self.compute_dtype = (
+            torch.get_autocast_dtype(self._device) if active else self.base_compute_dtype
+        )
 
     def invalidate(self) -> None:
         """The shard was written behind autograd's back."""
@@ -197,11 +212,23 @@ class ShardedWeight:
             ready.wait()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
         if local.data_ptr() != self.storage.data_ptr() and local.numel():
-            # Somebody gave the parameter new storage (`.data =`, `load_state_dict(assign=True)`).
+            # Somebody gave the parameter's local tensor other storage (`.data =`).
             self.local(self.storage).copy_(local)
         if self.dtype != self.compute_dtype:
             return self._flat.to(self.compute_dtype)
         return self._flat
+
+    def take(self, values: Tensor) -> None:
+        """Copy values, whole or a ``DTensor`` placed alike, into the shard.
+
+        Raises:
+            LayoutError: they have another shape or placement.
+        """
+        local = local_of(self.name, values, self.parameter)
+        if local is None:
+            local = self.layout.cut(values.detach(), self.rank).movedim(0, self.layout.dim)
+        with torch.no_grad():
+            self.local(self.storage).copy_(local)
 
     @property
     def slot_nbytes(self) -> int:
@@ -213,6 +240,37 @@ class ShardedWeight:
         wide = torch.promote_types(received.dtype, torch.float32)
         total = received.view(self.layout.size, *self.layout.shard_shape).sum(0, dtype=wide)
         self.partial = total if self.partial is None else self.partial.add_(total)
+
+
+def version_of(parameter: nn.Parameter) -> int:
+    """Counts the writes to a ``DTensor`` parameter that autograd knows of.
+
+    Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
+    that one's. What raises neither (``foreach`` and fused operations, ``.data``) must be told to
+    the parameter's owner by ``invalidate``.
+    """
+    return parameter._version + parameter._local_tensor._version  # type: ignore[attr-defined]
+
+
+def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """The local part of ``values``, or ``None`` when they are whole and plain.
+
+    Raises:
+        LayoutError: they do not fit ``parameter``.
+    """
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if values.shape != parameter.shape:
+        raise LayoutError(
+            f"{name} has shape {list(parameter.shape)}, the given values {list(values.shape)}"
+        )
+    if not isinstance(values, DTensor):
+        return None
+    if values.placements != placements:
+        raise LayoutError(
+            f"{name} is placed {placements}, the given values {values.placements}: redistribute "
+            "them first"
+        )
+    return values._local_tensor
 
 
 def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
@@ -228,6 +286,15 @@ def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
             local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def stale(name: str, rank: int) -> StaleWeightError:
+    """The error for values that changed between their use in forward and its backward (WP-14)."""
+    return StaleWeightError(
+        f"{name} changed on rank {rank} between its use in forward and its backward: its gradient "
+        "would be computed with other values. Take the optimizer step, load_state_dict or edit "
+        "after backward"
+    )
 
 
 class Ready:

@@ -1,0 +1,45 @@
+"""The end of a plain loop's backward: every ``.grad`` complete, on every rank (WP-5, WP-9)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from internsp.mesh import ParallelMesh
+from internsp.wp.collectives import all_reduce, wait_all
+from internsp.wp.communicator import ChunkState
+from internsp.wp.replicated import ReplicatedParameter, SmallParameters
+from internsp.wp.shard import ShardedWeight
+
+
+def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean: bool) -> None:
+    """Drain all reductions and complete ``.grad`` of every parameter. Collective; blocks."""
+    state.pending.drain()
+    weights = list(state.touched)
+    small.flag(state.touched)
+    works = [small.reduce(mesh.stage_group, state.counters)]
+    works += [
+        all_reduce(w.partial, mesh.replica_group, state.counters)
+        for w in weights
+        if w.partial is not None and mesh.replicas > 1
+    ]
+    wait_all(works, state.collectives.ledger, "gradients of replicas")
+    used_small, used_sharded = small.used()
+    ranks = mesh.shape.stage_size
+    for member, used, value in zip(small.members, used_small, small.values(), strict=True):
+        if used and member.requires_grad:
+            _accumulate(member, value.div_(ranks) if mean else value)
+    for weight, used in zip(small.sharded, used_sharded, strict=True):
+        if used and weight.partial is not None:
+            _accumulate(weight, weight.partial.div_(ranks) if mean else weight.partial)
+        weight.partial = None
+    small.reset()
+    state.touched.clear()
+
+
+def _accumulate(member: ShardedWeight | ReplicatedParameter, value: Tensor) -> None:
+    """Add ``value`` (like the parameter's storage) to ``.grad``, which keeps its own dtype."""
+    gradient = member.wrap(value.to(member.dtype))
+    if member.parameter.grad is None:
+        member.parameter.grad = gradient
+    else:
+        member.parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]

@@ -1,0 +1,68 @@
+"""After an exception: together back to rest, or apart for good (WP-10)."""
+
+from __future__ import annotations
+
+import uuid
+
+import torch.distributed as dist
+
+from internsp.errors import CollectiveError
+from internsp.mesh import ParallelMesh
+from internsp.wp.collectives import Ledger, abort, all_meet, default_store
+
+
+class Recovery:
+    """What the ranks of a stage do about a pass that did not end. Made by all of them together.
+
+    Attributes:
+        cause: what the failed pass raised, as far as it is known.
+    """
+
+    def __init__(self, mesh: ParallelMesh, ledger: Ledger) -> None:
+        self.cause = ""
+        self._mesh = mesh
+        self._ledger = ledger
+        self._failures = 0
+        self._broken = ""
+        name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
+        dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
+        self._name = name[0]
+
+    def check(self) -> None:
+        """Raise the first cause again, if the groups are lost."""
+        if self._broken:
+            raise CollectiveError(self._broken)
+
+    def agree(self) -> None:
+        """Return when every rank has failed at the same point: after as many launches.
+
+        Blocks until all have said so, at most the mesh's timeout.
+
+        Raises:
+            CollectiveError: this rank failed alone, elsewhere, or in a collective. Its groups are
+                aborted, so that no rank waits for it, and :meth:`check` raises from now on.
+        """
+        self._failures += 1
+        mesh = self._mesh
+        together = all_meet(
+            default_store(),
+            f"internsp/{self._name}/failed/{self._failures}",
+            None if self._ledger.failure else self._ledger.launched,
+            mesh.rank,
+            mesh.shape.ranks("stage")[mesh.pipeline_rank],
+            mesh.timeout_seconds,
+        )
+        if together:
+            self.cause = ""
+            return
+        cause = self.cause or "a backward pass did not end"
+        self._broken = self._ledger.failure or (
+            f"rank {mesh.rank} failed alone ({cause}), or others failed at another point; its "
+            "groups are aborted because the ranks cannot be in the same place. Restart the job "
+            "from a checkpoint"
+        )
+        for group in (
+            mesh.weight_group, mesh.gradient_group, mesh.replica_group, mesh.sequence_group
+        ):  # fmt: skip
+            abort(group)
+        raise CollectiveError(self._broken)

@@ -1,0 +1,163 @@
+"""WP-9: what autograd can be asked for, and what it cannot; checkpointing by the user himself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from internsp.errors import GradientError
+from internsp.mesh import ParallelMesh
+from tests.support.models import Block, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+
+def mesh_of(weight: int = 2) -> ParallelMesh:
+    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+
+
+class FromFeatures(Tiny):
+    """Takes features instead of ids: the first block's input may need no gradient."""
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.head(self.norm(self.blocks(features))).square().sum()
+
+
+def asked(rank: int, world_size: int) -> None:
+    for mesh in (mesh_of(), mesh_of(1)):
+        twin = Twin(Tiny, mesh)
+        ours = twin.ours
+
+        def forward(twin: Twin = twin) -> Tensor:
+            return twin.ours(*twin.batch()[1])
+
+        def next_step(what: str, twin: Twin = twin) -> None:
+            twin.zero_grad()
+            twin.backward()
+            twin.check_gradients(what)
+            twin.zero_grad()
+
+        for name in ("layers.1.q.weight", "layers.3.norm.weight", "embed.weight"):
+            parameter = ours.get_parameter(name)
+            loss = forward()
+            raises(GradientError, partial(torch.autograd.grad, loss, [parameter]), "autograd.grad")
+            next_step(f"after autograd.grad of {name}")
+        loss = forward()
+        raises(GradientError, partial(loss.backward, create_graph=True), "create_graph")
+        next_step("after create_graph")
+        everybody, mine = twin.batch()
+        names = ("layers.1.w1.weight", "layers.1.norm.bias", "head.weight")
+        for model, batch in ((twin.plain, everybody), (ours, mine)):
+            model(*batch).backward(inputs=[model.get_parameter(n) for n in names])
+        twin.check_gradients("backward(inputs=...)")
+        next_step("after backward(inputs=...)")
+        # Of an input, autograd.grad is right, and leaves no weight's gradient behind.
+        features = Twin(FromFeatures, mesh)
+        x = torch.randn(2 * world_size, 3, 6, dtype=torch.float64, requires_grad=True)
+        mine_x = x.detach()[2 * rank : 2 * rank + 2].requires_grad_(True)
+        (wanted,) = torch.autograd.grad(features.plain(x), [x])
+        (found,) = torch.autograd.grad(features.ours(mine_x), [mine_x])
+        close(found, wanted[2 * rank : 2 * rank + 2], "gradient of the input")
+        features.check_gradients("none after autograd.grad of an input")
+        for wants in (False, True):
+            features.plain(x.detach().requires_grad_(wants)).backward()
+            features.ours(mine_x.detach().requires_grad_(wants)).backward()
+            features.check_gradients(f"inputs that need a gradient: {wants}")
+            features.zero_grad()
+
+
+def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_right() -> None:
+    run_ranks(asked, 2)
+
+
+class Wrapped(Tiny):
+    """Checkpoints segments of ``span`` blocks by torch's own function, around the blocks' calls."""
+
+    span, reentrant, early = 1, False, True
+
+    def blocks(self, x: Tensor) -> Tensor:
+        def segment(first: int, x: Tensor) -> Tensor:
+            for layer in self.layers[first : first + self.span]:
+                x = layer(x)
+            return x
+
+        for first in range(0, len(self.layers), self.span):
+            run = partial(segment, first)
+            with set_checkpoint_early_stop(self.early):
+                x = checkpoint(run, x, use_reentrant=self.reentrant)  # type: ignore[assignment]
+        return x
+
+
+class Inside(Block):
+    """Checkpoints half of itself, and a linear layer alone."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(lambda t: self.wo(torch.tanh(self.q(self.norm(t)))), x, use_reentrant=self.reentrant)  # fmt: skip  # noqa: E501
+        x = x + h  # type: ignore[operator]
+        h = torch.nn.functional.gelu(checkpoint(self.w1, x, use_reentrant=self.reentrant))  # type: ignore[arg-type]
+        return x + self.w2(h)
+
+
+class InsideReentrant(Inside):
+    reentrant = True
+
+
+def checkpointed(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for config in ({}, {"granularity": "module"}, {"prefetch_depth": 2, "memory_pool": False}):
+        for span in (1, 2, 3):
+            for reentrant, early in ((False, True), (False, False), (True, True)):
+                twin = Twin(partial(Wrapped, layers=6), mesh, **config)  # type: ignore[arg-type]
+                for model in (twin.plain, twin.ours):
+                    model.span, model.reentrant, model.early = span, reentrant, early
+                for _ in range(2):
+                    twin.backward()
+                    twin.check_gradients(f"{config}, segments of {span}, {reentrant=} {early=}")
+        for block in (Inside, InsideReentrant):
+            twin = Twin(partial(Tiny, block), mesh, **config)  # type: ignore[arg-type]
+            twin.backward()
+            twin.check_gradients(f"{config}, checkpoint in {block.__name__}")
+            assert not any(isinstance(e, nn.Module) for e in twin.trace.events)
+
+
+def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -> None:
+    run_ranks(checkpointed, 2)
+
+
+class Custom:
+    """An output that no hook can look into."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Opaque(Tiny):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        return Custom(super().forward(ids, labels))
+
+
+def opaque(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for trained in ("", "head", "norm", "embed"):
+
+        def make(trained: str = trained) -> nn.Module:
+            model = Opaque()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.startswith(trained))
+            return model
+
+        twin = Twin(make, mesh)
+        for _ in range(2):
+            everybody, mine = twin.batch()
+            twin.plain(*everybody).loss.backward()
+            twin.ours(*mine).loss.backward()
+            twin.check_gradients(f"trained: {trained or 'all'}")
+
+
+def test_backward_ends_with_complete_gradients_where_no_output_could_be_hooked() -> None:
+    run_ranks(opaque, 2)

@@ -1,0 +1,130 @@
+"""WP-10: errors leave order behind, and nobody waits for a collective that will not come."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import CollectiveError
+from internsp.mesh import ParallelMesh
+from tests.support.models import Block, Tiny, Twin, raises
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+TIMEOUT = 4.0
+
+
+class Boom(Exception):
+    """What a user's code raises."""
+
+
+class Failing(Block):
+    """Raises where it is told: before, in the middle or in backward."""
+
+    where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "entry":
+            raise Boom("at entry")
+        x = x + self.wo(torch.tanh(self.q(self.norm(x))))
+        if self.where == "middle":
+            raise Boom("in the middle")
+        y = self.w1(x)
+        if self.where == "backward" and y.requires_grad:
+            y.register_hook(self.fail)
+        return x + self.w2(torch.tanh(y))
+
+    def fail(self, gradient: Tensor) -> None:
+        raise Boom("in backward")
+
+
+def together(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    cases: tuple[tuple[dict[str, Any], Any], ...] = (
+        ({}, None), ({"granularity": "module"}, HALF), ({"memory_pool": False}, REENTRANT),
+        ({"overlap": False, "pending_blocks": 1}, HALF),
+    )  # fmt: skip
+    for config, checkpoint in cases:
+        twin = Twin(partial(Tiny, Failing), mesh, checkpoint, **config)
+        buffers = []
+        for where in ("entry", "middle", "backward", "backward", "backward"):
+            for block in (0, 3):
+                layer: Any = twin.ours.layers[block]  # type: ignore[index]
+                layer.where = where
+                raises(Boom, lambda twin=twin: twin.ours(*twin.batch()[1]).backward())
+                layer.where = ""
+                # Nothing of the failed pass is left, and nothing is missing.
+                twin.backward()
+                twin.check_gradients(f"{config} after {where} of block {block}")
+                twin.zero_grad()
+            pool = twin.communicator.state.pool
+            buffers.append(pool.buffer_allocations if pool.reuse else pool.buffer_nbytes)
+        assert buffers[-1] == buffers[-2], "a failed backward gives its buffers back"
+        # A second backward right after a failed one, with no forward between.
+        everybody, mine = twin.batch()
+        loss = twin.ours(*mine)
+        twin.ours.layers[1].where = "backward"  # type: ignore[index, union-attr, assignment]
+        raises(Boom, twin.ours(*twin.batch()[1]).backward)
+        twin.ours.layers[1].where = ""  # type: ignore[index, union-attr, assignment]
+        twin.plain(*everybody).backward()
+        loss.backward()
+        twin.check_gradients("an older loss after a failed backward")
+        # A failed evaluation.
+        with torch.no_grad():
+            twin.ours.layers[1].where = "middle"  # type: ignore[index, union-attr, assignment]
+            raises(Boom, lambda twin=twin: twin.ours(*twin.batch()[1]))
+        twin.ours.layers[1].where = ""  # type: ignore[index, union-attr, assignment]
+        twin.zero_grad()
+        twin.backward()
+        twin.check_gradients("after a failed evaluation")
+
+
+def test_the_step_after_an_exception_that_all_ranks_met_is_right() -> None:
+    run_ranks(together, 2)
+
+
+def alone(rank: int, world_size: int, where: str, other: str, block: int) -> list[str]:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
+    twin = Twin(partial(Tiny, Failing), mesh)
+    twin.backward()
+    twin.check_gradients("before")
+    layer: Any = twin.ours.layers[block]  # type: ignore[index]
+    layer.where = where if rank == 0 else other
+    start, found = time.monotonic(), []
+    for _ in range(3):  # a loop that catches everything and goes on
+        try:
+            twin.ours(*twin.batch()[1]).backward()
+        except (Boom, CollectiveError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        layer.where = ""
+    took = time.monotonic() - start
+    assert took < 3 * TIMEOUT, f"{took:.1f} s"
+    return found
+
+
+def test_a_failure_of_one_rank_ends_in_clear_errors_on_all_and_no_one_hangs() -> None:
+    for where in ("middle", "backward"):
+        failed, waiting = run_ranks(alone, 2, where, "", 1)
+        assert failed[0].startswith("Boom")
+        assert "rank 0 failed alone" in failed[1], failed
+        assert "Boom" in failed[1] or where == "backward", failed
+        assert failed[2] == failed[1], "the first cause, again"
+        assert len(waiting) == 3, waiting
+        assert "rank 1" in waiting[0], waiting
+        assert "layers." in waiting[0], waiting
+        assert waiting[2] == waiting[1], "the first cause, again"
+
+
+def test_ranks_that_failed_in_different_places_do_not_go_on_together() -> None:
+    results = run_ranks(alone, 2, "entry", "middle", 1)
+    for rank, found in enumerate(results):
+        assert found[0].startswith("Boom"), found
+        assert found[1].startswith("CollectiveError"), found
+        assert f"rank {rank}" in found[1], found
+        assert found[2] == found[1], found

@@ -1,0 +1,295 @@
+"""WP-3, WP-11, WP-14: a slot's contents are used again when they are right, and only then."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import StaleWeightError, StructureError
+from internsp.mesh import ParallelMesh
+from tests.support.models import VOCABULARY, Block, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+FULL = ActivationCheckpointConfig(mode="full")
+
+
+def mesh_of(weight: int = 2) -> ParallelMesh:
+    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+
+
+class Middle(Tiny):
+    """Gives the loss and an auxiliary loss from the middle, and keeps a tensor of a block."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1:
+                auxiliary = self.kept = x
+        logits = self.head(self.norm(x))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
+        return {"loss": loss, "more": [auxiliary.square().sum(), {"last": x}]}
+
+
+class Leaking(Block):
+    """Keeps a tensor from inside the block, as routers keep their logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside = self.q(x)
+        return super().forward(x)
+
+
+def auxiliary(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for config, checkpoint in (
+        ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
+        ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
+    ):  # fmt: skip
+        twin = Twin(partial(Middle, layers=5), mesh, checkpoint, **config)  # type: ignore[arg-type]
+        pairs = ((twin.plain, 0), (twin.ours, 1))
+        for way in ("sum", "only", "apart", "kept", "twice", "after"):
+            batch = twin.batch()
+            for model, which in pairs:
+                out = model(*batch[which])
+                loss, extra = out["loss"], out["more"][0]
+                if way == "sum":
+                    (loss + extra).backward()
+                elif way == "only":
+                    extra.backward()
+                elif way == "apart":
+                    extra.backward(retain_graph=True)
+                    loss.backward()
+                elif way == "kept":
+                    (loss + model.kept.exp().sum()).backward()
+                elif way == "twice":
+                    loss.backward(retain_graph=True)
+                    (2 * loss).backward()
+                else:
+                    (out["more"][1]["last"].sum() + extra).backward()
+            twin.check_gradients(f"{config} {way}")
+            twin.zero_grad()
+    leaking = Twin(partial(Tiny, Leaking), mesh)
+    everybody, mine = leaking.batch()
+    for model, ids in ((leaking.plain, everybody), (leaking.ours, mine)):
+        loss = model(*ids)
+        loss = loss + sum(layer.inside.square().sum() for layer in model.layers)  # type: ignore[union-attr]
+        loss.backward()
+    leaking.check_gradients("tensors kept inside blocks")
+
+
+def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
+    run_ranks(auxiliary, 2)
+
+
+def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step after another
+    """Everything that may happen between two steps, or between forward and backward."""
+    mesh = mesh_of()
+    cases = (({}, None), ({"granularity": "module"}, HALF), ({"overlap": False}, FULL))
+    for config, checkpoint in cases:
+        twin = Twin(Tiny, mesh, checkpoint, **config)  # type: ignore[arg-type]
+        pair = (twin.plain, twin.ours)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair]
+
+        def step(what: str, twin: Twin = twin, optimizers: Any = optimizers) -> None:
+            twin.backward()
+            twin.check_gradients(what)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check_parameters(what, 1e-9)
+
+        step("first")
+        everybody, mine = twin.batch()
+        losses = [m(*b) for m, b in zip(pair, (everybody, mine), strict=True)]
+        with torch.no_grad():  # between forward and backward
+            close(twin.ours(*everybody), twin.plain(*everybody), "evaluation", 1e-9)
+        for loss in losses:
+            loss.backward()
+        twin.check_gradients("a forward under no_grad in between")
+        twin.zero_grad()
+        two = [twin.batch(), twin.batch(rows=1)]
+        losses = [(twin.plain(*e), twin.ours(*m)) for e, m in two]
+        for plain, ours in losses:  # first in, first out
+            plain.backward()
+            ours.backward()
+        twin.check_gradients("two forwards before two backwards")
+        step("two forwards and a step")
+        saved = {k: v.clone() for k, v in twin.ours.state_dict().items()}
+        plain_saved = {k: v.clone() for k, v in twin.plain.state_dict().items()}
+        step("to be undone")
+        twin.ours.load_state_dict(saved)
+        twin.plain.load_state_dict(plain_saved)
+        twin.check_parameters("loaded")
+        step("after load_state_dict")
+        for model, state in ((twin.ours, saved), (twin.plain, plain_saved)):
+            copied = {k: v.clone() for k, v in state.items()}
+            model.load_state_dict(copied, assign=True)
+        # On one process the parameters are others now; ours are the same, with new values.
+        optimizers[:] = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair]
+        twin.check_parameters("assigned")
+        step("after load_state_dict(assign=True)")
+        for model, state in ((twin.ours, saved), (twin.plain, plain_saved)):
+            block = {k[9:]: v.clone() for k, v in state.items() if k.startswith("layers.2.")}
+            model.layers[2].load_state_dict(block, assign=model is twin.ours)
+        step("after a block's load_state_dict")
+        twin.ours.load_state_dict(plain_saved, assign=True)  # whole tensors of one process
+        twin.plain.load_state_dict(plain_saved)
+        step("after whole tensors were assigned")
+        for model in pair:  # no version counter shows this
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+        twin.communicator.invalidate()
+        step("after .data was written")
+        with torch.no_grad():
+            for parameter in (*twin.plain.parameters(), *twin.ours.parameters()):
+                parameter.mul_(0.5)
+        step("after an edit under no_grad")
+
+
+def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
+    run_ranks(between, 2)
+
+
+def stale(rank: int, world_size: int) -> None:
+    mesh, alone = mesh_of(), mesh_of(1)
+    for where, checkpoint in ((mesh, None), (mesh, FULL), (alone, None)):
+        twin = Twin(Tiny, where, checkpoint)
+
+        def write(name: str, twin: Twin = twin) -> None:
+            with torch.no_grad():
+                twin.ours.get_parameter(name).mul_(1.5)
+
+        def optimize(name: str, twin: Twin = twin) -> None:
+            parameter = twin.ours.get_parameter(name)
+            parameter.grad = torch.ones_like(parameter)
+            torch.optim.AdamW([parameter], foreach=True).step()
+            parameter.grad = None
+
+        for change in (write, optimize):
+            for name in ("layers.1.w1.weight", "head.weight", "layers.2.norm.weight"):
+                loss = twin.ours(*twin.batch()[1])
+                change(name)
+                raises(StaleWeightError, loss.backward, name, "rank")
+                twin.ours.zero_grad()
+                # Back to the values of one process; the next step is right.
+                twin.ours.load_state_dict(twin.plain.state_dict(), assign=True)
+                twin.backward()
+                twin.check_gradients(f"after a stale {name}")
+                twin.zero_grad()
+
+
+def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
+    run_ranks(stale, 2)
+
+
+def boundaries(rank: int, world_size: int) -> None:
+    """A step from rest gathers 3L - 2 blocks' weights less what is still there."""
+    mesh = mesh_of()
+    for layers in (2, 3, 5):
+        twin = Twin(partial(Tiny, layers=layers), mesh)
+        optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
+
+        def gathers(twin: Twin = twin) -> int:
+            lines = [line for line in twin.lines("AG") if ".w1." in line]
+            return len(lines)
+
+        def forward(twin: Twin = twin) -> Tensor:
+            return twin.ours(*twin.batch()[1])
+
+        for step in range(2):
+            forward().backward()
+            # L in forward; the last two are still there when backward begins.
+            assert gathers() == layers + (layers - 2), f"{layers} blocks, step {step}"
+            forward().backward()  # no step in between: the first two are still there, too
+            assert gathers() == 2 * (layers - 2), f"{layers} blocks, second micro-batch"
+            optimizer.step()
+        forward()
+        assert gathers() == layers
+        with torch.no_grad():
+            forward()  # of three blocks the second is still there when its turn comes
+        assert gathers() == {2: 0, 3: 2, 5: 5}[layers], "an evaluation"
+
+
+def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
+    run_ranks(boundaries, 2)
+
+
+class Second(nn.Module):
+    """Two outputs, of which the loss may use the second only."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(width, width) / 3)
+        self.b = nn.Parameter(torch.randn(width, width) / 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x @ self.a), torch.tanh(x @ self.b.T @ self.a)
+
+
+class UsesSecond(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.two = Second(width)
+        self.wo = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.wo(self.two(x)[1])
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hiding(Second):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(x @ self.a)
+
+
+class HidingBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(getattr(x, "value", x)))
+
+
+class Unwrapping(Tiny):
+    def blocks(self, x: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.value
+
+
+class HidesParts(UsesSecond):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.wo(self.two(x).value)
+
+
+def outputs(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for _ in range(2):
+        twin = Twin(partial(Tiny, UsesSecond), mesh)
+        twin.backward()
+        twin.check_gradients("only the second output is used")
+
+    class Hides(HidesParts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two = Hiding()
+
+    for block, model in ((Hides, Tiny), (HidingBlock, Unwrapping)):
+        hiding = Twin(partial(model, block), mesh)
+        batch = hiding.batch()[1]
+        raises(StructureError, partial(hiding.ours, *batch), "Opaque", "layers.0")
+    replaced = Twin(Tiny, mesh).ours
+    replaced.head.weight = nn.Parameter(torch.zeros(VOCABULARY, 6, dtype=torch.float64))  # type: ignore[union-attr]
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    raises(StructureError, lambda: replaced(ids, ids), "weight", "load_state_dict")
+
+
+def test_every_output_guards_its_weights_and_unseen_ones_are_refused() -> None:
+    run_ranks(outputs, 2)

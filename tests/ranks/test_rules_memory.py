@@ -1,0 +1,206 @@
+"""WP-1, WP-4, WP-6: whole weights live in slots, slots have one holder, reductions are bounded."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import PoolError
+from internsp.layers import GroupedLinearWithCommExt
+from internsp.mesh import ParallelMesh
+from tests.support.models import Block, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+
+
+def mesh_of_two() -> ParallelMesh:
+    return ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+
+
+def live_storages(nbytes: int) -> int:
+    """Storages of exactly ``nbytes`` that any living tensor refers to, found by the collector."""
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter):
+            storage = thing.untyped_storage()
+            if storage.nbytes() == nbytes:
+                found[storage._cdata] = True
+    return len(found)
+
+
+def counted(rank: int, world_size: int) -> None:
+    mesh = mesh_of_two()
+    for depth, reuse, checkpoint in ((1, True, None), (1, False, HALF), (2, False, None)):
+        count_blocks(mesh, depth, reuse, checkpoint)
+
+
+def count_blocks(mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any) -> None:
+    gc.collect()  # the model before this one
+    # A block's bytes are like no other storage's: the count below cannot be confused.
+    twin = Twin(
+        partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth
+    )
+    pool = twin.communicator.state.pool
+    block = twin.communicator.blocks[0].nbytes
+    most, most_bytes = 0, 0
+
+    def look(*_: Any) -> None:
+        nonlocal most, most_bytes
+        most = max(most, live_storages(block))
+        most_bytes = max(most_bytes, pool.live_nbytes())
+
+    for layer in twin.ours.layers:  # type: ignore[attr-defined]
+        for module in layer.modules():
+            module.register_forward_pre_hook(look)
+            module.register_forward_hook(lambda m, a, out: out.register_hook(look) and None)
+    for _ in range(2):
+        twin.backward()
+    assert most == depth + 1, f"{most} whole blocks at depth {depth}, pool {reuse}"
+    assert most_bytes == pool.slot_nbytes, "the stated bytes are exact"
+    # Outside the slots nothing of a block's whole size is left.
+    assert live_storages(block) <= depth + 1
+
+
+def test_whole_block_weights_never_exceed_the_slots() -> None:
+    run_ranks(counted, 2)
+
+
+class Experts(Block):
+    """A block whose second half is a grouped product, as experts compute it."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.groups = GroupedLinearWithCommExt(3, width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        flat = y.flatten(0, -2)
+        return y + self.groups(torch.stack([flat, flat * 2, flat.square()])).sum(0).view_as(y)
+
+
+def autocast(rank: int, world_size: int) -> None:
+    mesh = mesh_of_two()
+    for checkpoint in (None, HALF):
+        twin = Twin(partial(Tiny, Experts), mesh, checkpoint, dtype=torch.float32)
+        slots = {
+            b.untyped_storage().data_ptr()
+            for s in twin.communicator.state.pool.slots
+            for b in s._buffers.values()
+        }
+        shapes = {tuple(w.layout.shape) for w in twin.communicator.small.sharded}
+        shapes |= {s[::-1] for s in shapes} | {s[1:] for s in shapes if len(s) == 3}
+        shapes.remove((6, 6))  # an activation could have it
+        copies: list[Any] = []
+
+        def pack(
+            tensor: Tensor, slots: Any = slots, shapes: Any = shapes, copies: Any = copies
+        ) -> Tensor:
+            inside = tensor.untyped_storage().data_ptr() in slots
+            if tuple(tensor.shape) in shapes and not inside:
+                copies.append(tuple(tensor.shape))
+            return tensor
+
+        for step in range(2):
+            everybody, mine = twin.batch(rows=3)
+            with torch.autocast("cpu", torch.bfloat16):
+                plain = twin.plain(*everybody)
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                    ours = twin.ours(*mine)
+            if step == 1:  # an evaluation in full precision before the backward
+                with torch.no_grad():
+                    close(twin.ours(*everybody), twin.plain(*everybody), "evaluation", 1e-6)
+            plain.backward()
+            ours.backward()
+            # Per-rank products in bf16 differ from one process's by its rounding only.
+            twin.check_gradients(f"autocast, step {step}", 3e-2)
+            twin.zero_grad()
+        assert not copies, f"copies of whole weights are saved: {copies}"
+        gathered = [
+            e.nbytes for e in twin.trace.events if e.kind == "AG" and "layers.0.w1" in e.weight
+        ]
+        half = twin.communicator.blocks[0].weights[2].layout.shard_numel * 2
+        # The first is launched before autocast is seen; the evaluation takes full precision.
+        assert gathered[-1] == gathered[1] == half, f"{gathered} bytes travel"
+    exact = Twin(Tiny, mesh, dtype=torch.float32)
+    everybody, _ = exact.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        close(exact.ours(*everybody), exact.plain(*everybody), "the same batch", 0.0)
+
+
+def test_autocast_casts_shards_and_never_a_slot() -> None:
+    run_ranks(autocast, 2)
+
+
+def inside_first(rank: int, world_size: int) -> None:
+    mesh = mesh_of_two()
+    for width in (torch.bfloat16, torch.float32):
+        twin = Twin(Tiny, mesh, dtype=torch.float32)
+        ours = twin.ours
+        inner = ours.blocks
+
+        def blocks(x: Tensor, inner: Any = inner, width: torch.dtype = width) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=width == torch.bfloat16):
+                return inner(x)
+
+        ours.blocks = blocks  # type: ignore[assignment]
+        twin.backward()
+        twin.zero_grad()
+        twin.trace.clear()
+        _, mine = twin.batch()
+        ours(*mine).backward()
+        moved = {e.weight: e.nbytes for e in twin.trace.events if e.kind == "AG"}
+        numel = twin.communicator.blocks[0].weights[2].layout.shard_numel
+        assert moved["layers.0.w1.weight"] == numel * width.itemsize
+        assert "head.weight" not in moved, "still in its slot, in full precision"
+
+
+def test_autocast_inside_the_model_is_noticed_where_a_weight_is_used() -> None:
+    run_ranks(inside_first, 2)
+
+
+class Borrowing(Tiny):
+    """The third block uses a weight of the first, whose slot it has."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        first, third = self.layers[0], self.layers[2]
+        third.norm.register_forward_pre_hook(lambda m, args: (first.q(args[0]),))
+        return super().blocks(x)
+
+
+def bounded(rank: int, world_size: int) -> None:
+    mesh = mesh_of_two()
+    message = raises(
+        PoolError, Twin(Borrowing, mesh).backward, "layers.0", "layers.2", "slot 0"
+    )
+    assert "held by layers.2" in message
+    for limit in (1, 2):
+        twin = Twin(partial(Tiny, layers=5), mesh, pending_blocks=limit)
+        pending, most = twin.communicator.state.pending, 0
+        launch = pending.launch
+
+        def spy(*args: Any, launch: Any = launch, pending: Any = pending) -> None:
+            nonlocal most
+            launch(*args)
+            most = max(most, len({p.unit.name for p in pending._queue}))
+
+        pending.launch = spy  # type: ignore[method-assign]
+        pool = twin.communicator.state.pool
+        for step in range(4):
+            twin.backward()
+            twin.check_gradients(f"limit {limit}")
+            twin.zero_grad()
+            if step == 1:
+                buffers = pool.buffer_allocations
+        assert most == limit
+        assert pool.buffer_allocations == buffers, "later steps take buffers from the pool"
+        assert len(pending) == 0
+
+
+def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
+    run_ranks(bounded, 2)

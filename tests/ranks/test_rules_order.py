@@ -1,0 +1,231 @@
+"""WP-2, WP-8, WP-12: one order on all ranks, whatever a rank's data; overlap changes nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import OrderError
+from internsp.mesh import ParallelMesh
+from internsp.wp.schedule import simulate
+from tests.support.models import VOCABULARY, Block, Tiny, Twin, raises
+from tests.support.ranks import run_ranks
+
+FULL = ActivationCheckpointConfig(mode="full")
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+
+
+def mesh_of(weight: int = 2) -> ParallelMesh:
+    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+
+
+class Reordered(Tiny):
+    """Runs its blocks in the order that it is told."""
+
+    order: tuple[int, ...] = (0, 2, 1, 3)
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def reordered(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    twin = Twin(Reordered, mesh)
+    for order, word in (
+        ((0, 2, 1, 3), "layers.2"), ((0, 1), "layers.2"), ((3, 2, 1, 0), "layers.3"),
+        ((0, 1, 2), "layers.3"), ((0, 0, 1, 2), "layers.0"),
+    ):  # fmt: skip
+        twin.ours.order = order
+        raises(OrderError, lambda: twin.ours(*twin.batch()[1]), word, "unexpected_order")
+        twin.ours.order = twin.plain.order = (0, 1, 2, 3)
+        twin.backward()
+        twin.check_gradients(f"after {order}")
+        twin.zero_grad()
+    for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 0, 1, 1, 2, 3), (2, 3, 2, 3)):
+        for checkpoint in (None, HALF):
+            gather = Twin(Reordered, mesh, checkpoint, unexpected_order="gather")
+            gather.ours.order = gather.plain.order = order
+            for _ in range(2):
+                gather.backward()
+                gather.check_gradients(f"gather {order}")
+
+
+def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand() -> None:
+    run_ranks(reordered, 2)
+
+
+class Routed(Block):
+    """Four experts; tokens choose by their values, so that a rank may leave some idle."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.never = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, route: Tensor | None = None) -> Tensor:
+        x = super().forward(x)
+        y = torch.zeros_like(x)
+        assert self.route is not None, "set by the test"
+        for index, expert in enumerate(self.experts):
+            chosen = (self.route == index)[..., None]
+            if chosen.any():
+                y = y + torch.where(chosen, expert(x), 0.0)
+        return x + y
+
+    route: Tensor | None = None
+
+
+class Extra(Tiny):
+    """Weights outside blocks, embedding and head, of which a rank may use none."""
+
+    def __init__(self, block: Any = Routed) -> None:
+        super().__init__(block, layers=3)
+        self.image = nn.Linear(6, 6)
+        self.positions = nn.Embedding(7, 6)
+        self.unused = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        if (ids[:, 0] < 6).any():  # "has an image"
+            x = x + torch.where((ids[:, :1] < 6)[..., None], self.image(x), 0.0)
+        x = x + self.positions(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            layer.route = ids % 5  # 4: no expert
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
+
+
+def idle(rank: int, world_size: int, weight: int) -> None:
+    mesh = mesh_of(weight)
+    cases: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
+        ({}, None), ({"granularity": "module"}, None), ({"overlap": False}, FULL),
+        ({"granularity": "module", "pending_blocks": 1}, REENTRANT),
+        ({"memory_pool": False, "unexpected_order": "gather"}, HALF),
+    )  # fmt: skip
+    for config, checkpoint in cases:
+        twin = Twin(Extra, mesh, checkpoint, **config)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin.plain, twin.ours)]
+        # Ids of each rank decide its experts and its image: some idle on one rank, some on all.
+        for firsts in ((0, 10), (10, 1), (7, 2), (8, 3), (4, 9), (9, 9)):
+            everybody, mine = [], []
+            for r in range(world_size):
+                first = firsts[r % 2] if r < 2 else 4
+                ids = torch.full((2, 3), first)
+                ids[1, 1:] = 5 * (first % 2) + first % 5
+                labels = (ids + 1) % VOCABULARY
+                everybody.append((ids, labels))
+                if r == rank:
+                    mine = [ids, labels]
+            ids, labels = (torch.cat([e[i] for e in everybody]) for i in (0, 1))
+            twin.plain(ids, labels).backward()
+            twin.ours(*mine).backward()
+            twin.check_gradients(f"{config} {firsts}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check_parameters(f"{config} {firsts}", 1e-9)
+
+
+def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros() -> None:
+    run_ranks(idle, 2, 2)
+
+
+def test_idle_weights_with_replicas() -> None:
+    run_ranks(idle, 4, 2)
+
+
+TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int], ...] = (
+    ({}, None, False, 1),
+    ({"prefetch_depth": 2, "embedding_cut": "hidden"}, None, True, 2),
+    ({"granularity": "module"}, HALF, False, 1),
+    ({"granularity": "module", "trigger": "qkv", "pending_blocks": 1}, None, True, 2),
+    ({"trigger": "mlp"}, ActivationCheckpointConfig(mode="full", blocks=(1, 2)), False, 2),
+    ({"memory_pool": False, "trigger": "qkv"}, REENTRANT, False, 2),
+)
+
+
+def assert_same(found: list[str], wanted: list[str], what: str) -> None:
+    pairs = enumerate(zip(found, wanted, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(found), len(wanted)))
+    near = slice(max(first - 2, 0), first + 4)
+    assert found == wanted, f"{what}, from line {first}: {found[near]} for {wanted[near]}"
+
+
+def sequences(rank: int, world_size: int) -> None:
+    mesh, alone = mesh_of(), mesh_of(1)
+    for config, checkpoint, tied, micro_batches in TRACED:
+        results = []
+        for overlap in (True, False):
+            twin = Twin(partial(Tiny, tied=tied), mesh, checkpoint, overlap=overlap, **config)
+            optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
+            for _ in range(3):
+                twin.trace.clear()
+                twin.communicator.state.counters.reset()
+                for _ in range(micro_batches):
+                    twin.ours(*twin.batch()[1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            plan = twin.communicator.plan
+            assert plan is not None
+            wanted = simulate(plan, micro_batches, overlap)
+            assert_same(twin.trace.lines(), wanted.lines(), f"{config} overlap {overlap}")
+            counters = twin.communicator.state.counters
+            assert wanted.nbytes("AG") == counters.gathered_bytes
+            assert wanted.count("RS") == sum(e.kind == "RS" for e in twin.trace.events)
+            messages = [
+                (e.kind, e.weight, e.phase, e.nbytes)
+                for e in twin.trace.events if e.kind in ("AG", "RS")
+            ]  # fmt: skip
+            results.append((messages, [p.full_tensor() for p in twin.ours.parameters()]))
+        assert results[0][0] == results[1][0], f"{config}: other messages without overlap"
+        for a, b in zip(results[0][1], results[1][1], strict=True):
+            assert torch.equal(a, b), f"{config}: other bits without overlap"
+    one = Twin(Tiny, alone)
+    one.backward()
+    assert one.communicator.plan is not None
+    assert one.trace.lines() == simulate(one.communicator.plan).lines()
+
+
+def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
+    run_ranks(sequences, 2)
+
+
+def interleaved(rank: int, world_size: int) -> None:
+    cut, alone = mesh_of(2), mesh_of(1)
+    first = Twin(Tiny, cut, HALF)
+    second = Twin(partial(Tiny, partial(Block, 8), layers=3, width=8), alone, seed=5)
+    third = Twin(partial(Tiny, layers=3, tied=True), mesh_of(2), seed=7, granularity="module")
+    twins = (first, second, third)
+    optimizers = [
+        [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (t.plain, t.ours)] for t in twins
+    ]
+    for step in range(3):
+        batches = [t.batch() for t in twins]
+        losses = [(t.plain(*e), t.ours(*m)) for t, (e, m) in zip(twins, batches, strict=True)]
+        for plain, ours in (losses[1], losses[0]) if step else (losses[0], losses[1]):
+            plain.backward()
+            ours.backward()
+        if step == 1:  # one graph through all of them
+            again = [(t.plain(*e), t.ours(*m)) for t, (e, m) in zip(twins, batches, strict=True)]
+            sum(a for a, _ in again).backward()  # type: ignore[union-attr]
+            sum(b for _, b in again).backward()  # type: ignore[union-attr]
+        losses[2][0].backward()
+        losses[2][1].backward()
+        for twin, (a, b) in zip(twins, optimizers, strict=True):
+            twin.check_gradients(f"step {step}")
+            a.step()
+            b.step()
+            twin.zero_grad()
+
+
+def test_several_models_on_several_meshes_live_in_one_process() -> None:
+    run_ranks(interleaved, 2)

@@ -1,0 +1,151 @@
+"""Tiny plain models, written as for one device, and a parallel model beside one process's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from internsp.trace import Trace
+
+VOCABULARY = 11  # odd, so that no number of ranks divides the rows
+CUT = 20  # elements from which on these models' parameters are cut
+
+
+class Block(nn.Module):
+    """A residual block with the parts of a transformer's, attention left out."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.wo = nn.Linear(width, width, bias=False)
+        self.w1 = nn.Linear(width, 2 * width + 1)
+        self.w2 = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.wo(torch.tanh(self.q(self.norm(x))))
+        return x + self.w2(F.gelu(self.w1(x)))
+
+
+class Tiny(nn.Module):
+    """Embedding, blocks, norm, head; returns the sum of the token losses, or the logits."""
+
+    def __init__(
+        self,
+        block: Callable[[], nn.Module] = Block,
+        layers: int = 4,
+        width: int = 6,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = self.head(self.norm(self.blocks(self.embed(ids))))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Twin:
+    """A model on one process (``plain``) and the same cut over a mesh (``ours``), in fp64."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        mesh: ParallelMesh,
+        checkpoint: ActivationCheckpointConfig | None = None,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        **config: Any,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.plain = make().to(dtype)
+        self.ours = copy.deepcopy(self.plain)
+        self.mesh = mesh
+        self.trace = Trace(enabled=True)
+        self.communicator = parallelize(
+            self.ours,
+            mesh,
+            WeightParallelConfig(**({"min_shard_elements": CUT} | config)),
+            activation_checkpoint=checkpoint,
+            trace=self.trace,
+        )
+        self.communicator.state.pool.poison = True  # a slot that changes hands is full of NaN
+        self._generator = torch.Generator().manual_seed(seed + 1)
+
+    def batch(self, rows: int = 2, length: int = 5) -> tuple[Any, Any]:
+        """(everybody's, mine): ids and labels for one forward of each model."""
+        shape = (2, rows * self.mesh.world_size, length)
+        both = torch.randint(0, VOCABULARY, shape, generator=self._generator)
+        mine = both[:, self.mesh.rank * rows : (self.mesh.rank + 1) * rows]
+        return (both[0], both[1]), (mine[0], mine[1])
+
+    def backward(self, **options: Any) -> None:
+        """One forward and backward of both models on a new batch."""
+        everybody, mine = self.batch(**options)
+        self.plain(*everybody).backward()
+        self.ours(*mine).backward()
+
+    def check_gradients(self, what: str = "", tolerance: float = 1e-10) -> None:
+        """Every ``.grad`` equals one process's; absent ones are absent."""
+        pairs = zip(self.plain.named_parameters(), self.ours.named_parameters(), strict=True)
+        for (name, a), (_, b) in pairs:
+            if a.grad is None:
+                assert b.grad is None, f"{what}: {name} has a gradient, on one process it has none"
+            else:
+                assert b.grad is not None, f"{what}: {name} has no gradient"
+                close(b.grad.full_tensor(), a.grad, f"{what}: gradient of {name}", tolerance)
+
+    def check_parameters(self, what: str = "", tolerance: float = 1e-10) -> None:
+        """Every parameter equals one process's."""
+        pairs = zip(self.plain.named_parameters(), self.ours.named_parameters(), strict=True)
+        for (name, a), (_, b) in pairs:
+            close(b.full_tensor(), a, f"{what}: {name}", tolerance)
+
+    def zero_grad(self) -> None:
+        """Drop both models' gradients."""
+        self.plain.zero_grad()
+        self.ours.zero_grad()
+
+    def lines(self, *kinds: str) -> list[str]:
+        """Recorded events of some kinds since the last call; clears the trace."""
+        found = self.trace.lines(kinds)
+        self.trace.clear()
+        return found
+
+
+def close(found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e-10) -> None:
+    """Assert ``found`` equals ``wanted`` relative to its largest element (NaN never does)."""
+    assert found.shape == wanted.shape, f"{what}: {list(found.shape)} for {list(wanted.shape)}"
+    gap = (found.detach() - wanted.detach()).abs().max() if wanted.numel() else torch.zeros(())
+    scale = max(float(wanted.detach().abs().max()), 1e-3) if wanted.numel() else 1.0
+    assert float(gap) <= tolerance * scale, f"{what} differs by {float(gap):.3g} of {scale:.3g}"
+
+
+def raises(kind: type[BaseException], call: Callable[[], Any], *words: str) -> str:
+    """Assert that ``call()`` raises ``kind`` with ``words`` in its message; returns that."""
+    with pytest.raises(kind) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+    return str(caught.value)
