@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
-TIMEOUT = 4.0
+TIMEOUT = 3.0
 
 
 class Boom(Exception):

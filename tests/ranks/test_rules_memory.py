@@ -42,6 +42,7 @@ def counted(rank: int, world_size: int) -> None:
 
 def count_blocks(mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any) -> None:
     gc.collect()  # the model before this one
+    gc.freeze()  # what lives now is of no interest, and get_objects leaves it out
     # A block's bytes are like no other storage's: the count below cannot be confused.
     twin = Twin(
         partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth

@@ -100,6 +100,8 @@ def train(twin: Twin, optimizer: Any, micro_batches: int, what: str, steps: int 
         b.step()
         twin.check_parameters(f"{what}, step {step}", 1e-9)
         twin.zero_grad()
+    for (name, p), q in zip(twin.plain.named_parameters(), twin.ours.parameters(), strict=True):
+        close(q.full_tensor(), p, f"{what}, whole {name}", 1e-9)  # type: ignore[attr-defined]
 
 
 def every_step(rank: int, world_size: int, cases: list[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
@@ -114,13 +115,14 @@ class Twin:
                 assert b.grad is None, f"{what}: {name} has a gradient, on one process it has none"
             else:
                 assert b.grad is not None, f"{what}: {name} has no gradient"
-                close(b.grad.full_tensor(), a.grad, f"{what}: gradient of {name}", tolerance)
+                found, wanted = b.grad.to_local(), local_part(a.grad, b)
+                close(found, wanted, f"{what}: gradient of {name}", tolerance, a.grad)
 
     def check_parameters(self, what: str = "", tolerance: float = 1e-10) -> None:
         """Every parameter equals one process's."""
         pairs = zip(self.plain.named_parameters(), self.ours.named_parameters(), strict=True)
         for (name, a), (_, b) in pairs:
-            close(b.full_tensor(), a, f"{what}: {name}", tolerance)
+            close(b.to_local(), local_part(a, b), f"{what}: {name}", tolerance, a)
 
     def zero_grad(self) -> None:
         """Drop both models' gradients."""
@@ -134,11 +136,27 @@ class Twin:
         return found
 
 
-def close(found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e-10) -> None:
-    """Assert ``found`` equals ``wanted`` relative to its largest element (NaN never does)."""
+def local_part(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of ``whole`` by torch's own rule for the placements of ``like``."""
+    part = whole.detach()
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            pieces = part.chunk(like.device_mesh.size(axis), placement.dim)
+            rank = like.device_mesh.get_local_rank(axis)
+            empty = part.narrow(placement.dim, 0, 0)
+            part = pieces[rank] if rank < len(pieces) else empty
+    return part
+
+
+def close(
+    found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e-10, whole: Tensor | None = None
+) -> None:
+    """Assert ``found`` equals ``wanted``, relative to the largest element (NaN never does)."""
     assert found.shape == wanted.shape, f"{what}: {list(found.shape)} for {list(wanted.shape)}"
-    gap = (found.detach() - wanted.detach()).abs().max() if wanted.numel() else torch.zeros(())
-    scale = max(float(wanted.detach().abs().max()), 1e-3) if wanted.numel() else 1.0
+    if not wanted.numel():
+        return
+    gap = (found.detach() - wanted.detach()).abs().max()
+    scale = max(float((wanted if whole is None else whole).detach().abs().max()), 1e-3)
     assert float(gap) <= tolerance * scale, f"{what} differs by {float(gap):.3g} of {scale:.3g}"
 
 
