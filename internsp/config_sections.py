@@ -142,6 +142,8 @@ class WeightParallelConfig(Section):
     """Glob patterns of the module names to trigger at; empty: the defaults of the trigger."""
     blocks: Texts = ()
     """Glob patterns of the block names; empty: the defaults of known families."""
+    keep_between_micro_batches: bool = False
+    """Keep blocks whole until the optimizer step: a slot for every block of a pipeline chunk."""
     min_shard_elements: Natural = 2048
     """Parameters with fewer elements are replicated, not cut."""
     pending_blocks: Count = 2

@@ -38,6 +38,10 @@ class Site(Protocol):
     def before_backward(self, tag: Any) -> None:
         """A node that saved the tensor is about to run: the same values must be there (WP-14)."""
 
+    @property
+    def apart(self) -> bool:
+        """Whether weight gradients are being computed apart from input gradients (a pipeline)."""
+
     def born(self, gradient: Tensor, tag: Any) -> None:
         """The whole parameter's gradient exists; start its reduction. ``tag``: of its use."""
 
@@ -54,32 +58,39 @@ class _View(torch.autograd.Function):
         ctx.site = site
         tensor = site.acquire()
         ctx.tag = site.tag
+        ctx.parameter = parameter
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         if torch.is_grad_enabled():
             raise GradientError(
                 "create_graph=True is not supported through a sharded weight: its gradient leaves "
                 "the graph when its reduction starts; compute second derivatives on one process"
             )
-        _refuse_capture(ctx)
+        captured = _captured(ctx)
+        if captured and not ctx.site.apart:
+            raise GradientError(
+                "torch.autograd.grad over a sharded weight is not supported: its gradient is "
+                "reduced over ranks asynchronously; call backward() and read .grad"
+            )
         ctx.site.born(gradient, ctx.tag)
+        if captured:  # torch's split backward wants a tensor for the shard: one without memory
+            shard = ctx.parameter
+            return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape), None
         return None, None
 
 
-def _refuse_capture(ctx: Any) -> None:
+def _captured(ctx: Any) -> bool:
     """``torch.autograd.grad`` captures a leaf's gradient instead of accumulating it (WP-9)."""
     leaf = ctx.next_functions[0][0]
     if leaf is None:
-        return
+        return False
     try:
         torch._C._will_engine_execute_node(leaf)
-    except RuntimeError as error:
-        raise GradientError(
-            "torch.autograd.grad over a sharded weight is not supported: its gradient is reduced "
-            "over ranks asynchronously; call backward() and read .grad"
-        ) from error
+    except RuntimeError:
+        return True
+    return False
 
 
 def attach(module: nn.Module, name: str, site: Site) -> None:

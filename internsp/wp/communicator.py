@@ -17,7 +17,7 @@ from torch import Tensor
 
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Counters, Handle
-from internsp.wp.pending import PendingGradients
+from internsp.wp.pending import PendingGradients, Split
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
 from internsp.wp.shard import ShardedWeight, Tag, stale
@@ -81,6 +81,8 @@ class ChunkState:
     handles: dict[ShardedWeight, Handle] = field(default_factory=dict)
     touched: dict[ShardedWeight, bool] = field(default_factory=dict)
     """Weights with a reduction in this backward, in launch order; whether this rank had a birth."""
+    split: Split | None = None
+    """The part of a backward that runs, where a pipeline schedule computes it in two."""
     began: Callable[[], None] = lambda: None
     """Called at each birth: no output of the model may have shown that a backward runs."""
 
@@ -90,7 +92,7 @@ class WeightSite:
 
     guarded = True
 
-    def __init__(self, communicator: WPCommunicator, unit: Unit, weight: ShardedWeight) -> None:
+    def __init__(self, communicator: UnitCommunicator, unit: Unit, weight: ShardedWeight) -> None:
         self.communicator = communicator
         self.unit = unit
         self.weight = weight
@@ -106,13 +108,25 @@ class WeightSite:
         """See :meth:`WPCommunicator.release_hook`."""
         self.communicator.release_hook(self.unit, self.weight)
 
+    @property
+    def apart(self) -> bool:
+        """Whether the weight part of a split backward runs."""
+        split = self.communicator.state.split
+        return split is not None and split.weights
+
     def before_backward(self, tag: Tag) -> None:
-        """See :meth:`WPCommunicator.backward_hook`."""
-        self.communicator.backward_hook(self.unit, self.weight, tag)
+        """See :meth:`WPCommunicator.backward_hook`; a weight part needs no weight."""
+        if not self.apart:
+            self.communicator.backward_hook(self.unit, self.weight, tag)
 
     def born(self, gradient: Tensor, tag: Tag) -> None:
         """See :meth:`WPCommunicator.gradient_hook`."""
-        self.communicator.gradient_hook(self.unit, self.weight, gradient)
+        split = self.communicator.state.split
+        if split is None:
+            self.communicator.gradient_hook(self.unit, self.weight, gradient)
+            return
+        self.communicator.restore(self.weight, tag)
+        split.born(self.unit, self.weight, gradient)
 
 
 class UnitCommunicator(WPCommunicator):

@@ -61,6 +61,8 @@ class ISPCommunicator(UnitCommunicator):
         self.collects_itself = True  # false once a ZeroOptimizer drains instead (WP-9)
         self.after_backward: list[Callable[[], None]] = []
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
+        self.at_boundary: Callable[[], None] = lambda: None
+        """Called when a pass has nothing left to gather: a pipeline prefetches for the next."""
         self.recovery = Recovery(mesh, state.collectives.ledger)
         state.began = small.began = self._ensure_callback
         self._next = 0  # the block that a forward must run next
@@ -80,7 +82,7 @@ class ISPCommunicator(UnitCommunicator):
         self._forward_open = True
         self._next = 0
         self.state.pool.release_all()  # what was prefetched for blocks that never came
-        for unit in self._outer():
+        for unit in self.outer():
             unit.prefetch()
         if self.blocks:
             self._fetch_first(self.blocks[0], FORWARD)
@@ -129,7 +131,7 @@ class ISPCommunicator(UnitCommunicator):
         Queues the end-of-backward callback, from the outermost graph task (WP-9).
         """
         task = torch._C._current_graph_task_id()
-        if task == self._backward_task:
+        if task == self._backward_task or self._weight_part():
             return
         self.recovery.check()
         if self._backward_task >= 0 and not self._nested:  # the one before this never ended
@@ -142,12 +144,14 @@ class ISPCommunicator(UnitCommunicator):
 
     def expect_last_block(self) -> None:
         """Backward enters at the model's output: the last block comes first (usually there)."""
+        if self._weight_part():
+            return
         if self.blocks and not self.state.policy.per_module and self._open is None:
             self._fetch_first(self.blocks[-1], BACKWARD)
 
     def enter_backward(self, unit: Unit) -> None:
         """The gradient of a block's output has arrived (or its recompute begins)."""
-        if self._open is unit:
+        if self._open is unit or self._weight_part():
             return
         self._close()
         # Which block comes next is the graph's to say: a prefetch for another gives way.
@@ -197,8 +201,16 @@ class ISPCommunicator(UnitCommunicator):
     def end_backward(self) -> None:
         """The outermost backward returns: everything born is launched; drain it (WP-9)."""
         self._close()
-        for outer in self._outer():
+        if self.state.split is not None:  # an input part: nothing was born
+            self.state.pool.release_all()
+            self._backward_task = -1
+            return
+        for outer in self.outer():
             outer.flush()
+        self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Everything born is launched: complete ``.grad``, unless an optimizer does."""
         self.state.pool.release_all()
         if self.collects_itself:
             collect(self.state, self.small, self.mesh, self.mean)
@@ -220,18 +232,23 @@ class ISPCommunicator(UnitCommunicator):
                 ready, member.ready = member.ready, None
                 ready.wait()
 
-    def rest(self) -> None:
-        """Let everything in flight arrive and forget it: no lease, no partial gradient."""
+    def forget_slots(self) -> None:
+        """Let gathers in flight arrive; nothing that is whole now will be reused."""
         for weight, handle in list(self.state.handles.items()):
             self.state.collectives.wait(handle, "", weight.name, "settle")
         self.state.handles.clear()
-        self.state.pending.discard()
         self.state.pool.forget()
+
+    def rest(self) -> None:
+        """Let everything in flight arrive and forget it: no lease, no partial gradient."""
+        self.forget_slots()
+        self.state.pending.discard()
         self.state.touched.clear()
+        self.state.split, self.small.apart = None, False
         for weight in self.small.sharded:
             weight.partial = None
         self.small.reset()
-        for outer in self._outer():
+        for outer in self.outer():
             outer.forget()
         self._forward_open, self._backward_task, self._nested = False, -1, False
         self._open, self._waiting, self._held, self._recomputed = None, [], {}, False
@@ -240,7 +257,11 @@ class ISPCommunicator(UnitCommunicator):
 
     # inside
 
-    def _outer(self) -> list[OuterCommunicator]:
+    def _weight_part(self) -> bool:
+        return self.state.split is not None and self.state.split.weights
+
+    def outer(self) -> list[OuterCommunicator]:
+        """Those of the units beside blocks and head."""
         return [*([self.embedding] if self.embedding is not None else []), *self.others]
 
     def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
@@ -285,6 +306,19 @@ class ISPCommunicator(UnitCommunicator):
         order = self.state.policy.order(unit.weights, phase, unit.recomputed)
         self.fetch(unit, order[:1] if self.state.policy.per_module else order, phase)
 
+    def expect(self, phase: str) -> None:
+        """A schedule runs this chunk's forward or backward next: start its first gathers.
+
+        Where their slot is still in use they start with the pass itself.
+        """
+        if phase == FORWARD:
+            for unit in self.outer():
+                unit.prefetch()
+        if self.blocks and not self.state.policy.per_module:
+            first = self.blocks[0 if phase == FORWARD else -1]
+            if self.state.pool.slots[first.slot].holder in (None, first):
+                self._fetch_first(first, phase)
+
     def _ahead(self, block: int, phase: str) -> None:
         for target in self.state.policy.ahead(block, phase):
             if target == len(self.blocks):
@@ -294,6 +328,8 @@ class ISPCommunicator(UnitCommunicator):
                 unit, then = self.blocks[target], FORWARD if phase == FORWARD else BACKWARD
                 order = self.state.policy.order(unit.weights, then, unit.recomputed)
                 self.fetch(unit, order, then)
+        if self.state.policy.at_boundary(block, phase):
+            self.at_boundary()
 
     def _may_lease(self, unit: Unit) -> bool:
         """Where another order is allowed, a prefetch gives way instead of failing (WP-2)."""
@@ -333,7 +369,7 @@ class ISPCommunicator(UnitCommunicator):
 
         Under reentrant checkpointing that task is an inner one: early, but complete.
         """
-        if self._backward_task < 0:
+        if self._backward_task < 0 and self.state.split is None:
             self._backward_task = torch._C._current_graph_task_id()
             self._nested = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -99,3 +100,49 @@ class PendingGradients:
             self._pool.give(pending.received)
         if pending.packed is not None:
             self._pool.give(pending.packed)
+
+
+Reduce = Callable[[Unit, ShardedWeight, Tensor | None], None]
+
+
+class Split:
+    """One part of a backward that a pipeline schedule computes in two (arXiv 2401.10241).
+
+    The input part computes the gradients of a chunk's inputs and gives no weight a gradient; the
+    weight part, later, computes those and needs no whole weight: the gradient of a linear layer's
+    weight is a product of its input and its output's gradient.
+
+    Args:
+        weights: whether it is the weight part.
+        order: units and weights in the order in which reductions are launched (WP-2).
+        reduce: launches one reduction; ``None`` for the gradient stands for zeros.
+    """
+
+    def __init__(
+        self, weights: bool, order: Sequence[tuple[Unit, ShardedWeight]], reduce: Reduce
+    ) -> None:
+        self.weights = weights
+        self._waiting = deque(order if weights else ())
+        self._expected = {weight for _, weight in self._waiting}
+        self._held: dict[ShardedWeight, Tensor] = {}
+        self._reduce = reduce
+
+    def born(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
+        """Launch in the declared order: a birth waits for those before it."""
+        if weight not in self._expected:
+            self._reduce(unit, weight, gradient)
+            return
+        held = self._held
+        held[weight] = gradient if weight not in held else held[weight] + gradient
+        while self._waiting and self._waiting[0][1] in held:
+            self._launch()
+
+    def close(self) -> None:
+        """Weights without a gradient take their place with zeros."""
+        while self._waiting:
+            self._launch()
+
+    def _launch(self) -> None:
+        unit, weight = self._waiting.popleft()
+        self._expected.discard(weight)
+        self._reduce(unit, weight, self._held.pop(weight, None))

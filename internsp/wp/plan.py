@@ -23,7 +23,12 @@ DTYPES = {
 
 def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
     """The policy that a configuration asks for."""
-    return Policy(blocks, config.prefetch_depth, config.granularity == "module")
+    return Policy(
+        blocks,
+        config.prefetch_depth,
+        config.granularity == "module",
+        config.keep_between_micro_batches,
+    )
 
 
 def chunk_plan(

@@ -107,6 +107,11 @@ class ReplicatedSite:
     def release(self) -> None:
         """Nothing to give back."""
 
+    @property
+    def apart(self) -> bool:
+        """Whether the weight part of a split backward runs."""
+        return self._small.apart
+
     def before_backward(self, tag: int) -> None:
         """Nothing to gather."""
 
@@ -130,6 +135,7 @@ class SmallParameters:
         self._mesh = mesh
         self.rank = mesh.rank
         self.began: Callable[[], None] = lambda: None  # called at each birth
+        self.apart = False
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None

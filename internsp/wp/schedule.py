@@ -27,16 +27,18 @@ class Policy:
         depth: blocks gathered ahead; the chunk has ``depth + 1`` slots.
         per_module: gather the next weight at each weight's use instead of the next block at the
             anchor (InternEvo's prefetch per module).
+        keep: a slot for every block, so that blocks stay whole between micro-batches.
     """
 
     blocks: int
     depth: int = 1
     per_module: bool = False
+    keep: bool = False
 
     @property
     def slots(self) -> int:
         """Slots of the chunk (WP-1)."""
-        return min(self.depth + 1, max(self.blocks, 1))
+        return max(self.blocks, 1) if self.keep else min(self.depth + 1, max(self.blocks, 1))
 
     def slot(self, block: int) -> int:
         """The slot of a block, fixed: saved views alias it (DESIGN 4.1)."""
@@ -52,6 +54,10 @@ class Policy:
         if phase == FORWARD:
             return list(range(block + 1, min(block + self.depth, self.blocks) + 1))
         return list(range(block - 1, max(block - self.depth, 0) - 1, -1))
+
+    def at_boundary(self, block: int, phase: str) -> bool:
+        """Whether ``block``'s trigger is the pass's last: what follows is another pass's."""
+        return block == (self.blocks - 1 if phase == FORWARD else 0)
 
     def follow(self, position: int, count: int, block: int, phase: str, recomputed: bool) -> Step:
         """With prefetch per module: what to gather once weight ``position`` of the order is used.
@@ -166,7 +172,7 @@ class ChunkPlan:
         return [sizes[i] for i in sorted(sizes)]
 
 
-class _Simulator:
+class Simulator:
     """Plays the hooks over an ideal model: each weight used once, in order, all trained."""
 
     def __init__(self, plan: ChunkPlan, overlap: bool) -> None:
@@ -178,9 +184,11 @@ class _Simulator:
         self.pending: deque[tuple[UnitPlan, WeightPlan]] = deque()
 
     def add(self, kind: str, phase: str, weight: WeightPlan, nbytes: int = 0) -> None:
+        """Append one action."""
         self.out.actions.append(Action(kind, phase, weight.name, nbytes))
 
     def fetch(self, unit: UnitPlan, phase: str, only: WeightPlan | None = None) -> None:
+        """As ``UnitCommunicator.fetch``; ``only`` one weight of the unit."""
         owner, present = self.slots.get(unit.slot, (None, set()))
         if owner is not unit:
             present = set()
@@ -197,17 +205,20 @@ class _Simulator:
                     self.wait(weight, phase)
 
     def wait(self, weight: WeightPlan, phase: str) -> None:
+        """Wait for a gather in flight."""
         if weight.name in self.flying:
             self.flying.discard(weight.name)
             self.add("WAIT", phase, weight)
 
     def use(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
+        """As ``UnitCommunicator.weight_hook``."""
         self.fetch(unit, phase, weight)
         self.wait(weight, phase)
         self.add("USE", phase, weight)
         self.follow(unit, weight, phase)
 
     def follow(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
+        """As ``ISPCommunicator.follow``."""
         policy = self.plan.policy
         order = policy.order(unit.weights, phase, unit.recomputed)
         step = policy.follow(
@@ -225,6 +236,7 @@ class _Simulator:
             self.enter(self.plan.blocks[index], FORWARD if phase == FORWARD else BACKWARD)
 
     def ahead(self, block: int, phase: str) -> None:
+        """As ``ISPCommunicator.reach_anchor``."""
         for target in self.plan.policy.ahead(block, phase):
             if target == len(self.plan.blocks):
                 if self.plan.head is not None:
@@ -233,6 +245,7 @@ class _Simulator:
                 self.fetch(self.plan.blocks[target], FORWARD if phase == FORWARD else BACKWARD)
 
     def forward(self) -> None:
+        """One forward."""
         plan = self.plan
         for outer in plan.outer:
             self.fetch(outer, FORWARD)
@@ -251,6 +264,7 @@ class _Simulator:
                 self.add("FREE", FORWARD, weight)
 
     def enter(self, unit: UnitPlan, phase: str) -> None:
+        """As ``ISPCommunicator.enter_block``."""
         if self.plan.policy.per_module:
             for first in self.plan.policy.order(unit.weights, phase, unit.recomputed)[:1]:
                 self.fetch(unit, phase, first)
@@ -258,6 +272,7 @@ class _Simulator:
             self.fetch(unit, phase)
 
     def run(self, unit: UnitPlan, phase: str) -> None:
+        """A block's forward or recompute."""
         if unit.anchor < 0:
             self.ahead(unit.block, phase)
         for position, weight in enumerate(unit.weights):
@@ -268,6 +283,7 @@ class _Simulator:
                 self.add("FREE", FORWARD, weight)
 
     def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
+        """As ``ISPCommunicator.gradient_hook``."""
         if weight.trainable:
             while len({id(u) for u, _ in self.pending} - {id(unit)}) >= self.plan.pending_units:
                 self.drain_one()
@@ -278,12 +294,14 @@ class _Simulator:
             self.add("FREE", BACKWARD, weight)
 
     def drain_one(self) -> None:
+        """As ``PendingGradients.drain_one``."""
         _, weight = self.pending.popleft()
         if weight.reduce_bytes and self.overlap:
             self.add("WAIT", DRAIN, weight)
         self.add("DRAIN", DRAIN, weight)
 
     def backward(self) -> None:
+        """One backward."""
         plan = self.plan
         if plan.blocks and not plan.policy.per_module:
             self.fetch(plan.blocks[-1], BACKWARD)
@@ -313,7 +331,7 @@ def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> S
         micro_batches: forward and backward passes in the step.
         overlap: false for the synchronous path, which waits at each launch.
     """
-    simulator = _Simulator(plan, overlap)
+    simulator = Simulator(plan, overlap)
     for _ in range(micro_batches):
         simulator.forward()
         simulator.backward()

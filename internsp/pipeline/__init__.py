@@ -1,0 +1,21 @@
+"""Pipelines over ``torch.distributed.pipelining``: chunks, stages, scheduler hooks, plans."""
+
+from internsp.pipeline.chunks import Chunk, MicroBatch, split
+from internsp.pipeline.hooks import ISPCommunicatorSchedulerHook, Place, SchedulerHook
+from internsp.pipeline.pipeline import Pipeline
+from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, kind_of
+from internsp.pipeline.stage import ISPPipelineStage
+
+__all__ = [
+    "SCHEDULES",
+    "Chunk",
+    "ISPCommunicatorSchedulerHook",
+    "ISPPipelineStage",
+    "MicroBatch",
+    "Pipeline",
+    "Place",
+    "ScheduleKind",
+    "SchedulerHook",
+    "kind_of",
+    "split",
+]

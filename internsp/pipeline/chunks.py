@@ -1,0 +1,166 @@
+"""From a model to the chunks of a pipeline: where to cut, and the module of one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import StructureError
+from internsp.sp import token_loss
+
+
+class SplittableModel(Protocol):
+    """What a model must show to be cut: the model zoo's families do."""
+
+    embed: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Module
+    rotary: Callable[..., Any]
+    loss_options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one micro-batch hands to the chunks of a rank.
+
+    Attributes:
+        inputs: positional arguments of the first stage (token ids ``[B, s]``).
+        options: keyword arguments of every chunk: layout, labels, loss_chunk.
+    """
+
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Chunk(nn.Module):
+    """Consecutive blocks of a model, with the embedding or the head where they belong.
+
+    Its parameters have the names that they have in the whole model, so that initial values,
+    checkpoints and optimizer state do not depend on how the model was cut.
+
+    Args:
+        blocks: indices of the blocks; ``first`` takes ids, ``last`` returns the summed loss.
+    """
+
+    def __init__(
+        self, model: SplittableModel, blocks: range, first: bool, last: bool
+    ) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.blocks = blocks
+        self.total = len(model.layers)
+        if first:
+            self.embed = model.embed
+        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in blocks})
+        if last:
+            self.norm, self.head = model.norm, model.head
+        self.loss_options: dict[str, Any] = model.loss_options
+        self._rotary = model.rotary
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        layout: Any = None,
+        labels: Tensor | None = None,
+        loss_chunk: int = 1024,
+    ) -> Tensor:
+        """One chunk's part of the model.
+
+        Args:
+            x: ids ``[B, s]`` on the first stage, else hidden states ``[B, s, hidden]``.
+            layout: this rank's part of the sequences; needed wherever they are cut or packed.
+            labels: ``[B, s]``; the last stage then returns the summed loss, without them logits.
+
+        Returns:
+            Hidden states ``[B, s, hidden]``; from the last stage the loss, a scalar, or logits.
+        """
+        h: Tensor = self.embed(x) if self.first else x
+        rotary = self._rotary(h.detach()[..., 0], layout, h.dtype)
+        for block in self.layers.values():
+            h = block(h, rotary, layout)
+        if not self.last:
+            return h
+        h = self.norm(h)
+        if labels is None:
+            logits: Tensor = self.head(h)
+            return logits
+        loss, _ = token_loss(
+            h, self.head, labels, chunk_tokens=loss_chunk, layout=layout, **self.loss_options
+        )
+        return loss
+
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the blocks within this chunk, as patterns for ``weight_parallel.blocks``."""
+        return tuple(f"layers.{i}" for i in self.blocks)
+
+
+def split(model: SplittableModel, stages: int) -> list[range]:
+    """The blocks of each of ``stages`` stages, balanced by cost.
+
+    A block costs the multiplications of a token with its weights, the head likewise (its logits
+    are computed again in backward, a third more); the embedding is a lookup and costs nothing.
+
+    Raises:
+        StructureError: fewer blocks than stages, or the head shares the embedding's weight.
+    """
+    blocks = len(model.layers)
+    if blocks < stages:
+        raise StructureError(
+            f"{blocks} blocks cannot be cut into {stages} chunks (pipeline ranks x chunks a rank) "
+            "of one block or more; choose fewer stages or chunks, or more layers"
+        )
+    if stages > 1 and getattr(model.head, "weight", None) is model.embed.weight:
+        raise StructureError(
+            "the head is tied to the embedding (model.tie_embeddings), but the first stage of a "
+            "pipeline holds the embedding and the last one the head: set tie_embeddings = false"
+        )
+    head = 4 * _products(model.head) / 3
+    return balanced([_products(block) for block in model.layers], stages, head)
+
+
+def balanced(costs: Sequence[float], parts: int, tail: float = 0.0) -> list[range]:
+    """Cut ``costs`` into consecutive, non-empty ``parts`` with the least sum of squares.
+
+    Args:
+        tail: added to the last part (the head).
+    """
+    count = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    for part in range(1, parts + 1):
+        for end in range(part, count - (parts - part) + 1):
+            extra = tail if part == parts else 0.0
+            options = [
+                (best[part - 1, start][0] + (sums[end] - sums[start] + extra) ** 2, start)
+                for start in range(part - 1, end)
+                if (part - 1, start) in best
+            ]
+            # Of equal cuts the one with more blocks in earlier parts: the head comes last.
+            best[part, end] = min(options, key=lambda option: (option[0], -option[1]))
+    cuts = [count]
+    for part in range(parts, 0, -1):
+        cuts.append(best[part, cuts[-1]][1])
+    cuts.reverse()
+    return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def _products(module: nn.Module) -> float:
+    return float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
+
+
+def hidden_like(
+    rows: int, length: int, width: int, dtype: torch.dtype, requires_grad: bool = True
+) -> Tensor:
+    """Hidden states as torch's stages want them described: shape and dtype, no memory."""
+    return torch.empty(
+        rows, length, width, dtype=dtype, device="meta", requires_grad=requires_grad
+    )

@@ -1,0 +1,142 @@
+"""Scheduler hooks: what a trainer, with a pipeline or without, tells whoever listens.
+
+InternEvo's names, with the place of the call made explicit. Hooks of our stages fire for every
+chunk and micro-batch of every schedule, overlapped and split backward included, and never for
+torch's shape inference before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from internsp.errors import OrderError
+from internsp.pipeline.apart import begin_part, end_part
+from internsp.wp.isp import ISPCommunicator
+from internsp.wp.schedule import BACKWARD, FORWARD
+
+FULL, INPUT, WEIGHT = "full", "input", "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a schedule is.
+
+    Attributes:
+        stage: global index, 0 takes the ids; ``chunk``: index among this rank's chunks.
+        part: of a backward: ``"full"``, ``"input"`` or ``"weight"`` gradients; else empty.
+    """
+
+    stage: int
+    chunk: int
+    micro_batch: int
+    part: str = ""
+
+
+class SchedulerHook:
+    """Derive from it and override what you need; each method does nothing by default."""
+
+    def before_forward(self, place: Place) -> None:
+        """A chunk's forward is about to run."""
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        """It has run; ``output`` is the chunk's."""
+
+    def before_criterion(self, place: Place, output: Any) -> None:
+        """The last stage is about to make a loss of its output."""
+
+    def after_criterion(self, place: Place, loss: Any) -> None:
+        """The loss that backward will start from."""
+
+    def before_backward(self, place: Place) -> None:
+        """``place.part`` of a chunk's backward is about to run."""
+
+    def after_backward(self, place: Place) -> None:
+        """It has run; gradients are born, perhaps still in flight."""
+
+    def after_last_micro_batch(self, place: Place) -> None:
+        """The chunk has nothing left to do in this step."""
+
+
+def phase_of(place: Place) -> str | None:
+    """Which gathers a pass begins with, if any."""
+    if not place.part:
+        return FORWARD
+    return None if place.part == WEIGHT else BACKWARD
+
+
+def following(places: Sequence[Place], index: int) -> Place | None:
+    """The next pass after ``index`` that gathers: its first block may come early."""
+    rest = (p for p in places[index + 1 :] if phase_of(p) is not None)
+    return next(rest, None)
+
+
+class ISPCommunicatorSchedulerHook(SchedulerHook):
+    """Makes weights follow a schedule, each chunk's by its own communicator.
+
+    It tells the communicator which part of a backward runs, prefetches for the next pass across
+    chunk and micro-batch boundaries, and drains gradients after each micro-batch.
+
+    Args:
+        communicators: by stage index.
+    """
+
+    def __init__(self, communicators: Mapping[int, ISPCommunicator]) -> None:
+        self._communicators = dict(communicators)
+        self._places: Sequence[Place] = ()
+        self._at = 0
+
+    def begin(self, places: Sequence[Place]) -> None:
+        """A step begins, of which these are the passes of this rank; empty: nobody knows."""
+        self._places, self._at = places, 0
+
+    def before_forward(self, place: Place) -> None:
+        """The next pass is known: prefetch for it as soon as this one gathers no more."""
+        self._enter(place)
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        """At the latest now."""
+        self._leave(place)
+
+    def before_backward(self, place: Place) -> None:
+        """Input gradients give no births, weight gradients need no gathers."""
+        self._enter(place)
+        if place.part != FULL:
+            begin_part(self._communicators[place.stage], place.part == WEIGHT)
+
+    def _enter(self, place: Place) -> None:
+        """Compare what runs with what was planned (WP-2)."""
+        if not self._places:
+            return
+        planned = self._places[self._at] if self._at < len(self._places) else None
+        if planned != place:
+            raise OrderError(f"the schedule runs {place} where the plan has {planned}")
+        coming = following(self._places, self._at)
+        self._communicators[place.stage].at_boundary = partial(self._expect, coming)
+
+    def _leave(self, place: Place) -> None:
+        communicator = self._communicators[place.stage]
+        communicator.at_boundary()
+        communicator.at_boundary = _nothing
+        self._at += 1
+
+    def _expect(self, coming: Place | None) -> None:
+        if coming is not None:
+            phase = phase_of(coming)
+            assert phase is not None, "following() passes over what gathers nothing"
+            self._communicators[coming.stage].expect(phase)
+
+    def after_backward(self, place: Place) -> None:
+        """Whole gradients do not outlive their micro-batch (WP-6)."""
+        communicator = self._communicators[place.stage]
+        if place.part != FULL:
+            end_part(communicator)
+        if place.part != INPUT:
+            communicator.state.pending.drain()
+        self._leave(place)
+
+
+def _nothing() -> None:
+    """No pass is known to follow."""

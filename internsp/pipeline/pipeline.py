@@ -1,0 +1,241 @@
+"""``Pipeline``: one rank's chunks, stages and schedule, and the steps they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import ConfigError
+from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
+from internsp.layers.linear import GroupedLinearWithCommExt
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, hidden_like, split
+from internsp.pipeline.failure import Watch
+from internsp.pipeline.hooks import (
+    ISPCommunicatorSchedulerHook,
+    Place,
+    SchedulerHook,
+)
+from internsp.pipeline.plan import check, passes, simulate_passes
+from internsp.pipeline.schedules import ScheduleKind, actions, computations, kind_of
+from internsp.pipeline.stage import ISPPipelineStage
+from internsp.trace import Trace
+from internsp.wp.isp import ISPCommunicator
+from internsp.wp.schedule import Schedule
+
+Criterion = Callable[[Any, MicroBatch], Tensor]
+_APART = (ParallelLinearWithCommExt, GroupedLinearWithCommExt, ParallelEmbeddingWithCommExt)
+
+
+class Pipeline:
+    """A model cut into this rank's chunks, run by one of torch's schedules.
+
+    Make it on all ranks together with :meth:`create`.
+
+    Attributes:
+        chunks: this rank's modules, by ascending stage.
+        communicators: theirs, each with slots of its own.
+        hooks: append to it to be told what happens.
+        micro_batches: of every step and evaluation.
+        places: what this rank does in a step, pass by pass.
+    """
+
+    def __init__(
+        self,
+        kind: ScheduleKind,
+        mesh: ParallelMesh,
+        stages: Sequence[ISPPipelineStage],
+        micro_batches: int,
+        hooks: list[SchedulerHook],
+        criterion: Criterion,
+    ) -> None:
+        self.kind, self.mesh, self.stages = kind, mesh, list(stages)
+        self.micro_batches = micro_batches
+        self.hooks = hooks
+        self.criterion = criterion
+        self.chunks = [stage.submod for stage in stages]
+        self.communicators = [stage.communicator for stage in stages]
+        made: Any = kind.cls(
+            self.stages[0] if kind.single else self.stages,
+            micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,  # gradients are sums (DESIGN 6)
+        )
+        self.schedule = made
+        self._watch = Watch(mesh)
+        self._ours = ISPCommunicatorSchedulerHook({s.stage_index: s.communicator for s in stages})
+        hooks.insert(0, self._ours)
+        chunks = len(self.stages)
+        order = actions(kind, mesh.pipeline, chunks, micro_batches)
+        rank_of = partial(kind.rank_of, ranks=mesh.pipeline, chunks=chunks)
+        check(order, rank_of, mesh.pipeline * chunks)  # before anything runs (WP-2)
+        steps = computations(order, mesh.pipeline_rank)
+        self.places = passes(
+            steps, [s.stage_index for s in stages], {s.stage_index: s.splits for s in stages}
+        )
+
+    @classmethod
+    def create(
+        cls,
+        model: SplittableModel,
+        mesh: ParallelMesh,
+        config: WeightParallelConfig | None = None,
+        *,
+        schedule: str = "1F1B",
+        chunks: int = 1,
+        micro_batches: int,
+        activation_checkpoint: ActivationCheckpointConfig | None = None,
+        shape: tuple[int, int, int] | None = None,
+        criterion: Criterion | None = None,
+        hooks: Iterable[SchedulerHook] = (),
+        trace: Trace | None = None,
+    ) -> Pipeline:
+        """Cut ``model`` over ``mesh.pipeline`` ranks and attach communication. Collective.
+
+        Args:
+            model: on the meta device or not; its modules move into the chunks.
+            chunks: a rank holds so many.
+            shape: of hidden states ``[B, s, hidden]`` on this rank, the same for every
+                micro-batch; ``None``: torch finds out by a rehearsal before the first step.
+            criterion: the loss from the last chunk's output and the micro-batch; ``None``: that
+                output itself.
+
+        Raises:
+            ConfigError: numbers that do not fit the schedule.
+            StructureError: a model that cannot be cut so.
+        """
+        kind = kind_of(schedule)
+        if mistake := kind.mistake(mesh.pipeline, chunks, micro_batches):
+            raise ConfigError(mistake)
+        count = mesh.pipeline * chunks
+        blocks = split(model, count)
+        trace = trace or Trace()
+        own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
+        everyone = list(hooks)
+        stages = []
+        for index, stage in enumerate(own):
+            module = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
+            communicator = _parallelize(module, mesh, config, activation_checkpoint, trace)
+            dtype = next(module.parameters()).dtype
+            given = {} if shape is None else described(module, shape, dtype)
+            stages.append(
+                ISPPipelineStage(
+                    module,
+                    stage,
+                    count,
+                    mesh.device,
+                    chunk=index,
+                    communicator=communicator,
+                    hooks=everyone,
+                    group=mesh.pipeline_group,
+                    splits=splittable(module, communicator),
+                    **given,
+                )
+            )
+        return cls(kind, mesh, stages, micro_batches, everyone, criterion or _output_itself)
+
+    def step(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Forward and backward of all micro-batches. Collective; blocks.
+
+        Returns:
+            Their losses on the last stage, an empty list on others.
+
+        Raises:
+            CollectiveError: another rank failed; its cause is named. Every later call raises too.
+        """
+        losses: list[Tensor] = []
+        with self._running(batches, self.places):
+            self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Forward only; otherwise as :meth:`step`."""
+        losses: list[Tensor] = []
+        with self._running(batches, [p for p in self.places if not p.part]):
+            self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
+        return losses
+
+    def _targets(self) -> Tensor:
+        """What torch hands to the criterion for each micro-batch: its number."""
+        return torch.arange(self.micro_batches)
+
+    def planned(self, overlap: bool = True) -> Schedule:
+        """What a step of this rank gathers and reduces, in order."""
+        plans = [c.plan for c in self.communicators if c.plan is not None]
+        return simulate_passes(self.places, plans, overlap)
+
+    def _running(self, batches: Sequence[MicroBatch], places: Sequence[Place]) -> Watch:
+        self._ours.begin(places)
+        if len(batches) != self.micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
+        for stage in self.stages:
+            stage.batches = batches
+        return self._watch
+
+    def _loss(self, output: Any, target: Tensor) -> Tensor:
+        last = self.stages[-1] if self.stages[-1].is_last else self.stages[0]
+        batch = last.batches[int(target)]
+        if last.rehearsing:
+            return self.criterion(output, batch)
+        place = last.place(int(target))
+        for hook in self.hooks:
+            hook.before_criterion(place, output)
+        loss = self.criterion(output, batch)
+        for hook in self.hooks:
+            hook.after_criterion(place, loss)
+        return loss
+
+
+def _output_itself(output: Any, batch: MicroBatch) -> Tensor:
+    # A tensor of its own: torch cuts the graph at the loss in place.
+    loss: Tensor = output * 1
+    return loss
+
+
+def _parallelize(
+    chunk: Chunk,
+    mesh: ParallelMesh,
+    config: WeightParallelConfig | None,
+    checkpoint: ActivationCheckpointConfig | None,
+    trace: Trace,
+) -> ISPCommunicator:
+    """The chunk's own communicator; settings that number the model's blocks are renumbered."""
+    config = (config or WeightParallelConfig()).model_copy(update={"blocks": chunk.block_names()})
+    if checkpoint is not None:
+        chosen = checkpoint.selected(chunk.total)
+        local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
+        checkpoint = checkpoint.model_copy(update={"blocks": local})
+    return parallelize(chunk, mesh, config, activation_checkpoint=checkpoint, trace=trace)
+
+
+def splittable(chunk: nn.Module, communicator: ISPCommunicator) -> bool:
+    """Whether weight gradients may be computed apart, without whole weights.
+
+    Not where blocks recompute: torch would recompute a block once more for each of its weights.
+    """
+    if any(unit.recomputed for unit in communicator.blocks):
+        return False
+    cut = {id(weight.parameter) for weight in communicator.small.sharded}
+    return all(
+        isinstance(module, _APART)
+        for module in chunk.modules()
+        if any(id(p) in cut for p in module.parameters(recurse=False))
+    )
+
+
+def described(chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs and outputs of a stage without memory, so that torch need not try."""
+    ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+    wide = torch.promote_types(dtype, torch.float32)
+    loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
+    return {
+        "input_args": ids if chunk.first else hidden_like(*shape, dtype),
+        "output_args": loss if chunk.last else hidden_like(*shape, dtype),
+    }

@@ -1,0 +1,212 @@
+"""A stage of ``torch.distributed.pipelining`` that tells hooks what it does, for every schedule.
+
+torch's schedules call a stage's ``*_one_chunk`` methods for every chunk and micro-batch, overlapped
+actions included, where functions registered with the schedule are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from internsp.pipeline.apart import birth_order, rehearsal
+from internsp.pipeline.chunks import MicroBatch
+from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, SchedulerHook
+from internsp.wp.isp import ISPCommunicator
+
+
+class _Sink:
+    """Stands for a parameter in torch's split backward: found in the graph, ``.grad`` untouched.
+
+    A weight's gradient is on its way to its owners when torch would store it.
+    """
+
+    requires_grad = True
+    grad = property(lambda self: None, lambda self, value: None)
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.grad_fn = _get_grad_fn_or_grad_acc(parameter)
+
+
+class ISPPipelineStage(PipelineStage):
+    """torch's stage over one chunk.
+
+    Args:
+        chunk: index among this rank's chunks.
+        communicator: the chunk's own.
+        hooks: called around everything, in order; shared by the stages of a rank.
+        splits: whether input and weight gradients may be computed apart. Where not (blocks that
+            recompute, compiled ones, modules whose weight gradient needs the weight), both are
+            computed when the schedule asks for the input gradients.
+        batches: what the micro-batches hand in; replaced before each step. Empty: torch's own
+            arguments are used.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        chunk: int,
+        communicator: ISPCommunicator,
+        hooks: list[SchedulerHook],
+        group: dist.ProcessGroup | None = None,
+        splits: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, group=group, **options)
+        self.chunk = chunk
+        self.communicator = communicator
+        self.hooks = hooks
+        self.splits = splits
+        self.batches: Sequence[MicroBatch] = ()
+        self._sinks: dict[int, _Sink] = {}
+        self.rehearsing = False
+        self._whole: set[int] = set()  # micro-batches whose weight gradients came early
+
+    def place(self, micro_batch: int, part: str = "") -> Place:
+        """This chunk at ``micro_batch``."""
+        return Place(self.stage_index, self.chunk, micro_batch, part)
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """See torch's."""
+        if self.batches:
+            batch = self.batches[fwd_chunk_id]
+            args, kwargs = batch.inputs, dict(batch.options)
+        place = self.place(fwd_chunk_id)
+        for hook in self.hooks:
+            hook.before_forward(place)
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        for hook in self.hooks:
+            hook.after_forward(place, output)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """See torch's; ``full_backward=False`` is the schedule's input phase."""
+        if not self.has_backward:
+            return
+        part = FULL if full_backward else INPUT
+        if part == INPUT and not self.splits and not self.is_first:
+            part = FULL
+            self._whole.add(bwd_chunk_id)
+        if part == INPUT and self.is_first:
+            # torch leaves everything to the weight phase: there is no input to give gradients to.
+            super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
+            return
+        place = self.place(bwd_chunk_id, part)
+        for hook in self.hooks:
+            hook.before_backward(place)
+        super().backward_one_chunk(bwd_chunk_id, loss, part == FULL, last_backward)
+        for hook in self.hooks:
+            hook.after_backward(place)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See torch's: the schedule's weight phase."""
+        if not self.has_backward:
+            return
+        if bwd_chunk_id in self._whole:
+            self._whole.discard(bwd_chunk_id)
+            return
+        place = self.place(bwd_chunk_id, FULL if self.is_first else WEIGHT)
+        for hook in self.hooks:
+            hook.before_backward(place)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        for hook in self.hooks:
+            hook.after_backward(place)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The last micro-batch of this chunk is over. Our gradients are sums: never scaled."""
+        for hook in self.hooks:
+            hook.after_last_micro_batch(self.place(-1))
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing divides a gradient (DESIGN 6)."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """torch's split functions, with stand-ins for the parameters."""
+        if backward_type == INPUT:
+            return stage_backward_input(
+                bwd_kwargs["stage_output"],
+                bwd_kwargs["output_grads"],
+                bwd_kwargs["input_values"],
+                self._weights(),
+            )
+        if backward_type == WEIGHT:
+            return stage_backward_weight(self._weights(), bwd_kwargs["param_groups"]), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        """See torch's, which forgets that an evaluation has no backward."""
+        if not self.has_backward:
+            return ()
+        return cast("tuple[Tensor | None, ...]", super().get_local_bwd_output(mb_index))
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """See torch's and :meth:`get_local_bwd_output`."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _weights(self) -> Iterator[Any]:
+        """Trained parameters, in the order in which their gradients shall come."""
+        communicator = self.communicator
+        cut = [weight.parameter for weight in birth_order(communicator)]
+        for parameter in (*cut, *(member.parameter for member in communicator.small.members)):
+            if parameter.requires_grad:
+                if id(parameter) not in self._sinks:
+                    self._sinks[id(parameter)] = _Sink(parameter)
+                yield self._sinks[id(parameter)]
+
+    # torch's shape inference before the first step, where shapes were not given
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self.rehearsing = True
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.rehearsing = False
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self.rehearsing = True
+        try:
+            return super()._prepare_backward_infra(*args, **kwargs)
+        finally:
+            self.rehearsing = False
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
+        if self.batches:
+            kwargs = dict(self.batches[0].options)
+            args = self.batches[0].inputs if self.is_first else args
+        with rehearsal(self.communicator):
+            return super()._compute_outputs(*args, module=module, **kwargs)
+
+    def _compute_input_grads(self, *args: Any) -> Any:
+        with rehearsal(self.communicator):
+            return super()._compute_input_grads(*args)

@@ -1,0 +1,133 @@
+"""Scheduler hooks fire for every chunk and micro-batch; torch's shape inference leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from internsp.pipeline import Place, SchedulerHook
+from internsp.trace import Trace
+from tests.support.pipeline import Case, batches, make
+from tests.support.ranks import run_ranks
+
+SCHEDULES = [
+    ("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2),
+    ("ZBVZeroBubble", 2), ("DualPipeV", 2),
+]  # fmt: skip
+
+
+class _Record(SchedulerHook):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, int, str]] = []
+
+    def _note(self, what: str, at: Place) -> None:
+        self.calls.append((what, at.stage, at.chunk, at.micro_batch, at.part))
+
+    def before_forward(self, place: Place) -> None:
+        self._note("before_forward", place)
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        assert isinstance(output, Tensor)
+        self._note("after_forward", place)
+
+    def before_criterion(self, place: Place, output: Any) -> None:
+        self._note("before_criterion", place)
+
+    def after_criterion(self, place: Place, loss: Any) -> None:
+        assert loss.requires_grad
+        self._note("after_criterion", place)
+
+    def before_backward(self, place: Place) -> None:
+        self._note("before_backward", place)
+
+    def after_backward(self, place: Place) -> None:
+        self._note("after_backward", place)
+
+    def after_last_micro_batch(self, place: Place) -> None:
+        self._note("after_last_micro_batch", place)
+
+
+def recorded(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int, int, str]]:
+    record = _Record()
+    pipeline, _ = make(case, hooks=[record])
+    pipeline.step(batches(case, pipeline.mesh))
+    return record.calls
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("static", [True, False])
+def test_hooks_fire_once_for_every_chunk_and_micro_batch(
+    schedule: str, chunks: int, static: bool
+) -> None:
+    case = Case(schedule, chunks=chunks, static=static)
+    everyone = [call for calls in run_ranks(recorded, 2, case) for call in calls]
+    places = {(stage, m) for stage in range(2 * chunks) for m in range(4)}
+    last = 2 * chunks - 1
+    for what in ("before_forward", "after_forward"):
+        seen = [(stage, m) for w, stage, _, m, _ in everyone if w == what]
+        assert sorted(seen) == sorted(places), what
+    for what in ("before_criterion", "after_criterion"):
+        seen = [(stage, m) for w, stage, _, m, _ in everyone if w == what]
+        assert sorted(seen) == [(last, m) for m in range(4)], what
+    for what in ("before_backward", "after_backward"):
+        for parts in (("full", "input"), ("full", "weight")):
+            seen = [(stage, m) for w, stage, _, m, p in everyone if w == what and p in parts]
+            assert sorted(seen) == sorted(places), (what, parts)
+    ends = [stage for w, stage, *_ in everyone if w == "after_last_micro_batch"]
+    assert sorted(ends) == list(range(2 * chunks))
+
+
+def test_hooks_fire_in_the_order_of_the_work() -> None:
+    calls = run_ranks(recorded, 2, Case("1F1B", micro_batches=2))[1]
+    assert [(what, m) for what, _, _, m, _ in calls] == [
+        (f"{when}_{what}", m)
+        for m in range(2)
+        for what in ("forward", "criterion", "backward")
+        for when in ("before", "after")
+    ] + [("after_last_micro_batch", -1)]
+
+
+def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
+    """Everything a communicator keeps, after a step with and without torch's shape inference."""
+    case = Case("ZBVZeroBubble", chunks=2, layers=9, static=static)
+    trace = Trace(enabled=True)
+    pipeline, _ = make(case, trace=trace)
+    pipeline.step(batches(case, pipeline.mesh))
+    found: dict[str, Any] = {"events": trace.lines(("AG", "RS", "USE", "DRAIN"))}
+    for chunk, communicator in enumerate(pipeline.communicators):
+        state = communicator.state
+        found[f"{chunk} counters"] = vars(state.counters)
+        found[f"{chunk} leases"] = [slot.holder for slot in state.pool.slots]
+        found[f"{chunk} tags"] = [sorted(w.name for w in slot.tags) for slot in state.pool.slots]
+        found[f"{chunk} in flight"] = (len(state.handles), len(state.pending), len(state.touched))
+    return found
+
+
+def test_shape_inference_before_the_first_step_leaves_no_trace() -> None:
+    assert run_ranks(after_inference, 2, True) == run_ranks(after_inference, 2, False)
+
+
+def rehearsed(rank: int, world_size: int) -> list[bool]:
+    """torch's inference alone, without the step."""
+    case = Case("1F1B", layers=9, static=False)
+    trace = Trace(enabled=True)
+    pipeline, _ = make(case, trace=trace)
+    stage = pipeline.stages[0]
+    stage.batches = batches(case, pipeline.mesh)
+    stage.has_backward = True
+    pipeline.schedule._initialize_stage((), {}, pipeline._targets()[:1])
+    state = pipeline.communicators[0].state
+    return [
+        not trace.events,
+        set(vars(state.counters).values()) == {0},
+        all(slot.holder is None and not slot.tags for slot in state.pool.slots),
+        not state.handles and not len(state.pending) and not state.touched,
+        all(p.grad is None for p in stage.submod.parameters()),
+        pipeline.communicators[0].small.flat is None,
+    ]
+
+
+def test_inference_alone_changes_nothing() -> None:
+    assert run_ranks(rehearsed, 2) == [[True] * 6] * 2

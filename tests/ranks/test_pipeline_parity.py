@@ -1,0 +1,123 @@
+"""Under every schedule the loss and every gradient equal one process within 1e-10.
+
+In each set every possible pair of values of the options below occurs together at least once, and
+every case also compares what it gathers and reduces, in order, with what the plan says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from internsp.trace import Trace
+from tests.support.pairs import Combination, all_pairs, covering, pairs_of
+from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.ranks import run_ranks
+
+CHUNKS = {"GPipe": 1, "1F1B": 1, "DualPipeV": 2, "ZBVZeroBubble": 2}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "half": {"mode": "full", "fraction": 0.5},
+    "full": {"mode": "full"},
+    "selective": {"mode": "selective"},
+}
+OPTIONS: dict[str, list[Any]] = {
+    "schedule": [
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
+    ],
+    "micro_batches": [4, 8],
+    "checkpoint": list(CHECKPOINTS),
+    "kept": [False, True],
+    "overlap": [True, False],
+    "pool": [True, False],
+    "layers": [8, 9, 13],
+    "packed": [False, True],
+    "bias": [False, True],
+    "family": ["llama", "internlm2"],
+    "granularity": ["block", "module"],
+    "output": ["local", "vocabulary"],
+    "static": [True, False],
+}  # fmt: skip
+DEGREES = {
+    2: {"mesh": [(2, 1, 1)]},
+    4: {"mesh": [(2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1)]},
+}
+
+
+def options(world: int) -> dict[str, list[Any]]:
+    return {**DEGREES[world], **OPTIONS}
+
+
+def possible(c: Combination) -> bool:
+    """DualPipeV needs as many micro-batches as stages."""
+    stages = c.get("mesh", (2, 1, 1))[0] * 2
+    return not (c.get("schedule") == "DualPipeV" and c.get("micro_batches", 8) < stages)
+
+
+def case_of(c: Combination) -> Case:
+    pipeline, weight, sequence = c["mesh"]
+    return Case(
+        schedule=c["schedule"],
+        pipeline=pipeline,
+        chunks=CHUNKS.get(c["schedule"], 2),
+        weight=weight,
+        sequence=sequence,
+        micro_batches=c["micro_batches"],
+        layers=c["layers"],
+        packed=c["packed"],
+        static=c["static"],
+        weights={
+            "keep_between_micro_batches": c["kept"],
+            "overlap": c["overlap"],
+            "memory_pool": c["pool"],
+            "granularity": c["granularity"],
+            "head_output": c["output"],
+        },
+        checkpoint=CHECKPOINTS[c["checkpoint"]],
+        model={"family": c["family"], "bias": c["bias"], "qkv_bias": c["bias"]},
+    )
+
+
+def run(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Found, bool]]:
+    found = []
+    for case in cases:
+        trace = Trace(enabled=True)
+        pipeline, plain = make(case, trace=trace)
+        losses = pipeline.step(batches(case, pipeline.mesh))
+        planned = pipeline.planned(case.weights["overlap"])
+        ordered = trace.lines(("AG", "RS")) == planned.lines(("AG", "RS"))
+        found.append((compare(case, pipeline, plain, losses), ordered))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_loss_every_gradient_and_every_message_are_as_they_should_be(world: int) -> None:
+    cases = [case_of(c) for c in covering(options(world), possible)]
+    for ranks in run_ranks(run, world, cases, timeout=400):
+        for case, (found, ordered) in zip(cases, ranks, strict=True):
+            assert found.loss < BOUND, case
+            assert found.gradient < BOUND, case
+            assert found.gradients > 0, case
+            assert ordered, case
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_sets_cover_all_pairs(world: int) -> None:
+    wanted = all_pairs(options(world), possible)
+    covered = set().union(*(pairs_of(c) for c in covering(options(world), possible)))
+    assert wanted <= covered
+
+
+def repeated(rank: int, world_size: int, case: Case) -> Found:
+    pipeline, plain = make(case)
+    for _ in range(case.steps):
+        losses = pipeline.step(batches(case, pipeline.mesh))
+    return compare(case, pipeline, plain, losses)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_gradients_of_several_steps_add_up(schedule: str) -> None:
+    case = Case(schedule, chunks=CHUNKS.get(schedule, 2), steps=3)
+    for found in run_ranks(repeated, 2, case):
+        assert found.gradient < BOUND

@@ -1,0 +1,167 @@
+"""A pipeline beside one process: the loss and every gradient, by value, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import model_zoo
+from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.pipeline import MicroBatch, Pipeline, SchedulerHook
+from internsp.sp import SequenceLayout
+from internsp.trace import Trace
+from tests.support.parity import VOCABULARY
+
+BOUND = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline on small sizes."""
+
+    schedule: str = "1F1B"
+    pipeline: int = 2
+    chunks: int = 1
+    weight: int = 1
+    sequence: int = 1
+    micro_batches: int = 4
+    layers: int = 5
+    length: int = 9
+    packed: bool = False
+    static: bool = True
+    steps: int = 1
+    weights: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY, "hidden_size": 12, "layers": self.layers, "heads": 2,
+            "intermediate_size": 20,
+        }  # fmt: skip
+        generator = torch.Generator().manual_seed(3)
+        config = ModelConfig(**(sizes | self.model))
+        return model_zoo.build(config, dtype=torch.float64, generator=generator)
+
+    def layout(self, number: int, rows: slice, rank: int = 0, size: int = 1) -> SequenceLayout:
+        """Micro-batch ``number`` of all data ranks, cut to ``rows`` and to one sequence rank."""
+        ids, boundaries = self._batch(number, 4)
+        return SequenceLayout.create(
+            ids[rows],
+            rank=rank,
+            size=size,
+            boundaries=None if boundaries is None else boundaries[rows],
+        )
+
+    def _batch(self, number: int, rows: int) -> tuple[Tensor, list[list[int]] | None]:
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, VOCABULARY, (rows, self.length), generator=generator)
+        documents = [[0, 1, self.length // 2 + row % 2] for row in range(rows)]
+        return ids, documents if self.packed else None
+
+    def mine(self, mesh: ParallelMesh, number: int) -> SequenceLayout:
+        row = slice(mesh.data_rank, mesh.data_rank + 1)
+        return self.layout(number, row, mesh.sequence_rank, mesh.sequence)
+
+    def tokens(self, data: int) -> int:
+        """Valid tokens of a step over all ranks."""
+        layouts = [self.layout(m, slice(0, data)) for m in range(self.micro_batches)]
+        return sum(layout.valid_tokens for layout in layouts)
+
+
+def make(
+    case: Case, hooks: list[SchedulerHook] | None = None, trace: Trace | None = None
+) -> tuple[Pipeline, nn.Module]:
+    """The pipeline of the calling rank, and the whole model on one process."""
+    mesh = ParallelMesh.create(
+        case.weight, case.sequence, case.pipeline, device_type="cpu", timeout_seconds=30
+    )
+    tokens = case.tokens(mesh.data)
+    width = case.mine(mesh, 0).input_ids.shape[1]
+    pipeline = Pipeline.create(
+        case.build(),
+        mesh,
+        WeightParallelConfig(**({"min_shard_elements": 24} | case.weights)),
+        schedule=case.schedule,
+        chunks=case.chunks,
+        micro_batches=case.micro_batches,
+        activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint),
+        shape=(1, width, 12) if case.static else None,
+        criterion=lambda loss, _: loss / tokens,
+        hooks=hooks or [],
+        trace=trace,
+    )
+    if case.weights.get("head_output", "local") != "local":
+        for chunk in pipeline.chunks:
+            chunk.loss_options = {
+                "output": case.weights["head_output"], "group": mesh.sequence_group,
+            }  # fmt: skip
+    for communicator in pipeline.communicators:
+        communicator.state.pool.poison = True
+    return pipeline, case.build()
+
+
+def batches(case: Case, mesh: ParallelMesh) -> list[MicroBatch]:
+    """What this rank hands in."""
+    layouts = [case.mine(mesh, m) for m in range(case.micro_batches)]
+    return [
+        MicroBatch((at.input_ids,), {"layout": at, "labels": at.labels, "loss_chunk": 5})
+        for at in layouts
+    ]
+
+
+def plain_loss(case: Case, model: nn.Module, data: int) -> Tensor:
+    """The loss of one step on one process."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(case.micro_batches):
+        at = case.layout(number, slice(0, data))
+        total = total + model(at.input_ids, layout=at, labels=at.labels)[0]
+    return total / case.tokens(data)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Relative differences of the loss and of the worst gradient; gradients of this rank."""
+
+    loss: float
+    gradient: float
+    gradients: int
+
+
+def compare(case: Case, pipeline: Pipeline, plain: nn.Module, losses: list[Tensor]) -> Found:
+    """What a step gave, beside one process's. Collective."""
+    wanted = plain_loss(case, plain, pipeline.mesh.data)
+    wanted.backward()
+    wanted = wanted.detach()
+    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(total)
+    worst, count = gradient_gap(pipeline, plain, case.steps)
+    return Found(float((total - wanted).abs() / wanted.abs()), worst, count)
+
+
+def gradient_gap(pipeline: Pipeline, plain: nn.Module, steps: int = 1) -> tuple[float, int]:
+    """The worst difference of this rank's gradients, and how many there are.
+
+    A gradient that is zero but for rounding (queries of one-token documents) is compared with a
+    ten-thousandth of the model's largest gradient instead.
+    """
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    floor = 1e-4 * max(float(g.abs().max()) for g in wanted.values() if g is not None)
+    worst, count = 0.0, 0
+    for chunk in pipeline.chunks:
+        for name, parameter in chunk.named_parameters():
+            one = wanted[name]
+            assert one is not None, name
+            assert parameter.grad is not None, f"{name} has no gradient"
+            mine = parameter.grad.full_tensor() / steps  # type: ignore[attr-defined]
+            assert mine.shape == one.shape, name
+            assert not mine.isnan().any(), name
+            scale = max(float(one.abs().max()), floor)
+            worst = max(worst, float((mine - one).abs().max()) / scale)
+            count += 1
+    return worst, count

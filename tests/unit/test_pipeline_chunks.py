@@ -1,0 +1,94 @@
+"""Where a model is cut: balanced by cost, nothing empty, names as in the whole model."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import model_zoo
+from internsp.config import ModelConfig
+from internsp.errors import StructureError
+from internsp.pipeline.chunks import Chunk, balanced, split
+
+
+def build(**sizes: object) -> model_zoo.CausalLM:
+    given = {"vocab_size": 257, "hidden_size": 16, "layers": 6, "heads": 2} | sizes
+    return model_zoo.build(ModelConfig(**given), device="meta")  # type: ignore[arg-type]
+
+
+def test_equal_blocks_without_a_head_are_cut_evenly() -> None:
+    assert balanced([1.0] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert balanced([1.0] * 7, 3) == [range(3), range(3, 5), range(5, 7)]
+
+
+def test_the_part_with_the_head_gets_fewer_blocks() -> None:
+    assert balanced([1.0] * 8, 2, tail=2.0) == [range(5), range(5, 8)]
+    assert balanced([1.0] * 4, 2, tail=100.0) == [range(3), range(3, 4)]
+
+
+def test_unequal_blocks_are_balanced_by_cost() -> None:
+    assert balanced([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [range(1), range(1, 6)]
+
+
+@given(
+    costs=st.lists(st.floats(0.1, 10), min_size=1, max_size=9),
+    parts=st.integers(1, 5),
+    tail=st.floats(0, 20),
+)
+def test_no_other_cut_has_a_smaller_sum_of_squares(
+    costs: list[float], parts: int, tail: float
+) -> None:
+    if parts > len(costs):
+        return
+    found = balanced(costs, parts, tail)
+    assert [i for part in found for i in part] == list(range(len(costs)))
+    assert all(len(part) > 0 for part in found)
+
+    def value(ends: list[int]) -> float:
+        edges = [0, *ends, len(costs)]
+        sums = [sum(costs[a:b]) for a, b in pairwise(edges)]
+        sums[-1] += tail
+        return sum(s * s for s in sums)
+
+    best = min(value(list(ends)) for ends in combinations(range(1, len(costs)), parts - 1))
+    assert value([part.stop for part in found[:-1]]) == pytest.approx(best)
+
+
+def test_a_tied_head_is_refused_with_the_remedy() -> None:
+    with pytest.raises(StructureError, match="set tie_embeddings = false"):
+        split(build(tie_embeddings=True), 2)
+
+
+def test_too_few_blocks_are_refused() -> None:
+    with pytest.raises(StructureError, match="6 blocks cannot be cut into 8 chunks"):
+        split(build(), 8)
+
+
+def test_parameters_keep_the_names_of_the_whole_model() -> None:
+    model = build()
+    names = {name for name, _ in model.named_parameters()}
+    blocks = split(model, 3)
+    chunks = [Chunk(model, part, i == 0, i == 2) for i, part in enumerate(blocks)]
+    found = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+    assert sorted(found) == sorted(names)
+    assert chunks[1].block_names() == tuple(f"layers.{i}" for i in blocks[1])
+
+
+def test_chunks_one_after_another_are_the_model() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=31, hidden_size=16, layers=5, heads=2)
+    model = model_zoo.build(config, dtype=torch.float64)
+    ids = torch.randint(0, 31, (2, 7))
+    wanted = model(ids)
+    wanted_loss, _ = model(ids, labels=ids)
+    parts = split(model, 3)
+    h = ids
+    for stage, part in enumerate(parts):
+        chunk = Chunk(model, part, stage == 0, stage == 2)
+        before, h = h, chunk(h)
+    torch.testing.assert_close(h, wanted)
+    torch.testing.assert_close(chunk(before, labels=ids), wanted_loss)

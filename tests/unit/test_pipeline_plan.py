@@ -1,0 +1,152 @@
+"""Plans of pipelines: torch's own order, checked before it runs; gathers counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from internsp.errors import ConfigError, OrderError
+from internsp.pipeline.hooks import Place
+from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
+from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
+from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
+
+
+def order_of(name: str, ranks: int = 2, micro_batches: int = 4) -> tuple[Order, int]:
+    kind = SCHEDULES[name]
+    chunks = kind.chunks or 2
+    return actions(kind, ranks, chunks, micro_batches), chunks
+
+
+def checked(name: str, order: Order, ranks: int, chunks: int) -> list[float]:
+    rank_of = partial(SCHEDULES[name].rank_of, ranks=ranks, chunks=chunks)
+    return [timed.end for timed in check(order, rank_of, ranks * chunks)]
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (2, 8), (4, 8), (3, 6)])
+def test_every_schedule_can_run_and_does_all_the_work(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    order, chunks = order_of(name, ranks, micro_batches)
+    assert checked(name, order, ranks, chunks)
+    for kinds in (("F",), ("B", "I"), ("B", "W")):
+        done = [(s.stage, s.micro_batch) for r in order for s in order[r] if s.kind in kinds]
+        every = [(s, m) for s in range(ranks * chunks) for m in range(micro_batches)]
+        assert sorted(done) == every
+
+
+def test_one_forward_one_backward_is_as_in_the_paper() -> None:
+    order, _ = order_of("1F1B", 2, 3)
+    assert [str(s) for s in computations(order, 0)] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert [str(s) for s in computations(order, 1)] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
+
+
+def test_split_schedules_take_less_time_than_1f1b() -> None:
+    """A forward takes 1, a backward 2: 4 micro-batches on 2 ranks are 12 without a bubble."""
+    ends = {}
+    for name in ("GPipe", "1F1B", "ZBVZeroBubble"):
+        order, chunks = order_of(name)
+        ends[name] = max(checked(name, order, 2, chunks)) / chunks
+    assert ends["GPipe"] == ends["1F1B"] == 15
+    assert ends["ZBVZeroBubble"] < 14
+
+
+def test_messages_in_another_order_are_refused() -> None:
+    order, chunks = order_of("1F1B")
+    at = [i for i, s in enumerate(order[1]) if s.kind == "RECV_F"][:2]
+    order[1][at[0]], order[1][at[1]] = order[1][at[1]], order[1][at[0]]
+    with pytest.raises(OrderError, match="message 0 from pipeline rank 0 to 1 is output of stage"):
+        checked("1F1B", order, 2, chunks)
+
+
+def test_a_message_that_is_never_sent_is_refused() -> None:
+    order, chunks = order_of("ZBVZeroBubble")
+    lost = next(s for s in order[1] if s.kind == "SEND_B")
+    order[1].remove(lost)
+    with pytest.raises(OrderError, match=r"from pipeline rank 1 to 0 .* expects gradient"):
+        checked("ZBVZeroBubble", order, 2, chunks)
+
+
+def test_two_ranks_that_wait_for_each_other_are_refused() -> None:
+    order = {
+        0: [Step(0, "F", 0), Step(0, "RECV_B", 0), Step(0, "B", 0), Step(0, "SEND_F", 0)],
+        1: [Step(1, "RECV_F", 0), Step(1, "F", 0), Step(1, "B", 0), Step(1, "SEND_B", 0)],
+    }
+    with pytest.raises(OrderError, match="wait for ever: pipeline rank 0 at 0B0"):
+        check(order, lambda stage: stage, 2)
+
+
+def test_a_backward_before_its_forward_is_refused() -> None:
+    order, chunks = order_of("GPipe")
+    order[1].insert(0, order[1].pop(next(i for i, s in enumerate(order[1]) if s.kind == "B")))
+    with pytest.raises(OrderError, match="wait for ever"):
+        checked("GPipe", order, 2, chunks)
+
+
+def test_numbers_that_do_not_fit_a_schedule_are_explained() -> None:
+    assert "takes 2 chunks a rank, not 1" in kind_of("DualPipeV").mistake(2, 1, 4)
+    assert "at least as many microbatches as stages" in kind_of("DualPipeV").mistake(2, 2, 3)
+    assert kind_of("1F1B").mistake(4, 1, 2) != ""
+    assert kind_of("Interleaved1F1B").mistake(2, 3, 4) == ""
+    with pytest.raises(ConfigError, match="choose one of GPipe, 1F1B"):
+        kind_of("1f2b")
+
+
+def test_the_first_stage_leaves_all_to_the_weight_part() -> None:
+    steps = [Step(0, "I", 0), Step(0, "W", 0), Step(3, "I", 0), Step(3, "W", 0)]
+    assert passes(steps, [0, 3], {0: True, 3: True}) == [
+        Place(0, 0, 0, "full"), Place(3, 1, 0, "input"), Place(3, 1, 0, "weight"),
+    ]  # fmt: skip
+    assert passes(steps, [0, 3], {0: False, 3: False}) == [
+        Place(0, 0, 0, "full"), Place(3, 1, 0, "full"),
+    ]  # fmt: skip
+
+
+def chunk(blocks: int, keep: bool = False) -> ChunkPlan:
+    policy = Policy(blocks, keep=keep)
+    units = tuple(
+        UnitPlan(f"b{i}", (WeightPlan(f"b{i}.w", 8, 8, 16, 8),), policy.slot(i), i)
+        for i in range(blocks)
+    )
+    return ChunkPlan(policy, units, None, None, 2)
+
+
+def gathers(name: str, blocks: int, keep: bool = False) -> int:
+    """Of rank 0 of two, with four micro-batches."""
+    order, chunks = order_of(name)
+    stages = SCHEDULES[name].stages_of(0, 2, chunks)
+    places = passes(computations(order, 0), stages, dict.fromkeys(stages, True))
+    return simulate_passes(places, [chunk(blocks, keep) for _ in stages]).count("AG")
+
+
+def test_gathers_of_a_step_are_those_counted_by_hand() -> None:
+    # Three blocks, two slots. A forward after a forward finds b1 only: b0 and b2 are gathered...
+    assert gathers("GPipe", 3) == 3 + 2 * 3 + 1 + 2 * 3
+    # ...and 1F1B's rank 0 alternates: b2 and b1 are there when backward begins, b0 and b1 after.
+    assert gathers("1F1B", 3) == 3 + 2 + 1 + 1 + 1 + 1 + 1 + 2
+    # Two blocks fit the two slots: one gather each for the whole step.
+    assert gathers("GPipe", 2) == 2
+    assert gathers("ZBVZeroBubble", 2) == 4
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_kept_blocks_are_gathered_once(name: str) -> None:
+    chunks = SCHEDULES[name].chunks or 2
+    assert gathers(name, 5, keep=True) == 5 * chunks
+    assert chunk(5, keep=True).slots() == [16] * 5
+    assert chunk(5).slots() == [16] * 2
+
+
+def test_weight_parts_gather_nothing_and_reduce_everything() -> None:
+    order, chunks = order_of("ZBVZeroBubble")
+    stages = SCHEDULES["ZBVZeroBubble"].stages_of(1, 2, chunks)
+    places = passes(computations(order, 1), stages, dict.fromkeys(stages, True))
+    _, launched = simulate_each([replace(p) for p in places], [chunk(3), chunk(3)])
+    weight = [n for p, n in zip(places, launched, strict=True) if p.part == "weight"]
+    inputs = [n for p, n in zip(places, launched, strict=True) if p.part == "input"]
+    assert weight
+    assert all(reductions == 3 for _, reductions in weight)
+    assert all(reductions == 0 for _, reductions in inputs)
