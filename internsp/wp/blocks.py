@@ -48,7 +48,8 @@ def read(
 
     Args:
         trigger: which anchor to look for; ``"qkv"``, the block's entry, needs none.
-        blocks: glob patterns of block names; empty: children of module lists with usual names.
+        blocks: glob patterns of block names (``layers.*``); empty: children of module lists with
+            usual names.
         anchors: glob patterns, matched against names within a block; empty: usual names.
 
     Raises:
@@ -70,7 +71,7 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
     if patterns:
         chosen: list[tuple[str, nn.Module]] = []
         for pattern in patterns:
-            hits = [(n, m) for n, m in named if fnmatchcase(n, pattern)]
+            hits = [(n, m) for n, m in named if _matches(n, pattern)]
             if not hits:
                 raise StructureError(
                     f"block pattern {pattern!r} matches no module; {_block_candidates(named)}"
@@ -95,6 +96,12 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
             f"({', '.join(BLOCK_LISTS)}); set weight_parallel.blocks, {_block_candidates(named)}"
         )
     return [(f"{n}.{i}", child) for n, m in outermost for i, child in enumerate(m)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As for paths: ``*`` stays between two dots, so that ``layers.*`` is not what is in blocks."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
@@ -125,7 +132,7 @@ def _with_anchor(
     named = [(n, m) for n, m in module.named_modules() if n]
     for pattern in patterns or usual:
         for name, child in named:
-            if fnmatchcase(name, pattern) or fnmatchcase(name.split(".")[-1], pattern):
+            if _matches(name, pattern) or _matches(name.split(".")[-1], pattern):
                 return Block(block, module, name, child)
     linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
     raise StructureError(

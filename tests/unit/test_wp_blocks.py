@@ -1,0 +1,126 @@
+"""WP-7: blocks and anchors are found by patterns; where none fits, the error lists candidates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+from internsp.config import WeightParallelConfig
+from internsp.errors import StructureError
+from internsp.layers import RowParallelLinearWithCommExt
+from internsp.layers.adopt import adopt
+from internsp.wp.assign import assign
+from internsp.wp.blocks import anchor_position, read
+from tests.support.models import Block, Tiny
+
+
+class Odd(nn.Module):
+    """Blocks and parts with names that nobody would guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.tower = nn.ModuleList(
+            nn.ModuleDict({"mix": nn.Linear(4, 4), "fold": nn.Linear(4, 4)}) for _ in range(2)
+        )
+        self.unembed = nn.Linear(4, 5)
+
+
+def test_usual_names_are_found_without_configuration() -> None:
+    structure = read(Tiny(layers=3))
+    assert [b.name for b in structure.blocks] == ["layers.0", "layers.1", "layers.2"]
+    assert [b.anchor_name for b in structure.blocks] == ["wo"] * 3
+    assert structure.embedding is not None
+    assert structure.embedding[0] == "embed"
+    assert structure.head is not None
+    assert structure.head[0] == "head"
+    assert [b.anchor_name for b in read(Tiny(), "mlp").blocks] == ["w1"] * 4
+    assert [b.anchor for b in read(Tiny(), "qkv").blocks] == [None] * 4
+
+
+def test_patterns_find_blocks_and_anchors_with_any_name() -> None:
+    structure = read(Odd(), blocks=("tower.*",), anchors=("fo*",))  # as the error proposes
+    assert [b.name for b in structure.blocks] == ["tower.0", "tower.1"]
+    assert [b.anchor_name for b in structure.blocks] == ["fold", "fold"]
+    assert structure.head is not None
+    assert structure.head[0] == "unembed"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (partial(read, Odd()), ["no transformer blocks", "tower.*", "ModuleDict"]),
+        (partial(read, Odd(), blocks=("towr.*",)), ["'towr.*' matches no module", "tower.*"]),
+        (partial(read, Odd(), blocks=("tower.*",)), ["no anchor", "tower.0", "mix", "fold"]),
+        (
+            partial(read, Odd(), blocks=("tower.*",), anchors=("fald",)),
+            ["no anchor", "fald", "mix", "fold"],
+        ),
+        (partial(read, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
+        (partial(read, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),
+        (partial(read, nn.Linear(2, 2)), ["no module list in this model"]),
+    ],
+)
+def test_what_matches_nothing_or_too_much_is_refused_with_candidates(
+    call: Callable[[], Any], words: list[str]
+) -> None:
+    with pytest.raises(StructureError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_parameter_has_one_place_and_shared_ones_one_assignment() -> None:
+    model = Tiny(layers=2, tied=True)
+    model.layers[1].wo = RowParallelLinearWithCommExt(6, 6)  # type: ignore[operator]
+    config = WeightParallelConfig(min_shard_elements=36, embedding_cut="hidden")
+    found = {a.name: a for a in assign(model, read(model), config)}
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    tied = found["embed.weight"]
+    assert [o.full_name for o in tied.owners] == ["embed.weight", "head.weight"]
+    assert (tied.unit, tied.block, tied.dim) == ("embed", -1, 1)
+    assert (found["layers.1.wo.weight"].unit, found["layers.1.wo.weight"].dim) == ("layers.1", 1)
+    assert found["layers.0.w1.weight"].dim == 0
+    assert found["layers.0.w1.bias"].unit is None
+    assert found["norm.weight"].unit is None
+    small = assign(model, read(model), WeightParallelConfig(min_shard_elements=37))
+    assert next(a for a in small if a.name == "layers.0.q.weight").unit is None
+
+
+def test_a_weight_shared_between_blocks_is_refused() -> None:
+    model = Tiny()
+    model.layers[3].q.weight = model.layers[0].q.weight  # type: ignore[union-attr]
+    message = r"layers\.0\.q\.weight, layers\.3\.q\.weight"
+    with pytest.raises(StructureError, match=message):
+        assign(model, read(model), WeightParallelConfig(min_shard_elements=20))
+
+
+@pytest.mark.parametrize(
+    ("trigger", "owners", "position"),
+    [
+        ("out_proj", ["q", "wo", "w1"], 1),
+        ("out_proj", ["attention.q", "attention.wo", "mlp.w1"], 1),
+        ("out_proj", ["q", "w1"], 2),  # a small out-projection: after all that is cut
+        ("mlp", ["q", "wo", "w1", "w2"], 2),
+        ("qkv", ["q", "wo"], -1),
+    ],
+)
+def test_the_anchor_lies_before_the_first_weight_used_after_it(
+    trigger: str, owners: list[str], position: int
+) -> None:
+    class Named(Block):
+        pass
+
+    block = read(Tiny(Named), trigger).blocks[0]
+    assert anchor_position(block, owners, trigger) == position
+
+
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
+def test_embedding_options_that_a_cut_table_cannot_honour_are_refused(option: str) -> None:
+    with pytest.raises(StructureError, match=re.escape("tokens")):
+        adopt("tokens", nn.Embedding(4, 2, **{option: 1 if option == "max_norm" else True}))

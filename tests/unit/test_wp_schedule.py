@@ -1,0 +1,162 @@
+"""The schedule is pure data: its laws hold for any chunk, with no process group."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from internsp.wp.schedule import (
+    BACKWARD,
+    FORWARD,
+    ChunkPlan,
+    Policy,
+    UnitPlan,
+    WeightPlan,
+    simulate,
+)
+
+PARTS = ("q", "wo", "w1", "w2")
+
+
+def weight(name: str, resident: bool = False) -> WeightPlan:
+    return WeightPlan(name, 0 if resident else 10, 20, 256, 64, resident=resident)
+
+
+def chunk(
+    blocks: int,
+    depth: int = 1,
+    per_module: bool = False,
+    recomputed: frozenset[int] = frozenset(),
+    anchor: int = 1,
+    pending: int = 2,
+    resident: bool = False,
+) -> ChunkPlan:
+    policy = Policy(blocks, depth, per_module)
+    units = tuple(
+        UnitPlan(
+            f"b{i}",
+            tuple(weight(f"b{i}.{p}", resident) for p in PARTS),
+            policy.slot(i),
+            i,
+            i in recomputed,
+            anchor,
+        )
+        for i in range(blocks)
+    )
+    embedding = UnitPlan("embed", (weight("embed.w", resident),), policy.slots)
+    head = UnitPlan("head", (weight("head.w", resident),), policy.slots + 1)
+    other = UnitPlan("other", (weight("other.w", resident),), policy.slots + 2)
+    return ChunkPlan(policy, units, embedding, head, pending, (other,))
+
+
+chunks = st.builds(
+    chunk,
+    blocks=st.integers(1, 7),
+    depth=st.integers(1, 3),
+    per_module=st.booleans(),
+    recomputed=st.frozensets(st.integers(0, 6)),
+    anchor=st.integers(-1, 4),
+    pending=st.integers(1, 3),
+)
+
+
+@given(plan=chunks, micro_batches=st.integers(1, 2), overlap=st.booleans())
+def test_what_is_used_was_gathered_into_its_slot_and_nothing_took_the_slot_since(
+    plan: ChunkPlan, micro_batches: int, overlap: bool
+) -> None:
+    assert plan.head is not None
+    units = (*plan.blocks, *plan.outer, plan.head)
+    where = {w.name: (u.slot, u.name) for u in units for w in u.weights}
+    owner: dict[int, str] = {}
+    arrived: set[str] = set()
+    flying: set[str] = set()
+    for action in simulate(plan, micro_batches, overlap).actions:
+        slot, unit = where[action.weight]
+        if action.kind == "AG":
+            if owner.get(slot) != unit:  # the slot changes hands
+                arrived -= {n for n, (s, _) in where.items() if s == slot}
+                owner[slot] = unit
+            flying.add(action.weight)
+        elif action.kind == "WAIT" and action.weight in flying:
+            flying.discard(action.weight)
+            arrived.add(action.weight)
+        elif action.kind == "USE":
+            assert owner[slot] == unit
+            assert action.weight in arrived, action.line()
+
+
+@given(plan=chunks, overlap=st.booleans())
+def test_every_weight_is_reduced_once_a_backward_and_drained_in_launch_order(
+    plan: ChunkPlan, overlap: bool
+) -> None:
+    lines = simulate(plan, 1, overlap)
+    reduced = [a.weight for a in lines.actions if a.kind == "RS"]
+    assert reduced == [a.weight for a in lines.actions if a.kind == "DRAIN"]
+    wanted = ["head.w"]
+    wanted += [f"b{i}.{p}" for i in reversed(range(len(plan.blocks))) for p in reversed(PARTS)]
+    assert reduced == [*wanted, "embed.w", "other.w"]
+    pending: list[str] = []
+    for action in lines.actions:
+        if action.kind == "RS":
+            pending.append(action.weight)
+        elif action.kind == "DRAIN":
+            pending.remove(action.weight)
+        assert len({name.split(".")[0] for name in pending}) <= plan.pending_units  # WP-6
+
+
+@given(plan=chunks, micro_batches=st.integers(1, 3))
+def test_the_synchronous_path_sends_the_same_messages_in_the_same_order(
+    plan: ChunkPlan, micro_batches: int
+) -> None:
+    one, other = (simulate(plan, micro_batches, overlap) for overlap in (True, False))
+    assert one.lines(["AG", "RS"]) == other.lines(["AG", "RS"])
+    assert one.lines(["USE"]) == other.lines(["USE"])
+
+
+@pytest.mark.parametrize("blocks", range(2, 8))
+@pytest.mark.parametrize("per_module", [False, True])
+def test_a_step_gathers_twice_what_is_not_still_in_its_slot(blocks: int, per_module: bool) -> None:
+    plan = chunk(blocks, per_module=per_module)
+    gathers = simulate(plan).lines(["AG"])
+    assert sum(".w1" in line for line in gathers) == 2 * blocks - 2
+    kept = [line for line in gathers if line.startswith(f"AG {BACKWARD}")]
+    assert not any(f"b{blocks - 1}." in line or f"b{blocks - 2}." in line for line in kept)
+    two = simulate(plan, 2).lines(["AG"])
+    assert sum(".w1" in line for line in two) == 2 * blocks - 2 + 2 * (blocks - 2)
+    assert sum("embed" in line or "head" in line or "other" in line for line in two) == 3
+
+
+def test_the_next_blocks_gather_starts_before_the_weight_behind_the_anchor() -> None:
+    lines = simulate(chunk(4, anchor=1)).lines(["AG", "USE"])
+    start = lines.index(f"AG {FORWARD} b2.q")
+    assert lines[start - 1] == f"USE {FORWARD} b1.q"
+    assert lines[start + 4] == f"USE {FORWARD} b1.wo"
+    back = lines.index(f"AG {BACKWARD} b1.w2")  # in the exact reverse of the order of use
+    assert lines[back : back + 5] == [
+        f"AG {BACKWARD} b1.{p}" for p in reversed(PARTS)
+    ] + [f"USE {BACKWARD} b2.w2"]
+
+
+def test_a_recomputed_block_is_gathered_once_in_the_order_of_its_recompute() -> None:
+    lines = simulate(chunk(4, recomputed=frozenset(range(4)))).lines(["AG", "USE"])
+    mine = [line for line in lines if "b0" in line and FORWARD not in line]
+    assert mine == [f"AG {BACKWARD} b0.{p}" for p in PARTS] + [
+        f"USE recompute b0.{p}" for p in PARTS
+    ]
+
+
+def test_resident_weights_are_neither_gathered_nor_waited_for() -> None:
+    schedule = simulate(chunk(3, resident=True))
+    assert schedule.count("AG") == 0
+    assert {a.kind for a in schedule.actions} == {"USE", "FREE", "RS", "WAIT", "DRAIN"}
+
+
+@given(blocks=st.integers(1, 9), depth=st.integers(1, 4))
+def test_blocks_ahead_of_a_block_never_share_its_slot(blocks: int, depth: int) -> None:
+    policy = Policy(blocks, depth)
+    for block in range(blocks):
+        for phase in (FORWARD, BACKWARD):
+            ahead = [b for b in policy.ahead(block, phase) if b < blocks]
+            slots = [policy.slot(b) for b in [block, *ahead]]
+            assert len(set(slots)) == len(slots) <= depth + 1
