@@ -35,6 +35,7 @@ class Case:
     packed: bool = False
     static: bool = True
     steps: int = 1
+    timeout: int = 30
     weights: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +80,7 @@ def make(
 ) -> tuple[Pipeline, nn.Module]:
     """The pipeline of the calling rank, and the whole model on one process."""
     mesh = ParallelMesh.create(
-        case.weight, case.sequence, case.pipeline, device_type="cpu", timeout_seconds=30
+        case.weight, case.sequence, case.pipeline, device_type="cpu", timeout_seconds=case.timeout
     )
     tokens = case.tokens(mesh.data)
     width = case.mine(mesh, 0).input_ids.shape[1]
