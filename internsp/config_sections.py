@@ -146,6 +146,8 @@ class WeightParallelConfig(Section):
     """Keep blocks whole until the optimizer step: a slot for every block of a pipeline chunk."""
     min_shard_elements: Natural = 2048
     """Parameters with fewer elements are replicated, not cut."""
+    together_bytes: Natural = 65536
+    """Whole weights up to this many bytes share one gather and one reduction with neighbours."""
     pending_blocks: Count = 2
     """Whole gradients in flight, in blocks; the oldest is drained at the limit."""
     unexpected_order: Literal["error", "gather"] = "error"

@@ -213,7 +213,9 @@ class _Builder:
         reductions = Collectives(
             self.mesh.gradient_group, self.config.overlap, trace, counters, collectives.ledger
         )
-        pending = PendingGradients(reductions, pool, self.config.pending_blocks)
+        pending = PendingGradients(
+            reductions, pool, self.config.pending_blocks, self.policy.small
+        )
         return ChunkState(collectives, pool, pending, self.policy, counters, trace)
 
     def _communicators(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.errors import GradientError, StructureError
 from internsp.wp.communicator import tensors
+from internsp.wp.shard import not_to_be_copied
 
 _SITES = "_weight_sites"
 
@@ -93,9 +94,16 @@ def _captured(ctx: Any) -> bool:
     return False
 
 
+class _Sites(dict[str, Site]):
+    """The sites of one module. They cannot be copied, so neither can a parallel model."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_to_be_copied()
+
+
 def attach(module: nn.Module, name: str, site: Site) -> None:
     """Make ``module`` use parameter ``name`` through ``site`` from now on."""
-    module.__dict__.setdefault(_SITES, {})[name] = site
+    module.__dict__.setdefault(_SITES, _Sites())[name] = site
 
 
 def sites(module: nn.Module) -> dict[str, Site]:

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from internsp.errors import StructureError
+from internsp.wp.communicator import tensors
 
 ContextFn = Callable[[], tuple[Any, Any]]
 
@@ -22,16 +26,35 @@ def checkpoint_block(
     """Make ``block`` recompute its activations in backward.
 
     Args:
-        reentrant: torch's reentrant form (needs an input that requires a gradient).
+        reentrant: torch's reentrant form. It carries gradients through positional tensors only;
+            a call with others, or with none that needs a gradient, takes the other form.
         context_fn: what to keep all the same (selective checkpointing); not reentrant.
     """
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if reentrant:
-            return checkpoint(partial(inner, **kwargs), *args, use_reentrant=True)
+        if reentrant and _positional(args, kwargs):
+            output = checkpoint(partial(inner, **kwargs), *args, use_reentrant=True)
+            parts = output if isinstance(output, tuple) else (output,)
+            if any(True for part in parts if not isinstance(part, Tensor) for _ in tensors(part)):
+                raise StructureError(
+                    f"a {type(block).__name__} returns tensors inside of a {type(output).__name__},"
+                    " where reentrant checkpointing loses their gradients: set "
+                    "activation_checkpoint.reentrant = false"
+                )
+            return output
         if context_fn is not None:
             return checkpoint(inner, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are wanted, and of positional tensors alone."""
+    hidden = [value for value in args if not isinstance(value, Tensor)]
+    return (
+        torch.is_grad_enabled()
+        and any(isinstance(value, Tensor) and value.requires_grad for value in args)
+        and not any(tensor.requires_grad for tensor in tensors([hidden, kwargs]))
+    )

@@ -86,8 +86,7 @@ class _ChunkSimulator(Simulator):
             self._weights()
         else:
             self.backward()
-        while self.pending:
-            self.drain_one()
+        self.drain()
 
     def _weights(self) -> None:
         """In the order of :meth:`ISPCommunicator.birth_order`."""

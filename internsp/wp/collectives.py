@@ -9,7 +9,7 @@ the synchronous form issue the same messages in the same order; only the wait di
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +62,7 @@ class Handle:
     """A collective in flight. ``wait`` is idempotent; on a device it orders streams only."""
 
     work: dist.Work | None
-    event: int = -1
+    events: list[int] = field(default_factory=list)
     keep: tuple[Tensor, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes: kept until the wait (WP-6)."""
 
@@ -121,10 +121,34 @@ class Collectives:
             self.trace.finish(event)
             return Handle(None)
         work = self._gather(output, shard, self._gather_options)
-        return self._launched(work, event, (output, shard), unit, weight, phase)
+        return self._launched(work, [event], (output, shard), unit, weight, phase)
 
-    def reduce(self, output: Tensor, pieces: Tensor, unit: str, weight: str, phase: str) -> Handle:
+    def gather_together(
+        self,
+        outputs: list[Tensor],
+        shards: list[Tensor],
+        unit: str,
+        weights: Sequence[str],
+        phase: str,
+    ) -> Handle:
+        """:meth:`gather` for several small weights in one launch (DESIGN 8)."""
+        events = []
+        for shard, weight in zip(shards, weights, strict=True):
+            nbytes = (self.size - 1) * shard.numel() * shard.element_size()
+            self.counters.gathered_bytes += nbytes
+            self.counters.gathers += 1
+            events.append(self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True))
+        self.ledger.launched += 1
+        work = self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
+        return self._launched(work, events, (*outputs, *shards), unit, weights[0], phase)
+
+    def reduce(
+        self, output: Tensor, pieces: Tensor, unit: str, weights: Mapping[str, int], phase: str
+    ) -> Handle:
         """Send piece ``p`` of ``pieces`` ``[size * piece]`` to rank ``p``; receive into ``output``.
+
+        A piece may hold shards of several small ``weights``, one after another; the values of
+        ``weights`` are their payload bytes, for the trace.
 
         After the wait, the sum of ``output``'s pieces in a wide dtype is this rank's reduced shard.
         Does not block unless ``overlap`` is off.
@@ -133,12 +157,16 @@ class Collectives:
         self.counters.reduced_bytes += nbytes
         self.counters.reductions += 1
         self.ledger.launched += 1
-        event = self.trace.record("RS", unit, weight, phase, nbytes, in_flight=True)
+        events = [
+            self.trace.record("RS", unit, weight, phase, share, in_flight=True)
+            for weight, share in weights.items()
+        ]
         if self.size == 1:
-            self.trace.finish(event)
+            for event in events:
+                self.trace.finish(event)
             return Handle(None, keep=(output, pieces))
         work = self._exchange(output, pieces, [], [], self._exchange_options)
-        return self._launched(work, event, (output, pieces), unit, weight, phase)
+        return self._launched(work, events, (output, pieces), unit, next(iter(weights)), phase)
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
         """Wait for ``handle`` on the current stream (CPU: block). Later waits return at once.
@@ -159,20 +187,21 @@ class Collectives:
         self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
         if not self.trace.enabled:
             return
-        self.trace.finish(handle.event, end)
+        for event in handle.events:
+            self.trace.finish(event, end)
 
     def _launched(
         self,
         work: dist.Work,
-        event: int,
+        events: list[int],
         keep: tuple[Tensor, ...],
         unit: str,
         weight: str,
         phase: str,
     ) -> Handle:
-        handle = Handle(work, event, keep)
-        if event >= 0:
-            _stamp(work, self.trace, event)
+        handle = Handle(work, events, keep)
+        if self.trace.enabled:
+            _stamp(work, self.trace, events)
         if not self.overlap:
             self.wait(handle, unit, weight, phase)
         return handle
@@ -216,13 +245,18 @@ def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dis
     return call(output, shard, group=group, async_op=True)
 
 
-def _stamp(work: dist.Work, trace: Trace, event: int) -> None:
+def _stamp(work: dist.Work, trace: Trace, events: list[int]) -> None:
     """Note the time at which the collective itself ended, without polling (DESIGN 8)."""
     try:
         future = work.get_future()
     except RuntimeError:
         return
-    future.add_done_callback(lambda _: trace.finish(event))
+
+    def stamp(_: object) -> None:
+        for event in events:
+            trace.finish(event)
+
+    future.add_done_callback(stamp)
 
 
 def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Counters, Handle
 from internsp.wp.pending import PendingGradients, Split
-from internsp.wp.pool import MemoryPool, Unit
+from internsp.wp.pool import MemoryPool, Slot, Unit
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
 from internsp.wp.shard import ShardedWeight, Tag, stale
 
@@ -149,6 +149,7 @@ class UnitCommunicator(WPCommunicator):
         if slot.owner is not None and slot.owner is not unit:
             self.settle(slot.owner)
         slot = state.pool.lease(unit, phase)
+        together: list[ShardedWeight] = []  # small weights next to each other: one launch
         for weight in moving:
             tag = weight.tag()
             if slot.tags.get(weight) == tag:
@@ -156,11 +157,29 @@ class UnitCommunicator(WPCommunicator):
             if weight in state.handles:  # an older version is still arriving at the same place
                 self._wait(unit, weight, phase)
             slot.tags[weight] = tag
-            handle = state.collectives.gather(
-                slot.flat(unit, weight), weight.to_send(), unit.name, weight.name, phase
-            )
-            if not handle.done:
-                state.handles[weight] = handle
+            if state.policy.small(weight.slot_nbytes) and state.collectives.size > 1:
+                together.append(weight)
+                continue
+            self._gather(unit, slot, together, phase)
+            together = []
+            self._gather(unit, slot, [weight], phase)
+        self._gather(unit, slot, together, phase)
+
+    def _gather(self, unit: Unit, slot: Slot, weights: list[ShardedWeight], phase: str) -> None:
+        if not weights:
+            return
+        outputs = [slot.flat(unit, w) for w in weights]
+        shards = [w.to_send() for w in weights]
+        collectives = self.state.collectives
+        if len(weights) == 1:
+            name = weights[0].name
+            handle = collectives.gather(outputs[0], shards[0], unit.name, name, phase)
+        else:
+            names = [w.name for w in weights]
+            handle = collectives.gather_together(outputs, shards, unit.name, names, phase)
+        if not handle.done:
+            for weight in weights:
+                self.state.handles[weight] = handle
 
     def settle(self, unit: Unit) -> None:
         """Wait for gathers of ``unit`` that nobody used: its slot is about to be overwritten."""

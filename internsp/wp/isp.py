@@ -210,7 +210,8 @@ class ISPCommunicator(UnitCommunicator):
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Everything born is launched: complete ``.grad``, unless an optimizer does."""
+        """Everything is born: launch the rest; complete ``.grad``, unless an optimizer does."""
+        self.state.pending.flush()
         self.state.pool.release_all()
         if self.collects_itself:
             collect(self.state, self.small, self.mesh, self.mean)
@@ -357,11 +358,13 @@ class ISPCommunicator(UnitCommunicator):
         unit, waiting, held = self._open, self._waiting, self._held
         self._open, self._waiting, self._held, self._recomputed = None, [], {}, False
         if unit is None:
+            self.state.pending.flush()
             return
         self._complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
         if held or len(waiting) < sum(w.requires_grad for w in unit.weights):
             for weight in waiting:
                 self.reduce(unit, weight, held.get(weight))
+        self.state.pending.flush()
         self.state.pool.slots[unit.slot].release(unit)
 
     def _ensure_callback(self) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from internsp.wp.collectives import Collectives, Handle
@@ -15,12 +16,13 @@ from internsp.wp.shard import ShardedWeight
 
 @dataclass
 class PendingGradient:
-    """A reduction in flight: weight, buffers and work handle."""
+    """A reduction in flight: weights, buffers and work handle."""
 
     unit: Unit
-    weight: ShardedWeight
+    weights: list[ShardedWeight]
+    """One large weight, or small ones whose shards lie one after another in every piece."""
     received: Tensor
-    """``[size * padded shard]``, flat: one piece from every rank."""
+    """``[size * piece]``, flat: one piece from every rank."""
     packed: Tensor | None
     handle: Handle
 
@@ -28,39 +30,96 @@ class PendingGradient:
 class PendingGradients:
     """A queue of reductions.
 
+    Small weights of a unit that are born one after another travel together: they are kept until
+    a large one, another unit or :meth:`flush` comes (DESIGN 8). The order stays (WP-2).
+
     Args:
         collectives: of the gradient group.
         pool: where received and packed pieces lie.
         limit: units whose whole gradients may be in flight; the oldest unit is drained first.
+        small: whether a weight of so many bytes is small.
     """
 
-    def __init__(self, collectives: Collectives, pool: MemoryPool, limit: int) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        pool: MemoryPool,
+        limit: int,
+        small: Callable[[int], bool] = lambda nbytes: False,
+    ) -> None:
         self._collectives = collectives
         self._pool = pool
         self._limit = limit
+        self._small = small
         self._queue: deque[PendingGradient] = deque()
+        self._together: list[tuple[ShardedWeight, Tensor | None]] = []
+        self._unit: Unit | None = None  # of what is kept to travel together
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + bool(self._together)
 
     def launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
         """Start the reduction of ``weight``'s whole gradient; ``None`` stands for zeros (WP-2)."""
-        self._make_room(unit)
-        layout = weight.layout
-        pieces, packed = None, None
-        dtype = weight.compute_dtype
-        if gradient is not None:
-            gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
-            pieces = layout.packed_as_is(gradient)
-        if pieces is None:
-            pieces = packed = self._pool.take(layout.padded_numel, dtype)
+        if gradient is not None and gradient.dtype != weight.compute_dtype:
+            gradient = gradient.to(weight.compute_dtype)
+        if self._small(weight.slot_nbytes) and weight.layout.size > 1:
+            first = self._together[0][0] if self._together else weight
+            if unit is not self._unit or first.compute_dtype != weight.compute_dtype:
+                self.flush()
+            self._unit = unit
+            self._together.append((weight, gradient))
+            return
+        self.flush()
+        self._start(unit, [weight], *self._pieces(weight, gradient))
+
+    def flush(self) -> None:
+        """Launch the small ones that were kept."""
+        kept, self._together = self._together, []
+        if not kept or self._unit is None:
+            return
+        if len(kept) == 1:
+            self._start(self._unit, [kept[0][0]], *self._pieces(*kept[0]))
+            return
+        weights = [weight for weight, _ in kept]
+        sizes = [weight.layout.shard_numel for weight in weights]
+        ranks, dtype = weights[0].layout.size, weights[0].compute_dtype
+        packed = self._pool.take(ranks * sum(sizes), dtype)
+        places = packed.view(ranks, sum(sizes)).split(sizes, 1)
+        for place, (weight, gradient) in zip(places, kept, strict=True):
             if gradient is None:
-                packed.zero_()
-            else:
-                layout.pack(gradient, packed)
-        received = pieces if layout.size == 1 else self._pool.take(layout.padded_numel, dtype)
-        handle = self._collectives.reduce(received, pieces, unit.name, weight.name, "backward")
-        self._queue.append(PendingGradient(unit, weight, received, packed, handle))
+                place.zero_()
+                continue
+            pieces, temporary = self._pieces(weight, gradient)
+            place.copy_(pieces.view(ranks, -1))
+            if temporary is not None:
+                self._pool.give(temporary)
+        self._start(self._unit, weights, packed, packed)
+
+    def _pieces(
+        self, weight: ShardedWeight, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A whole gradient as it travels, flat, and the pool's buffer where it needed a copy."""
+        pieces = None if gradient is None else weight.layout.packed_as_is(gradient)
+        if pieces is not None:
+            return pieces, None
+        packed = self._pool.take(weight.layout.padded_numel, weight.compute_dtype)
+        if gradient is None:
+            packed.zero_()
+        else:
+            weight.layout.pack(gradient, packed)
+        return packed, packed
+
+    def _start(
+        self, unit: Unit, weights: list[ShardedWeight], pieces: Tensor, packed: Tensor | None
+    ) -> None:
+        self._make_room(unit)
+        size = weights[0].layout.size
+        received = pieces if size == 1 else self._pool.take(pieces.numel(), pieces.dtype)
+        payload = {
+            w.name: (size - 1) * w.layout.shard_numel * pieces.element_size() for w in weights
+        }
+        handle = self._collectives.reduce(received, pieces, unit.name, payload, "backward")
+        self._queue.append(PendingGradient(unit, weights, received, packed, handle))
 
     def _make_room(self, unit: Unit) -> None:
         """Drain until ``unit`` and at most ``limit - 1`` others have gradients in flight."""
@@ -73,30 +132,37 @@ class PendingGradients:
             self.drain_one()
 
     def drain_one(self) -> None:
-        """Wait for the oldest reduction and add it to its shard's partial sum."""
+        """Wait for the oldest reduction and add it to its shards' partial sums."""
         pending = self._queue.popleft()
-        weight = pending.weight
-        self._collectives.wait(pending.handle, pending.unit.name, weight.name, "drain")
+        unit, weights = pending.unit, pending.weights
+        self._collectives.wait(pending.handle, unit.name, weights[0].name, "drain")
         pending.handle.keep = ()
-        weight.add_partial(pending.received)
-        self._collectives.trace.record("DRAIN", pending.unit.name, weight.name, "drain")
+        received = pending.received
+        wide = torch.promote_types(received.dtype, torch.float32)
+        total = received.view(weights[0].layout.size, -1).sum(0, dtype=wide)
+        sizes = [w.layout.shard_numel for w in weights]
+        for weight, part in zip(weights, total.split(sizes), strict=True):
+            weight.add_partial(part)
+            self._collectives.trace.record("DRAIN", unit.name, weight.name, "drain")
         self._give_back(pending)
 
     def drain(self) -> None:
         """Drain everything, in launch order."""
+        self.flush()
         while self._queue:
             self.drain_one()
 
     def discard(self) -> None:
         """After a failure that all ranks met: let everything arrive, keep nothing (WP-10)."""
+        self._together.clear()
         while self._queue:
             pending = self._queue.popleft()
-            self._collectives.wait(pending.handle, pending.unit.name, pending.weight.name, "drain")
+            self._collectives.wait(pending.handle, pending.unit.name, pending.weights[0].name, "drain")
             pending.handle.keep = ()
             self._give_back(pending)
 
     def _give_back(self, pending: PendingGradient) -> None:
-        if pending.weight.layout.size > 1:
+        if pending.weights[0].layout.size > 1:
             self._pool.give(pending.received)
         if pending.packed is not None:
             self._pool.give(pending.packed)

@@ -28,6 +28,7 @@ def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
         config.prefetch_depth,
         config.granularity == "module",
         config.keep_between_micro_batches,
+        0 if config.granularity == "module" else config.together_bytes,
     )
 
 
@@ -56,7 +57,7 @@ def chunk_plan(
         block = own[0].block if own else next(
             i for i, b in enumerate(structure.blocks) if b.name == name
         )
-        weights = tuple(_weight(a, weight_size, dtype) for a in own)
+        weights = tuple(_weight(a, weight_size, dtype, policy) for a in own)
         anchor = -1
         if block >= 0:
             inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
@@ -88,7 +89,9 @@ def _head(
     return None
 
 
-def _weight(assignment: Assignment, size: int, dtype: torch.dtype | None) -> WeightPlan:
+def _weight(
+    assignment: Assignment, size: int, dtype: torch.dtype | None, policy: Policy
+) -> WeightPlan:
     parameter = assignment.parameter
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
     compute = dtype or parameter.dtype
@@ -101,4 +104,5 @@ def _weight(assignment: Assignment, size: int, dtype: torch.dtype | None) -> Wei
         shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
         trainable=parameter.requires_grad,
         resident=size == 1 and compute == parameter.dtype,
+        small=size > 1 and policy.small(layout.padded_numel * compute.itemsize),
     )

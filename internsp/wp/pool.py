@@ -115,9 +115,10 @@ class Slot:
         if key not in self._places:
             start = unit.offsets[weight]
             nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
-            buffer = self._buffers[None if self.reuse else unit].data
-            flat = buffer[start : start + nbytes].view(weight.compute_dtype)
-            self._places[key] = flat, weight.layout.whole_view(flat)
+            with torch.inference_mode(False):  # what an evaluation makes, training uses
+                buffer = self._buffers[None if self.reuse else unit].data
+                flat = buffer[start : start + nbytes].view(weight.compute_dtype)
+                self._places[key] = flat, weight.layout.whole_view(flat)
         return self._places[key]
 
     def forget(self) -> None:
@@ -130,7 +131,8 @@ class Slot:
             if self.owner is not None:
                 self._buffers[self.owner].untyped_storage().resize_(0)
             if unit not in self._buffers:
-                new = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)
+                with torch.inference_mode(False):
+                    new = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)
                 self._buffers[unit] = new
             else:  # saved views alias this storage: grow the same one again
                 self._buffers[unit].untyped_storage().resize_(unit.nbytes)

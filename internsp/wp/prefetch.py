@@ -18,6 +18,7 @@ from internsp.errors import StructureError
 from internsp.wp.communicator import in_backward, tensors
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.pool import Unit
+from internsp.wp.shard import not_to_be_copied
 
 
 class Prefetcher:
@@ -43,10 +44,13 @@ class Prefetcher:
         for module, unit, anchor in blocks:
             self._handles += [
                 module.register_forward_pre_hook(partial(self._enter_block, unit), prepend=True),
-                module.register_forward_hook(partial(self._leave_block, unit)),
+                module.register_forward_hook(partial(self._leave_block, unit), with_kwargs=True),
             ]
             trigger = anchor if anchor is not None else module
             self._handles.append(trigger.register_forward_pre_hook(partial(self._anchor, unit)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise not_to_be_copied()
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -80,7 +84,9 @@ class Prefetcher:
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self.communicator.enter_block(unit)
 
-    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_block(
+        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         recompute = in_backward()
         if not recompute:
             self.communicator.leave_block(unit)
@@ -93,8 +99,9 @@ class Prefetcher:
                 "found, so that its backward could not be prefetched: return tensors, or tuples, "
                 "lists, mappings or dataclasses of them"
             )
+        given = {id(tensor) for tensor in tensors((args, kwargs))}
         for tensor in found:
-            if tensor.requires_grad:
+            if tensor.requires_grad and id(tensor) not in given:  # passed through: not its own
                 # An inner graph of a reentrant recompute must not queue the end of backward.
                 tensor.register_hook(partial(self._gradient_arrives, unit, not recompute))
 

@@ -28,12 +28,18 @@ class Policy:
         per_module: gather the next weight at each weight's use instead of the next block at the
             anchor (InternEvo's prefetch per module).
         keep: a slot for every block, so that blocks stay whole between micro-batches.
+        together_bytes: whole weights up to this size are small: neighbours share one launch.
     """
 
     blocks: int
     depth: int = 1
     per_module: bool = False
     keep: bool = False
+    together_bytes: int = 0
+
+    def small(self, nbytes: int) -> bool:
+        """Whether a whole weight of so many bytes travels together with its small neighbours."""
+        return nbytes <= self.together_bytes
 
     @property
     def slots(self) -> int:
@@ -93,6 +99,8 @@ class WeightPlan:
     trainable: bool = True
     resident: bool = False
     """Whole at rest (weight group of one, same dtype): never gathered."""
+    small: bool = False
+    """Travels together with its small neighbours."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +188,10 @@ class Simulator:
         self.overlap = overlap
         self.out = Schedule()
         self.slots: dict[int, tuple[UnitPlan, set[str]]] = {}
-        self.flying: set[str] = set()
-        self.pending: deque[tuple[UnitPlan, WeightPlan]] = deque()
+        self.flying: dict[str, list[WeightPlan]] = {}  # with what travels together
+        self.pending: deque[tuple[UnitPlan, list[WeightPlan]]] = deque()
+        self.kept: list[WeightPlan] = []  # small weights of one unit, born and not yet launched
+        self.kept_unit: UnitPlan | None = None
 
     def add(self, kind: str, phase: str, weight: WeightPlan, nbytes: int = 0) -> None:
         """Append one action."""
@@ -194,20 +204,33 @@ class Simulator:
             present = set()
             self.slots[unit.slot] = (unit, present)
         order = self.plan.policy.order(unit.weights, phase, unit.recomputed)
+        together: list[WeightPlan] = []
         for weight in [only] if only else order:
             if weight.name in present or weight.resident:
                 continue
             present.add(weight.name)
+            if weight.small:
+                together.append(weight)
+                continue
+            self.gather(together, phase)
+            together = []
+            self.gather([weight], phase)
+        self.gather(together, phase)
+
+    def gather(self, weights: list[WeightPlan], phase: str) -> None:
+        """One launch."""
+        for weight in weights:
             self.add("AG", phase, weight, weight.gather_bytes)
             if weight.gather_bytes:
-                self.flying.add(weight.name)
-                if not self.overlap:
-                    self.wait(weight, phase)
+                self.flying[weight.name] = weights
+        if not self.overlap and weights:
+            self.wait(weights[0], phase)
 
     def wait(self, weight: WeightPlan, phase: str) -> None:
         """Wait for a gather in flight."""
         if weight.name in self.flying:
-            self.flying.discard(weight.name)
+            for other in self.flying[weight.name]:
+                del self.flying[other.name]
             self.add("WAIT", phase, weight)
 
     def use(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
@@ -284,21 +307,46 @@ class Simulator:
 
     def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
         """As ``ISPCommunicator.gradient_hook``."""
-        if weight.trainable:
-            while len({id(u) for u, _ in self.pending} - {id(unit)}) >= self.plan.pending_units:
-                self.drain_one()
+        if not weight.trainable:
+            return
+        if not weight.small or unit is not self.kept_unit:
+            self.flush()
+        if weight.small:
+            self.kept_unit = unit
+            self.kept.append(weight)
+        else:
+            self.reduce(unit, [weight])
+        self.add("FREE", BACKWARD, weight)
+
+    def flush(self) -> None:
+        """As ``PendingGradients.flush``."""
+        kept, self.kept = self.kept, []
+        if kept and self.kept_unit is not None:
+            self.reduce(self.kept_unit, kept)
+
+    def reduce(self, unit: UnitPlan, weights: list[WeightPlan]) -> None:
+        """One launch."""
+        while len({id(u) for u, _ in self.pending} - {id(unit)}) >= self.plan.pending_units:
+            self.drain_one()
+        for weight in weights:
             self.add("RS", BACKWARD, weight, weight.reduce_bytes)
-            if weight.reduce_bytes and not self.overlap:
-                self.add("WAIT", BACKWARD, weight)
-            self.pending.append((unit, weight))
-            self.add("FREE", BACKWARD, weight)
+        if weights[0].reduce_bytes and not self.overlap:
+            self.add("WAIT", BACKWARD, weights[0])
+        self.pending.append((unit, weights))
+
+    def drain(self) -> None:
+        """As ``PendingGradients.drain``."""
+        self.flush()
+        while self.pending:
+            self.drain_one()
 
     def drain_one(self) -> None:
         """As ``PendingGradients.drain_one``."""
-        _, weight = self.pending.popleft()
-        if weight.reduce_bytes and self.overlap:
-            self.add("WAIT", DRAIN, weight)
-        self.add("DRAIN", DRAIN, weight)
+        _, weights = self.pending.popleft()
+        if weights[0].reduce_bytes and self.overlap:
+            self.add("WAIT", DRAIN, weights[0])
+        for weight in weights:
+            self.add("DRAIN", DRAIN, weight)
 
     def backward(self) -> None:
         """One backward."""
@@ -310,6 +358,7 @@ class Simulator:
                 self.use(plan.head, weight, BACKWARD)
                 self.born(plan.head, weight)
         for unit in reversed(plan.blocks):
+            self.flush()
             self.enter(unit, BACKWARD)
             if unit.recomputed:
                 self.run(unit, RECOMPUTE)
@@ -319,6 +368,7 @@ class Simulator:
                 if not unit.recomputed:  # else the recompute has waited for it
                     self.use(unit, weight, BACKWARD)
                 self.born(unit, weight)
+        self.flush()
         for outer in plan.outer:
             for weight in outer.weights:
                 self.born(outer, weight)
@@ -335,6 +385,5 @@ def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> S
     for _ in range(micro_batches):
         simulator.forward()
         simulator.backward()
-        while simulator.pending:
-            simulator.drain_one()
+        simulator.drain()
     return simulator.out

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from internsp.errors import LayoutError, StaleWeightError
+from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
 
 Tag = tuple[int, torch.dtype]
@@ -211,8 +211,13 @@ class ShardedWeight:
             ready, self.ready = self.ready, None
             ready.wait()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
-        if local.data_ptr() != self.storage.data_ptr() and local.numel():
-            # Somebody gave the parameter's local tensor other storage (`.data =`).
+        if local.data_ptr() != self.storage.data_ptr():
+            # Somebody gave the parameter's local tensor other storage (`.data =`, `to_empty`).
+            if local.dtype != self.dtype:
+                raise StructureError(
+                    f"{self.name} was cast from {self.dtype} to {local.dtype} after parallelize(): "
+                    "cast the model before, or set weight_parallel.compute_dtype"
+                )
             self.local(self.storage).copy_(local)
         if self.dtype != self.compute_dtype:
             return self._flat.to(self.compute_dtype)
@@ -235,10 +240,9 @@ class ShardedWeight:
         """Bytes of the padded whole in the configured compute dtype."""
         return self.layout.padded_numel * self.base_compute_dtype.itemsize
 
-    def add_partial(self, received: Tensor) -> None:
-        """Sum ``received`` (flat, a shard from every rank), in fp32 or wider, into ``partial``."""
-        wide = torch.promote_types(received.dtype, torch.float32)
-        total = received.view(self.layout.size, *self.layout.shard_shape).sum(0, dtype=wide)
+    def add_partial(self, total: Tensor) -> None:
+        """Add ``total`` (flat, like ``storage``, fp32 or wider), which is given away."""
+        total = total.view(self.layout.shard_shape)
         self.partial = total if self.partial is None else self.partial.add_(total)
 
 
@@ -294,6 +298,14 @@ def stale(name: str, rank: int) -> StaleWeightError:
         f"{name} changed on rank {rank} between its use in forward and its backward: its gradient "
         "would be computed with other values. Take the optimizer step, load_state_dict or edit "
         "after backward"
+    )
+
+
+def not_to_be_copied() -> StructureError:
+    """The error for ``copy.deepcopy`` and ``pickle`` of a parallel model."""
+    return StructureError(
+        "a parallel model cannot be copied or pickled: its copy would share slots and groups. Copy "
+        "it before parallelize(), or copy or save its state_dict()"
     )
 
 

@@ -22,7 +22,7 @@ def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
     model = model_zoo.build(config, dtype=torch.float64)
     mesh = ParallelMesh.create(weight=world_size, device_type="cpu", timeout_seconds=30)
     trace = Trace(enabled=True)
-    parallelize(model, mesh, WeightParallelConfig(min_shard_elements=64), trace=trace)
+    parallelize(model, mesh, WeightParallelConfig(min_shard_elements=64, together_bytes=0), trace=trace)
     ids = torch.randint(0, 32, (2, 8))
     loss, _ = model(ids, labels=ids)
     loss.backward()
