@@ -172,7 +172,7 @@ class Reducer:
             return Handle(None)
         trace = self._state.trace
         event = trace.record("DRAIN", unit, "", "zero", nbytes, in_flight=True)
-        handle = Handle(work, event)
+        handle = Handle(work, [event])
         if not self._state.collectives.overlap:
             self._wait(handle, unit)
         return handle

@@ -252,7 +252,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state.counters.gathers += 1
         event = state.trace.record("PUBLISH", bucket.name, "", "step", nbytes, in_flight=True)
         publication = Publication(
-            state.collectives, Handle(work, event, (flat, owned)), bucket.name
+            state.collectives, Handle(work, [event], (flat, owned)), bucket.name
         )
         bucket.announce(publication)
         if not state.collectives.overlap:
