@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from internsp.mesh import ParallelMesh
     from internsp.optim import LossScaler, ZeroOptimizer
     from internsp.parallel import initialise, parallelize
+    from internsp.pipeline import ISPCommunicatorSchedulerHook, Pipeline, SchedulerHook
     from internsp.sp import DistributedAttention, SequenceLayout, token_loss
     from internsp.trace import Trace
     from internsp.wp.communicator import WPCommunicator
@@ -31,10 +32,13 @@ _HOMES = {
     "EmbeddingWeightParallelCommunicator": "wp.embedding",
     "HeadWeightParallelCommunicator": "wp.head",
     "ISPCommunicator": "wp.isp",
+    "ISPCommunicatorSchedulerHook": "pipeline",
     "LossScaler": "optim",
     "MemoryPool": "wp.pool",
     "ParallelLinearWithCommExt": "layers",
     "ParallelMesh": "mesh",
+    "Pipeline": "pipeline",
+    "SchedulerHook": "pipeline",
     "SequenceLayout": "sp",
     "Trace": "trace",
     "WPCommunicator": "wp.communicator",
@@ -53,10 +57,13 @@ __all__ = [
     "EmbeddingWeightParallelCommunicator",
     "HeadWeightParallelCommunicator",
     "ISPCommunicator",
+    "ISPCommunicatorSchedulerHook",
     "LossScaler",
     "MemoryPool",
     "ParallelLinearWithCommExt",
     "ParallelMesh",
+    "Pipeline",
+    "SchedulerHook",
     "SequenceLayout",
     "Trace",
     "WPCommunicator",

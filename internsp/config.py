@@ -33,6 +33,7 @@ from internsp.config_sections import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PipelineConfig,
     Section,
     TrainConfig,
     WeightParallelConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PipelineConfig",
     "Section",
     "TrainConfig",
     "WeightParallelConfig",
@@ -65,6 +67,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     weight_parallel: WeightParallelConfig = WeightParallelConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -17,6 +17,7 @@ def combinations(config: Config) -> Iterator[Problem]:
     yield from _model(config)
     yield from _data(config)
     yield from _memory_and_order(config)
+    yield from _pipeline(config)
     yield from _optimizer(config)
 
 
@@ -81,6 +82,35 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         yield Problem(("activation_checkpoint.blocks", "model.layers"), text)
 
 
+def _pipeline(config: Config) -> Iterator[Problem]:
+    ranks, name, chunks = config.parallel.pipeline, config.pipeline.schedule, config.pipeline.chunks
+    if ranks == 1:
+        if chunks > 1:
+            text = f"{chunks} chunks without a pipeline; set parallel.pipeline above 1, or use 1"
+            yield Problem(("pipeline.chunks", "parallel.pipeline"), text)
+        return
+    wanted = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}.get(name, chunks)
+    if chunks != wanted:
+        text = f'schedule "{name}" takes {wanted}, not {chunks}'
+        yield Problem(("pipeline.chunks", "pipeline.schedule"), text)
+    stages, layers = ranks * wanted, config.model.layers
+    if layers < stages:
+        text = f"{layers} blocks cannot fill {stages} stages (pipeline = {ranks} x chunks)"
+        yield Problem(("model.layers", "parallel.pipeline", "pipeline.chunks"), text)
+    if config.model.tie_embeddings:
+        text = "the head is on the last stage and the embedding on the first; set it to false"
+        yield Problem(("model.tie_embeddings", "parallel.pipeline"), text)
+    number = config.train.micro_batches
+    least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
+    keys = ("train.micro_batches", "pipeline.schedule", "parallel.pipeline")
+    if number < least:
+        yield Problem(keys, f'{number} are too few for "{name}", which needs {least} or more')
+    rounds = max(1, number // ranks)
+    if name.startswith("Interleaved") and number % rounds:
+        text = f'{number} do not fit "{name}" on {ranks} ranks; use a multiple of {ranks}'
+        yield Problem(keys, text)
+
+
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer = config.optimizer
     if optimizer.momentum and optimizer.name == "adamw":
@@ -93,10 +123,13 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     parallel, train = config.parallel, config.train
     # The remedy for a wrong world differs with who chose it, but the keys are the same.
     world = f"{world_size} rank" + ("" if world_size == 1 else "s")
-    if parallel.pipeline > 1:
-        text = f"{parallel.pipeline} stages, but the trainer runs no pipeline yet; use 1"
-        yield Problem(("parallel.pipeline",), text)
+    if world_size % parallel.pipeline:
+        text = f"{parallel.pipeline} does not divide the {world} (launch.processes, or torchrun's)"
+        yield Problem(("parallel.pipeline", "launch.processes"), text)
         return
+    if parallel.pipeline > 1:
+        world_size //= parallel.pipeline
+        world = f"{world_size} rank{'' if world_size == 1 else 's'} of a pipeline stage"
     for name, degree in (("weight", parallel.weight), ("sequence", parallel.sequence)):
         if world_size % degree:
             text = f"{degree} does not divide the {world} (launch.processes, or torchrun's)"

@@ -125,6 +125,17 @@ class ParallelConfig(Section):
     """Seconds a collective may take before the run fails."""
 
 
+class PipelineConfig(Section):
+    """The pipeline, where parallel.pipeline is above 1; micro-batches are train.micro_batches."""
+
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Schedule of torch.distributed.pipelining; the last three split backward."""
+    chunks: Count = 1
+    """Pieces of the model on each stage's ranks; ZBVZeroBubble and DualPipeV take 2."""
+
+
 class WeightParallelConfig(Section):
     """How whole weights come, stay and go."""
 

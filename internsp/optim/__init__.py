@@ -1,6 +1,6 @@
 """The ZeRO optimizer: sums, slices, the step, and new parameters on their way home."""
 
 from internsp.optim.scaler import LossScaler
-from internsp.optim.zero import ZeroOptimizer
+from internsp.optim.zero import ZeroOptimizer, step_together
 
-__all__ = ["LossScaler", "ZeroOptimizer"]
+__all__ = ["LossScaler", "ZeroOptimizer", "step_together"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,17 +110,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        self.drain()
-        self._communicator.publish()  # nobody needed it since; the slices are about to change
-        norm = math.sqrt(squared_norm(self._buckets, self._communicator.mesh).item())
-        norm *= self._unit()
-        self.skipped = self.loss_scaler is not None and not math.isfinite(norm)
-        if not self.skipped:
-            self._update(self._unit() * clip_factor(norm, self.max_grad_norm))
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(self.skipped)
-        self._release()
-        return norm
+        return step_together([self])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient. After :meth:`step` there is none, so then it does nothing."""
@@ -281,3 +271,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.gradient = None
         self._used = set()
         self._undrained = False
+
+
+@torch.no_grad()
+def step_together(optimizers: Sequence[ZeroOptimizer]) -> float:
+    """One step of all of them with one norm: a pipeline rank has an optimizer for each chunk.
+
+    Their settings and loss scaler are shared. Collective; see :meth:`ZeroOptimizer.step`.
+    """
+    first = optimizers[0]
+    for optimizer in optimizers:
+        optimizer.drain()
+        optimizer._communicator.publish()  # nobody needed it since; the slices are about to change
+    buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
+    norm = math.sqrt(squared_norm(buckets, first._communicator.mesh).item()) * first._unit()
+    skipped = first.loss_scaler is not None and not math.isfinite(norm)
+    factor = first._unit() * clip_factor(norm, first.max_grad_norm)
+    for optimizer in optimizers:
+        optimizer.skipped = skipped
+        if not skipped:
+            optimizer._update(factor)
+    if first.loss_scaler is not None:
+        first.loss_scaler.update(skipped)
+    for optimizer in optimizers:
+        optimizer._release()
+    return norm

@@ -17,12 +17,27 @@ from internsp.sp import token_loss
 class SplittableModel(Protocol):
     """What a model must show to be cut: the model zoo's families do."""
 
-    embed: nn.Module
-    layers: nn.ModuleList
-    norm: nn.Module
-    head: nn.Module
-    rotary: Callable[..., Any]
     loss_options: dict[str, Any]
+
+    @property
+    def embed(self) -> nn.Module:
+        """Ids to hidden states."""
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Blocks, each called with hidden states, rotary tables and layout."""
+
+    @property
+    def norm(self) -> nn.Module:
+        """Between the last block and the head."""
+
+    @property
+    def head(self) -> nn.Module:
+        """Hidden states to logits."""
+
+    @property
+    def rotary(self) -> Callable[..., Any]:
+        """Rotary tables from something ``[B, s]``, the layout and a dtype."""
 
 
 @dataclass(frozen=True)

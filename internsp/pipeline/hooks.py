@@ -7,6 +7,7 @@ torch's shape inference before the first step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self._communicators = dict(communicators)
         self._places: Sequence[Place] = ()
         self._at = 0
+        self._begun = 0.0
 
     def begin(self, places: Sequence[Place]) -> None:
         """A step begins, of which these are the passes of this rank; empty: nobody knows."""
@@ -108,6 +110,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     def _enter(self, place: Place) -> None:
         """Compare what runs with what was planned (WP-2)."""
+        self._begun = time.perf_counter()
         if not self._places:
             return
         planned = self._places[self._at] if self._at < len(self._places) else None
@@ -118,6 +121,13 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     def _leave(self, place: Place) -> None:
         communicator = self._communicators[place.stage]
+        communicator.state.trace.record(
+            "BACKWARD" if place.part else "FORWARD",
+            f"stage {place.stage}, micro-batch {place.micro_batch}",
+            phase=place.part,
+            start=self._begun,
+            end=time.perf_counter(),
+        )
         communicator.at_boundary()
         communicator.at_boundary = _nothing
         self._at += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,51 @@ class _Run(Stateful):
             "step": self.step,
             "mesh": self.session.mesh.describe(),
             "data": self.fingerprint,
-            "schedule": self.session.schedule.state_dict(),
+            "schedule": self.session.schedules[0].state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.fingerprint = state["data"]
-        self.session.schedule.load_state_dict(state["schedule"])
+        for schedule in self.session.schedules:
+            schedule.load_state_dict(state["schedule"])
+
+
+class _Joined(Stateful):
+    """Chunks of a model, or their optimizers, as one."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+class _Model(_Joined):
+    """A chunk's parameters have the names that they have in the whole model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for part in self.parts.values() for k, v in part.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part in self.parts.values():
+            part.load_state_dict({name: state[name] for name in part.state_dict()})
 
 
 def _state(session: Session, run: _Run) -> dict[str, Any]:
-    return {"model": session.model, "optimizer": session.optimizer, "run": run}
+    if session.pipeline is None:
+        model, optimizer = session.modules[0], session.optimizer
+        return {"model": model, "optimizer": optimizer, "run": run}
+    names = [f"stage {stage.stage_index}" for stage in session.pipeline.stages]
+    return {
+        "model": _Model(dict(zip(names, session.modules, strict=True))),
+        "optimizer": _Joined(dict(zip(names, session.optimizers, strict=True))),
+        "run": run,
+    }
 
 
 def save(session: Session, folder: Path, step: int) -> Path:
@@ -68,7 +103,8 @@ def load(session: Session, path: Path) -> int:
     _check_mesh(session, metadata, chosen)
     run = _Run(session, 0)
     dcp.load(_state(session, run), checkpoint_id=chosen)
-    session.communicator.invalidate()
+    for communicator in session.communicators:
+        communicator.invalidate()
     if run.fingerprint != session.source.fingerprint:
         raise ConfigError(
             f"checkpoint.resume: {chosen} was trained on other text than [data] gives now; the "

@@ -7,14 +7,17 @@ from internsp.train.session import Session
 
 def components(session: Session) -> list[tuple[str, int]]:
     """(component, bytes) of this rank: shards, slots, reduction buffers, optimizer."""
-    small = session.communicator.small
-    pool = session.communicator.state.pool
-    shards = sum(w.storage.numel() * w.storage.element_size() for w in small.sharded)
-    replicated = sum(m.storage.numel() * m.storage.element_size() for m in small.members)
-    rows = [
-        ("weight shards", shards),
-        ("small parameters (replicated)", replicated),
-        ("whole weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
-        ("reduction buffers", pool.buffer_nbytes),
-    ]
-    return [*rows, *session.optimizer.memory()]
+    total: dict[str, int] = {}
+    for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
+        small, pool = communicator.small, communicator.state.pool
+        shards = sum(w.storage.numel() * w.storage.element_size() for w in small.sharded)
+        replicated = sum(m.storage.numel() * m.storage.element_size() for m in small.members)
+        rows = [
+            ("weight shards", shards),
+            ("small parameters (replicated)", replicated),
+            ("whole weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
+            ("reduction buffers", pool.buffer_nbytes),
+        ]
+        for name, nbytes in (*rows, *optimizer.memory()):
+            total[name] = total.get(name, 0) + nbytes
+    return list(total.items())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from internsp.config import Config
+from internsp.pipeline import SchedulerHook
 from internsp.stop import StopRequest
 from internsp.trace import Event
 from internsp.train import checkpoint
@@ -23,17 +24,20 @@ from internsp.train.step import StepRunner
 _TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
 
 
-def train(config: Config, output: Path) -> None:
+def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> None:
     """Run the whole training on this rank. Collective: every rank calls it with the same config.
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
     write ``checkpoints/``. A stop request (Ctrl-C) ends the loop after the current step; the
     checkpoint and the report are written all the same.
+
+    Args:
+        hooks: told of every forward, criterion and backward, with a pipeline or without.
     """
     ours = not dist.is_initialized()
     try:
         with StopRequest() as stop:
-            session = Session.create(config)
+            session = Session.create(config, hooks)
             done = 0
             if config.checkpoint.resume is not None:
                 done = checkpoint.load(session, Path(config.checkpoint.resume))
@@ -89,7 +93,7 @@ class _Run:
             train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
         )
         display.start()
-        parameters = sum(p.numel() for p in self.session.model.parameters())
+        parameters = self.session.parameters
         display.note(f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}")
         if moved is not None:
             display.note(f"the run that was in {self.output} is now in {moved}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from internsp.train.factory import build_model, generate
@@ -23,14 +24,21 @@ def sample(session: Session) -> str:
     train = session.config.train
     if not train.sample_bytes:
         return ""
-    main = session.mesh.rank == 0
+    mesh = session.mesh
+    main = mesh.rank == 0
+    first = dist.get_rank(mesh.stage_group) == 0  # of its stage
     whole: dict[str, torch.Tensor] = {}
-    session.communicator.publish()
-    for name, value in session.model.named_parameters(remove_duplicate=False):
-        kept = value.detach()
-        tensor = kept.full_tensor() if isinstance(kept, DTensor) else kept
-        if main:
-            whole[name] = tensor.cpu()
+    for module, communicator in zip(session.modules, session.communicators, strict=True):
+        communicator.publish()
+        for name, value in module.named_parameters(remove_duplicate=False):
+            kept = value.detach()
+            tensor = kept.full_tensor() if isinstance(kept, DTensor) else kept
+            if first:
+                whole[name] = tensor.cpu()
+    if first and mesh.pipeline > 1:
+        parts: list[dict[str, torch.Tensor] | None] = [None] * mesh.pipeline
+        dist.gather_object(whole, parts if main else None, group=mesh.pipeline_group, group_dst=0)
+        whole = {name: value for part in parts if part for name, value in part.items()}
     if not main:
         return ""
     model = build_model(session.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
-from internsp.optim import LossScaler, ZeroOptimizer
+from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import initialise, parallelize
+from internsp.pipeline import Pipeline, SchedulerHook
+from internsp.sp.heads import balanced
 from internsp.trace import Trace
 from internsp.train.data import DataSource
 from internsp.train.factory import Model, build_model
@@ -23,19 +26,44 @@ _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 @dataclass
 class Session:
-    """Everything that one rank trains with."""
+    """Everything that one rank trains with.
+
+    Attributes:
+        modules: the model, or this rank's chunks of it, by ascending stage; a parameter has the
+            same name in both.
+        communicators, optimizers, schedules: one for each module.
+        pipeline: runs the chunks; ``None`` where the model is whole.
+        hooks: told of every forward, criterion and backward, with a pipeline or without.
+        parameters: elements of the whole model.
+    """
 
     config: Config
     mesh: ParallelMesh
-    model: Model
-    communicator: ISPCommunicator
-    optimizer: ZeroOptimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
+    modules: list[Any]
+    communicators: list[ISPCommunicator]
+    optimizers: list[ZeroOptimizer]
+    schedules: list[torch.optim.lr_scheduler.LambdaLR]
     source: DataSource
     trace: Trace
+    pipeline: Pipeline | None
+    hooks: list[SchedulerHook]
+    parameters: int
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        """The first module's: settings and loss scaler are the same for all."""
+        return self.optimizers[0]
+
+    def step(self) -> float:
+        """Optimizer and learning rate go one step further; returns the gradient norm."""
+        norm = step_together(self.optimizers)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.zero_grad()
+            schedule.step()
+        return norm
 
     @classmethod
-    def create(cls, config: Config) -> Session:
+    def create(cls, config: Config, hooks: Iterable[SchedulerHook] = ()) -> Session:
         """Build everything. Collective.
 
         Raises:
@@ -60,26 +88,76 @@ class Session:
                 f"{source.vocab_size} ids of data.tokenizer = {config.data.tokenizer!r}"
             )
         model = build_model(config)
+        parameters = sum(p.numel() for p in model.parameters())
         trace = Trace()
-        communicator = parallelize(
-            model,
-            mesh,
-            config.weight_parallel,
-            activation_checkpoint=config.activation_checkpoint,
-            trace=trace,
-        )
-        initialise(communicator, model.initialise, config.train.seed)
         if config.weight_parallel.head_output != "local":
             model.loss_options = {
                 "output": config.weight_parallel.head_output,
                 "group": mesh.sequence_group,
             }
-        optimizer = _optimizer(config, communicator)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
-        return cls(config, mesh, model, communicator, optimizer, schedule, source, trace)
+        everyone = list(hooks)
+        modules: list[Any] = [model]
+        pipeline = _pipeline(config, mesh, model, everyone, trace)
+        if pipeline is not None:
+            modules, communicators = list(pipeline.chunks), pipeline.communicators
+        else:
+            communicators = [
+                parallelize(
+                    model,
+                    mesh,
+                    config.weight_parallel,
+                    activation_checkpoint=config.activation_checkpoint,
+                    trace=trace,
+                )
+            ]
+        for communicator in communicators:
+            initialise(communicator, model.initialise, config.train.seed)
+        scaler = _scaler(config)
+        optimizers = [_optimizer(config, communicator, scaler) for communicator in communicators]
+        schedules = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+            for optimizer in optimizers
+        ]
+        return cls(
+            config, mesh, modules, communicators, optimizers, schedules, source, trace, pipeline,
+            everyone if pipeline is None else pipeline.hooks, parameters,
+        )  # fmt: skip
 
 
-def _optimizer(config: Config, communicator: ISPCommunicator) -> ZeroOptimizer:
+def _pipeline(
+    config: Config, mesh: ParallelMesh, model: Model, hooks: list[SchedulerHook], trace: Trace
+) -> Pipeline | None:
+    if mesh.pipeline == 1:
+        return None
+    train = config.train
+    rows = train.global_batch // (train.micro_batches * mesh.data)
+    length = balanced(config.data.sequence_length, mesh.sequence)[mesh.sequence_rank]
+    return Pipeline.create(
+        model,
+        mesh,
+        config.weight_parallel,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
+        micro_batches=train.micro_batches,
+        activation_checkpoint=config.activation_checkpoint,
+        shape=(rows, length, config.model.hidden_size),
+        hooks=hooks,
+        trace=trace,
+    )
+
+
+def _scaler(config: Config) -> LossScaler | None:
+    settings = config.optimizer
+    if config.train.dtype == "float16" or config.weight_parallel.compute_dtype == "float16":
+        return LossScaler(
+            settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
+        )
+    return None
+
+
+def _optimizer(
+    config: Config, communicator: ISPCommunicator, scaler: LossScaler | None
+) -> ZeroOptimizer:
     """Weight decay on the cut weights only: norms and biases have none."""
     settings = config.optimizer
     groups: list[dict[str, Any]] = [
@@ -94,11 +172,6 @@ def _optimizer(config: Config, communicator: ISPCommunicator) -> ZeroOptimizer:
         options |= {"betas": settings.betas, "eps": settings.eps}
     else:
         options["momentum"] = settings.momentum
-    scaler = None
-    if config.train.dtype == "float16" or config.weight_parallel.compute_dtype == "float16":
-        scaler = LossScaler(
-            settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
-        )
     return ZeroOptimizer(
         communicator,
         _OPTIMIZERS[settings.name],

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from internsp.errors import OrderError
 from internsp.sp import SequenceLayout
 from internsp.train.data import Batch, rows_of
 from internsp.train.metrics import StepMetrics
+from internsp.train.passes import Pipelined, Whole
 from internsp.train.session import Session
 from internsp.wp.schedule import simulate
 
@@ -24,6 +24,7 @@ class StepRunner:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._passes = Whole(session) if session.pipeline is None else Pipelined(session)
         self._checked = False
 
     def step(self, number: int, stop_requested: bool) -> tuple[StepMetrics, bool]:
@@ -33,21 +34,18 @@ class StepRunner:
             The step's metrics, and whether any rank was asked to stop.
         """
         session, config = self.session, self.session.config
-        counters = session.communicator.state.counters
-        counters.reset()
+        counters = [communicator.state.counters for communicator in session.communicators]
+        for counter in counters:
+            counter.reset()
         session.trace.exposed_seconds = 0.0
         start = time.perf_counter()
         layouts = [self._layout(b) for b in self._micro_batches(number)]
         valid = sum(layout.valid_tokens for layout in layouts)
-        tokens, asked = self._sum(float(valid), float(stop_requested))
+        (tokens,) = self._sum(float(valid))
         lr = session.optimizer.param_groups[0]["lr"]
-        loss = torch.zeros((), dtype=torch.float64)
-        for layout in layouts:
-            loss += self._forward_backward(layout, max(tokens, 1.0))
-        norm = session.optimizer.step()
-        session.optimizer.zero_grad()
-        session.schedule.step()
-        (total,) = self._sum(loss.item())
+        loss = self._passes.train(layouts, max(tokens, 1.0))
+        norm = session.step()
+        total, asked = self._sum(loss, float(stop_requested), stages=True)
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
         metrics = StepMetrics(
@@ -59,8 +57,8 @@ class StepRunner:
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
             exposed_comm_seconds=session.trace.exposed_seconds,
-            gathered_bytes=counters.gathered_bytes,
-            reduced_bytes=counters.reduced_bytes,
+            gathered_bytes=sum(counter.gathered_bytes for counter in counters),
+            reduced_bytes=sum(counter.reduced_bytes for counter in counters),
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
         )
         return metrics, asked > 0
@@ -73,38 +71,23 @@ class StepRunner:
         """
         session, train = self.session, self.session.config.train
         total, count = 0.0, 0
-        session.model.eval()
+        rows = [self._rows(index) for index in range(train.micro_batches)]
+        parts = [session.source.held_out_batches(train.eval_batches, rows=r) for r in rows]
+        self._mode(training=False)
         try:
-            for index in range(train.micro_batches):
-                rows = self._rows(index)
-                for batch in session.source.held_out_batches(train.eval_batches, rows=rows):
-                    layout = self._layout(batch)
-                    loss, valid = self._loss(layout)
-                    total += float(loss)
-                    count += int(valid)
+            for batches in zip(*parts, strict=True):
+                layouts = [self._layout(batch) for batch in batches]
+                total += self._passes.evaluate(layouts)
+                count += sum(layout.valid_tokens for layout in layouts)
         finally:
-            session.model.train()
-        loss_sum, tokens = self._sum(total, float(count))
+            self._mode(training=True)
+        (loss_sum,) = self._sum(total, stages=True)
+        (tokens,) = self._sum(float(count))
         return loss_sum / tokens if tokens else None
 
-    def _forward_backward(self, layout: SequenceLayout, divisor: float) -> Tensor:
-        trace = self.session.trace
-        begin = time.perf_counter()
-        loss, _ = self._loss(layout)
-        middle = time.perf_counter()
-        trace.record("FORWARD", start=begin, end=middle)
-        self.session.optimizer.scale(loss / divisor).backward()
-        trace.record("BACKWARD", start=middle, end=time.perf_counter())
-        return loss.detach().double().cpu()
-
-    def _loss(self, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.session.model(
-            layout.input_ids,
-            layout=layout,
-            labels=layout.labels,
-            loss_chunk=self.session.config.train.loss_chunk,
-        )
-        return result
+    def _mode(self, training: bool) -> None:
+        for module in self.session.modules:
+            module.train(training)
 
     def _micro_batches(self, number: int) -> Iterator[Batch]:
         for index in range(self.session.config.train.micro_batches):
@@ -127,21 +110,27 @@ class StepRunner:
         )
         return layout.to(mesh.device)
 
-    def _sum(self, *values: float) -> list[float]:
-        """Sum over the ranks of this stage, in fp64."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.session.mesh.device)
-        dist.all_reduce(tensor, group=self.session.mesh.stage_group)
+    def _sum(self, *values: float, stages: bool = False) -> list[float]:
+        """Sum over the ranks of this stage, in fp64, and with ``stages`` over all stages too."""
+        mesh = self.session.mesh
+        tensor = torch.tensor(values, dtype=torch.float64, device=mesh.device)
+        for group in (mesh.stage_group, mesh.pipeline_group)[: 1 + stages]:
+            dist.all_reduce(tensor, group=group)
         return tensor.tolist()
 
     def _check_order(self, micro_batches: int) -> None:
         """WP-2: what the first traced step launched is what the plan says, on every rank."""
-        trace, plan = self.session.trace, self.session.communicator.plan
+        trace, plan = self.session.trace, self.session.communicators[0].plan
+        pipeline = self.session.pipeline
         if self._checked or not trace.enabled or plan is None:
             return
         self._checked = True
         kinds = ("AG", "RS")
         overlap = self.session.config.weight_parallel.overlap
-        expected = simulate(plan, micro_batches, overlap).lines(kinds)
+        planned = simulate(plan, micro_batches, overlap) if pipeline is None else pipeline.planned(
+            overlap
+        )
+        expected = planned.lines(kinds)
         actual = trace.lines(kinds)
         if actual == expected:
             return

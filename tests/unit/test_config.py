@@ -84,8 +84,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         "launch: is a section: write [launch] and its keys below",
         "[modle]: unknown section; did you mean [model]?",
         "model.layerz: unknown key; did you mean model.layers?",
-        "[whatever]: unknown section; sections: model, data, parallel, weight_parallel, "
-        "activation_checkpoint, optimizer, train, checkpoint, launch",
+        "[whatever]: unknown section; sections: model, data, parallel, pipeline, "
+        "weight_parallel, activation_checkpoint, optimizer, train, checkpoint, launch",
         "optimizer.learning_rate: unknown key; did you mean optimizer.lr?",
         "train.lr: unknown key; did you mean optimizer.lr?",
         '--train.steps: expected a whole number, got "x"',
@@ -172,7 +172,34 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             "[parallel]\npipeline = 2",
             2,
-            "parallel.pipeline: 2 stages, but the trainer runs no pipeline yet; use 1",
+            'train.micro_batches: 1 are too few for "1F1B", which needs 2 or more',
+        ),
+        (
+            "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2",
+            3,
+            "parallel.pipeline: 2 does not divide the 3 ranks (launch.processes, or torchrun's)",
+        ),
+        (
+            "[pipeline]\nchunks = 2",
+            2,
+            "pipeline.chunks: 2 chunks without a pipeline; set parallel.pipeline above 1, or use 1",
+        ),
+        (
+            '[parallel]\npipeline = 2\n[pipeline]\nschedule = "DualPipeV"\n'
+            "[train]\nmicro_batches = 4",
+            2,
+            'pipeline.chunks: schedule "DualPipeV" takes 2, not 1',
+        ),
+        (
+            "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n[model]\ntie_embeddings = true",
+            2,
+            "model.tie_embeddings: the head is on the last stage and the embedding on the first; "
+            "set it to false",
+        ),
+        (
+            "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n[model]\nlayers = 1",
+            2,
+            "model.layers: 1 blocks cannot fill 2 stages (pipeline = 2 x chunks)",
         ),
         (
             "[parallel]\nzero = 3\nweight = 2",

@@ -1,0 +1,108 @@
+"""Forward and backward of a step's micro-batches: of a whole model, or through a pipeline.
+
+Both tell the session's hooks the same things (:class:`internsp.pipeline.SchedulerHook`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from internsp.pipeline import MicroBatch, Place
+from internsp.sp import SequenceLayout
+from internsp.train.session import Session
+
+
+class Whole:
+    """Every rank has the whole model: one micro-batch after another."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def train(self, layouts: Sequence[SequenceLayout], divisor: float) -> float:
+        """Forward and backward; returns this rank's sum of token losses.
+
+        Args:
+            divisor: valid tokens of the step over all ranks (DESIGN 6).
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for number, layout in enumerate(layouts):
+            total += self._one(number, layout, divisor)
+        for hook in self.session.hooks:
+            hook.after_last_micro_batch(Place(0, 0, -1))
+        return float(total)
+
+    def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
+        """Forward only; returns this rank's sum of token losses."""
+        return sum(float(self._loss(layout)) for layout in layouts)
+
+    def _one(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
+        session, place = self.session, Place(0, 0, number)
+        begin = time.perf_counter()
+        for hook in session.hooks:
+            hook.before_forward(place)
+        output = self._loss(layout)
+        for hook in session.hooks:
+            hook.after_forward(place, output)
+        for hook in session.hooks:
+            hook.before_criterion(place, output)
+        loss = session.optimizer.scale(output / divisor)
+        for hook in session.hooks:
+            hook.after_criterion(place, loss)
+        middle = time.perf_counter()
+        session.trace.record("FORWARD", start=begin, end=middle)
+        place = Place(0, 0, number, "full")
+        for hook in session.hooks:
+            hook.before_backward(place)
+        loss.backward()
+        for hook in session.hooks:
+            hook.after_backward(place)
+        session.trace.record("BACKWARD", start=middle, end=time.perf_counter())
+        return output.detach().double().cpu()
+
+    def _loss(self, layout: SequenceLayout) -> Tensor:
+        loss: Tensor = self.session.modules[0](
+            layout.input_ids,
+            layout=layout,
+            labels=layout.labels,
+            loss_chunk=self.session.config.train.loss_chunk,
+        )[0]
+        return loss
+
+
+class Pipelined:
+    """Every rank has some chunks: torch's schedule runs all micro-batches together."""
+
+    def __init__(self, session: Session) -> None:
+        assert session.pipeline is not None, "a session with a pipeline"
+        self.session = session
+        self.pipeline = session.pipeline
+        self.pipeline.criterion = self._criterion
+        self._divisor = 1.0
+        self._sums: list[Tensor] = []
+
+    def train(self, layouts: Sequence[SequenceLayout], divisor: float) -> float:
+        """See :meth:`Whole.train`; zero but on the last stage."""
+        self._divisor, self._sums = divisor, []
+        self.pipeline.step(self._batches(layouts))
+        return float(sum(self._sums))
+
+    def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
+        """See :meth:`Whole.evaluate`; zero but on the last stage."""
+        self._divisor, self._sums = 1.0, []
+        self.pipeline.evaluate(self._batches(layouts))
+        return float(sum(self._sums))
+
+    def _criterion(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        self._sums.append(output.detach().double().cpu())
+        return self.session.optimizer.scale(output / self._divisor)
+
+    def _batches(self, layouts: Sequence[SequenceLayout]) -> list[MicroBatch]:
+        chunk = self.session.config.train.loss_chunk
+        return [
+            MicroBatch((at.input_ids,), {"layout": at, "labels": at.labels, "loss_chunk": chunk})
+            for at in layouts
+        ]

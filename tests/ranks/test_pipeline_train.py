@@ -1,0 +1,168 @@
+"""Whole training runs through a pipeline: the same numbers, resumed, sampled, reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from internsp.config import Config
+from internsp.pipeline import Place, SchedulerHook
+from internsp.train.metrics import StepMetrics, read_metrics
+from internsp.train.run import train
+from tests.support.ranks import run_ranks
+
+TEXT = Path(__file__).parents[1] / "data"
+Changes = dict[str, dict[str, Any]]
+
+
+def config(**changes: dict[str, Any]) -> Config:
+    """A tiny run on the committed text; ``changes`` by section."""
+    sections: Changes = {
+        "model": {"hidden_size": 32, "layers": 5, "heads": 4, "norm_eps": 1e-2, "init_std": 0.05},
+        "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 33, "held_out": 0.1},
+        "weight_parallel": {"min_shard_elements": 128},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 3},
+        "train": {
+            "steps": 8, "global_batch": 8, "micro_batches": 4, "eval_batches": 2,
+            "sample_bytes": 12, "loss_chunk": 20, "eval_every": 3, "log_every": 50,
+        },
+        "checkpoint": {"save": False},
+    }  # fmt: skip
+    for name, values in changes.items():
+        sections[name] = sections.get(name, {}) | values
+    return Config.model_validate(sections)
+
+
+def run(rank: int, world_size: int, runs: list[tuple[Config, str]]) -> None:
+    for settings, folder in runs:
+        train(settings, Path(folder))
+
+
+def rows_of(tmp_path: Path, world: int, changes: list[Changes]) -> list[list[StepMetrics]]:
+    folders = [tmp_path / f"{world}-{i}" for i in range(len(changes))]
+    runs = [(config(**c), str(f)) for c, f in zip(changes, folders, strict=True)]
+    run_ranks(run, world, runs, timeout=240)
+    return [read_metrics(f / "metrics.jsonl") for f in folders]
+
+
+def pipelined(schedule: str, chunks: int = 1, **parallel: int) -> Changes:
+    return {
+        "parallel": {"pipeline": 2, **parallel},
+        "pipeline": {"schedule": schedule, "chunks": chunks},
+    }
+
+
+RUNS: dict[int, list[Changes]] = {
+    2: [
+        pipelined("GPipe"),
+        pipelined("ZBVZeroBubble", 2),
+        {**pipelined("Interleaved1F1B", 2), "activation_checkpoint": {"mode": "full"}},
+    ],
+    4: [
+        pipelined("DualPipeV", 2, weight=2),
+        pipelined("1F1B", weight=2, sequence=2),
+        {**pipelined("InterleavedZeroBubble", 2, sequence=2), "train": {"seed": 0}},
+        {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "1F1B"}},
+    ],
+}
+
+
+def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
+    (wanted,) = rows_of(tmp_path, 1, [{"train": {"micro_batches": 1}}])
+    sample = (tmp_path / "1-0" / "report.html").read_text()
+    for world, changes in RUNS.items():
+        for i, rows in enumerate(rows_of(tmp_path, world, changes)):
+            assert [r.tokens for r in rows] == [w.tokens for w in wanted]
+            for row, want in zip(rows, wanted, strict=True):
+                assert row.loss == pytest.approx(want.loss, rel=1e-5), changes[i]
+                assert row.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), changes[i]
+                if want.eval_loss is not None:
+                    assert row.eval_loss == pytest.approx(want.eval_loss, rel=1e-5), changes[i]
+            assert len([r for r in rows if r.eval_loss is not None]) == 3
+            report = (tmp_path / f"{world}-{i}" / "report.html").read_text()
+            assert _sample(report) == _sample(sample), changes[i]
+
+
+def _sample(report: str) -> str:
+    return report.split('class="sample">')[1].split("<")[0]
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    base = pipelined("ZBVZeroBubble", 2)
+    whole = str(tmp_path / "whole")
+    first = {**base, "train": {"steps": 8}, "checkpoint": {"save": True, "every": 4}}
+    step = str(Path(whole) / "checkpoints" / "step-000004")
+    again = {**base, "checkpoint": {"save": False, "resume": step}}
+    run_ranks(run, 2, [(config(**first), whole)], timeout=240)
+    run_ranks(run, 2, [(config(**again), str(tmp_path / "again"))], timeout=240)
+    wanted = read_metrics(Path(whole) / "metrics.jsonl")[4:]
+    rows = read_metrics(tmp_path / "again" / "metrics.jsonl")
+    assert [(r.step, r.loss, r.grad_norm) for r in rows] == [
+        (w.step, w.loss, w.grad_norm) for w in wanted
+    ]
+
+
+def test_a_checkpoint_has_the_parameter_names_of_the_whole_model(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    keep: Changes = {"checkpoint": {"save": True}, "train": {"steps": 1}}
+    run_ranks(run, 1, [(config(**keep), str(tmp_path / "one"))], timeout=120)
+    changes = {**pipelined("Interleaved1F1B", 2), **keep}
+    run_ranks(run, 2, [(config(**changes), str(tmp_path / "two"))], timeout=120)
+    names = []
+    for run_name in ("one", "two"):
+        reader = dcp.FileSystemReader(tmp_path / run_name / "checkpoints" / "step-000001")
+        found = reader.read_metadata().state_dict_metadata
+        names.append(
+            {
+                (name, tuple(getattr(value, "size", ())))
+                for name, value in found.items()
+                if name.startswith("model.")
+            }
+        )
+    assert names[0] == names[1]
+    assert all(torch.Size(size).numel() > 0 for _, size in names[0])
+
+
+class _Count(SchedulerHook):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        self.calls.append("forward")
+
+    def after_criterion(self, place: Place, loss: Any) -> None:
+        self.calls.append("criterion")
+
+    def after_backward(self, place: Place) -> None:
+        self.calls.append("backward")
+
+    def after_last_micro_batch(self, place: Place) -> None:
+        self.calls.append("end")
+
+
+def counted(rank: int, world_size: int, settings: Config, folder: str) -> list[str]:
+    hook = _Count()
+    train(settings, Path(folder), [hook])
+    return hook.calls
+
+
+def test_hooks_fire_in_the_trainer_with_a_pipeline_and_without(tmp_path: Path) -> None:
+    short: Changes = {"train": {"steps": 2, "eval_batches": 0, "sample_bytes": 0}}
+    (whole,) = run_ranks(counted, 1, config(**short), str(tmp_path / "1"), timeout=120)
+    assert whole == (["forward", "criterion", "backward"] * 4 + ["end"]) * 2
+    settings = config(**short, **pipelined("GPipe"))
+    first, last = run_ranks(counted, 2, settings, str(tmp_path / "2"), timeout=120)
+    assert first == (["forward"] * 4 + ["backward"] * 4 + ["end"]) * 2
+    assert last == (["forward", "criterion"] * 4 + ["backward"] * 4 + ["end"]) * 2
+
+
+def test_metrics_are_json_on_every_step(tmp_path: Path) -> None:
+    (rows,) = rows_of(tmp_path, 2, [pipelined("1F1B")])
+    lines = (tmp_path / "2-0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [row.step for row in rows]
+    assert all(row.peak_memory_bytes > 0 and row.tokens_per_second > 0 for row in rows)
