@@ -17,7 +17,7 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, LayoutError, StructureError
 from internsp.layers.access import Site, attach, sites
 from internsp.layers.adopt import adopt
-from internsp.layers.compiled import compile_block
+from internsp.layers.entry import compile_block, take_at_entry
 from internsp.layers.recompute import checkpoint_block
 from internsp.mesh import ParallelMesh
 from internsp.sp import DistributedAttention, checkpoint_context_fn
@@ -34,6 +34,7 @@ from internsp.wp.plan import DTYPES, chunk_plan, policy_of
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.prefetch import Prefetcher
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
+from internsp.wp.schedule import ChunkPlan
 from internsp.wp.shard import ShardedWeight, ShardLayout
 
 Initialise = Callable[[str, Tensor, torch.Generator], None]
@@ -81,6 +82,8 @@ def parallelize(
     for index, block in enumerate(structure.blocks):
         if config.compile:
             compile_block(block.module)
+        elif communicator.blocks[index].at_entry:
+            take_at_entry(block.module)
         if index in recomputed and activation_checkpoint is not None:
             selective = activation_checkpoint.mode == "selective"
             checkpoint_block(
@@ -133,7 +136,7 @@ class _Builder:
             places += self._place(assignment)
         blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
         others = [u for n, u in self.units.items() if u.block < 0]
-        state = self._state(blocks, others, trace)
+        state = self._state(blocks, others, plan, trace)
         communicator = ISPCommunicator(
             state,
             self.mesh,
@@ -195,13 +198,16 @@ class _Builder:
             )
         return self.units[name]
 
-    def _state(self, blocks: list[Unit], others: list[Unit], trace: Trace) -> ChunkState:
+    def _state(
+        self, blocks: list[Unit], others: list[Unit], plan: ChunkPlan, trace: Trace
+    ) -> ChunkState:
         for unit in (*blocks, *others):
             unit.place()
         largest = max((u.nbytes for u in blocks), default=0)
         sizes = [largest] * (self.policy.slots if blocks else 0)
         for unit in blocks:
             unit.slot = self.policy.slot(unit.block)
+            unit.at_entry = plan.blocks[unit.block].at_entry
         for unit in others:
             unit.slot = len(sizes)
             sizes.append(unit.nbytes)

@@ -6,7 +6,7 @@ on its output. Where no communicator is attached both do nothing, so that the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -47,51 +47,70 @@ class Site(Protocol):
         """The whole parameter's gradient exists; start its reduction. ``tag``: of its use."""
 
 
-class _View(torch.autograd.Function):
-    """A differentiable view: parameter (shard) -> whole tensor in its slot.
+class _Views(torch.autograd.Function):
+    """Differentiable views: parameters (shards) -> whole tensors in their slots.
 
-    Backward starts the reduction and returns ``None``: ``.grad`` stays unset until the drain,
-    while the parameter stays visible in the graph.
+    Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the drain,
+    while the parameters stay visible in the graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, site: Site) -> Tensor:
-        ctx.site = site
-        tensor = site.acquire()
-        ctx.tag = site.tag
-        ctx.parameter = parameter
-        return tensor
+    def forward(ctx: Any, taken: Sequence[Site], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.taken = taken
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
+        views = tuple([site.acquire() for site in taken])
+        if len(views) > 1:  # of several, those of frozen parameters need no gradient
+            pairs = zip(views, parameters, strict=True)
+            ctx.mark_non_differentiable(*[v for v, p in pairs if not p.requires_grad])
+        ctx.tags = [site.tag for site in taken]
+        return views
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise GradientError(
                 "create_graph=True is not supported through a sharded weight: its gradient leaves "
                 "the graph when its reduction starts; compute second derivatives on one process"
             )
-        captured = _captured(ctx)
-        if captured and not ctx.site.apart:
-            raise GradientError(
-                "torch.autograd.grad over a sharded weight is not supported: its gradient is "
-                "reduced over ranks asynchronously; call backward() and read .grad"
-            )
-        ctx.site.born(gradient, ctx.tag)
-        if captured:  # torch's split backward wants a tensor for the shard: one without memory
-            shard = ctx.parameter
-            return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape), None
-        return None, None
+        answers: list[Tensor | None] = [None]
+        for i in range(len(gradients) - 1, -1, -1):  # the last used is born first
+            gradient, site = gradients[i], ctx.taken[i]
+            wanted = _wanted(ctx.next_functions[i][0]) if gradient is not None else _NO
+            answer = None
+            if gradient is not None and wanted != _NO:
+                if wanted == _CAPTURED:
+                    answer = _answer(site, gradient, ctx.parameters[i])
+                site.born(gradient, ctx.tags[i])
+            answers.insert(1, answer)
+        return tuple(answers)
 
 
-def _captured(ctx: Any) -> bool:
-    """``torch.autograd.grad`` captures a leaf's gradient instead of accumulating it (WP-9)."""
-    leaf = ctx.next_functions[0][0]
+def _answer(site: Site, gradient: Tensor, shard: Tensor) -> Tensor:
+    """What a captured shard is given: torch's split backward wants a tensor, without memory."""
+    if not site.apart:
+        raise GradientError(
+            "torch.autograd.grad over a sharded weight is not supported: its gradient is "
+            "reduced over ranks asynchronously; call backward() and read .grad"
+        )
+    return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape)
+
+
+_NO, _ACCUMULATED, _CAPTURED = range(3)
+
+
+def _wanted(leaf: Any) -> int:
+    """What this backward does with a leaf's gradient: frozen ones, ``inputs=``, ``autograd.grad``.
+
+    ``torch.autograd.grad`` captures it instead of accumulating it (WP-9), and then torch will not
+    say whether it executes the leaf.
+    """
     if leaf is None:
-        return False
+        return _NO
     try:
-        torch._C._will_engine_execute_node(leaf)
+        return _ACCUMULATED if torch._C._will_engine_execute_node(leaf) else _NO
     except RuntimeError:
-        return True
-    return False
+        return _CAPTURED
 
 
 class _Sites(dict[str, Site]):
@@ -130,7 +149,18 @@ def whole(module: nn.Module, name: str) -> Any:
                 "so that nobody would reduce its gradient: write into it, or use load_state_dict"
             )
         return parameter  # somebody (a compiled block) has put the whole one in
-    return _View.apply(parameter, attached[name])
+    return _Views.apply((attached[name],), parameter)[0]
+
+
+def whole_block(owners: Sequence[tuple[nn.Module, str]]) -> tuple[Tensor, ...]:
+    """:func:`whole` for the parameters of several modules at once, at their block's entry.
+
+    One node of the graph for all: their gradients are born together, after the block's backward.
+    """
+    taken = [sites(module)[name] for module, name in owners]
+    parameters = [module._parameters[name] for module, name in owners]
+    views: tuple[Tensor, ...] = _Views.apply(taken, *parameters)
+    return views
 
 
 Output = TypeVar("Output")
@@ -149,15 +179,21 @@ def guard(module: nn.Module, output: Output) -> Output:
     return output
 
 
-def guard_sites(used: Iterable[Site], output: Any) -> None:
-    """:func:`guard` for ``output`` computed from several modules' parameters."""
+def guard_sites(used: Iterable[Site], output: Any, inputs: Any = ()) -> None:
+    """:func:`guard` for ``output`` computed from several modules' parameters.
+
+    Args:
+        inputs: tensors among them that ``output`` only passes on are not guarded: their backward
+            is somebody else's.
+    """
     tags = [(site, site.tag) for site in used if site.guarded]
     for site, _ in tags:
         site.release()
     if not tags:
         return
+    given = {id(tensor) for tensor in tensors(inputs)}
     for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and id(tensor) not in given:
             # A hook of the node, not of the tensor: the same moment at half the cost.
             tensor.grad_fn.register_prehook(partial(_before_backward, tags))
 

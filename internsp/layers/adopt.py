@@ -43,6 +43,11 @@ def adopt(name: str, module: nn.Module) -> None:
             f"embedding {name}: max_norm, sparse gradients and scale_grad_by_freq need the whole "
             "table or the whole batch in one place; build it without them"
         )
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        raise StructureError(
+            f"{name} is a {type(module).__name__}, which reads weights past its modules' forward: "
+            "write it with linear layers"
+        )
     if getattr(type(module), "takes_whole", False):
         return
     if type(module) in _OURS:
@@ -60,7 +65,7 @@ def _subclass(full_name: str, module: nn.Module) -> None:
     module.__class__ = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
     module.__dict__[_IN_USE] = None
     module.register_forward_pre_hook(_begin, prepend=True)
-    module.register_forward_hook(partial(_end, full_name), always_call=True)
+    module.register_forward_hook(partial(_end, full_name), with_kwargs=True, always_call=True)
 
 
 def _attribute(name: str) -> property:
@@ -82,11 +87,11 @@ def _begin(module: nn.Module, args: Any) -> None:
     module.__dict__[_IN_USE] = {}
 
 
-def _end(name: str, module: nn.Module, args: Any, output: Any) -> None:
+def _end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     in_use, module.__dict__[_IN_USE] = module.__dict__[_IN_USE], None
     taken = [n for n in in_use or () if isinstance(module._parameters[n], DTensor)]
     used = [sites(module)[n] for n in taken]
-    guard_sites(used, output)  # of a forward that failed, too: the use ends here
+    guard_sites(used, output, (args, kwargs))  # of a forward that failed, too: the use ends here
     if torch.is_grad_enabled() and any(site.guarded for site in used):
         failed = output is None and sys.exc_info()[1] is not None
         if not failed and not any(True for _ in tensors(output)):

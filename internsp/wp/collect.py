@@ -38,7 +38,7 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
 
 def _accumulate(member: ShardedWeight | ReplicatedParameter, value: Tensor) -> None:
     """Add ``value`` (like the parameter's storage) to ``.grad``, which keeps its own dtype."""
-    gradient = member.wrap(value.to(member.dtype))
+    gradient = member.wrap(value if value.dtype == member.dtype else value.to(member.dtype))
     if member.parameter.grad is None:
         member.parameter.grad = gradient
     else:

@@ -101,7 +101,7 @@ class WeightSite:
     def acquire(self) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
         tensor = self.communicator.weight_hook(self.unit, self.weight)
-        self.tag = self.weight.tag()
+        self.tag = self.communicator.shown(self.unit, self.weight)
         return tensor
 
     def release(self) -> None:
@@ -195,9 +195,10 @@ class UnitCommunicator(WPCommunicator):
 
     def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
         """See :meth:`WPCommunicator.release_hook`."""
-        if not in_backward():
-            self.state.trace.record("FREE", unit.name, weight.name, FORWARD)
-            self.used(unit)
+        trace = self.state.trace
+        if trace.enabled and not in_backward():
+            trace.record("FREE", unit.name, weight.name, FORWARD)
+        self.used(unit)
 
     def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
         """See :meth:`WPCommunicator.backward_hook`."""
@@ -233,13 +234,23 @@ class UnitCommunicator(WPCommunicator):
             return weight.layout.whole_view(weight.to_send().data)
         return self.state.pool.slots[unit.slot].whole(unit, weight)
 
+    def shown(self, unit: Unit, weight: ShardedWeight) -> Tag:
+        """The tag of what :meth:`view` shows."""
+        if weight.resident:
+            return weight.tag()
+        return self.state.pool.slots[unit.slot].tags[weight]
+
+    def verified(self, unit: Unit, weight: ShardedWeight) -> bool:
+        """Whether the slot is known to hold, or to be getting, the right values."""
+        slot = self.state.pool.slots[unit.slot]
+        return slot.holder is unit and slot.tags.get(weight) == weight.tag()
+
     def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         """With prefetch per module: launch what comes after ``weight``. Blocks override it."""
 
     def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         state = self.state
-        slot = state.pool.slots[unit.slot]
-        if slot.holder is not unit or slot.tags.get(weight) != weight.tag():
+        if not self.verified(unit, weight):
             self.fetch(unit, (weight,), phase)
         self._wait(unit, weight, phase)
         state.trace.record("USE", unit.name, weight.name, phase)

@@ -1,8 +1,8 @@
 """How a block's weights travel: the communicator of a chunk's transformer blocks.
 
 It owns the chunk's state from forward's entry to the end of backward. *When* its methods are
-called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is decided by
-:class:`internsp.wp.schedule.Policy`.
+called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is
+:mod:`internsp.wp.gathers`', by :class:`internsp.wp.schedule.Policy`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from internsp.errors import OrderError
+from internsp.errors import OrderError, StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.wp.collect import collect
-from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, in_backward
-from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
-from internsp.wp.head import HeadWeightParallelCommunicator
+from internsp.wp.communicator import ChunkState, in_backward
+from internsp.wp.gathers import BlockGathers
 from internsp.wp.pool import Unit
 from internsp.wp.recovery import Recovery
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
@@ -25,14 +24,11 @@ from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, ChunkPlan
 from internsp.wp.shard import ShardedWeight, Tag
 
 
-class ISPCommunicator(UnitCommunicator):
+class ISPCommunicator(BlockGathers):
     """Weights of a chunk's transformer blocks, and the end of its backward.
 
     Attributes:
-        blocks: units in the declared order.
         small: replicated parameters.
-        head, embedding: communicators beside this one, or ``None``.
-        others: communicators of large weights that belong to none of these.
         recovery: what happens after an exception.
         places: which parameter each module holds under which name.
     """
@@ -46,23 +42,16 @@ class ISPCommunicator(UnitCommunicator):
         strict_order: bool = True,
         mean: bool = False,
     ) -> None:
-        super().__init__(state)
+        super().__init__(state, blocks, strict_order)
         self.mesh = mesh
-        self.blocks = blocks
         self.small = small
-        self.strict_order = strict_order
         self.mean = mean
-        self.head: HeadWeightParallelCommunicator | None = None
-        self.embedding: EmbeddingWeightParallelCommunicator | None = None
-        self.others: list[OuterCommunicator] = []
         self.prefetcher: object | None = None
         self.plan: ChunkPlan | None = None
         self.places: dict[tuple[nn.Module, str], ShardedWeight | ReplicatedParameter] = {}
         self.collects_itself = True  # false once a ZeroOptimizer drains instead (WP-9)
         self.after_backward: list[Callable[[], None]] = []
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
-        self.at_boundary: Callable[[], None] = lambda: None
-        """Called when a pass has nothing left to gather: a pipeline prefetches for the next."""
         self.recovery = Recovery(mesh, state.collectives.ledger)
         state.began = small.began = self._ensure_callback
         self._next = 0  # the block that a forward must run next
@@ -85,7 +74,7 @@ class ISPCommunicator(UnitCommunicator):
         for unit in self.outer():
             unit.prefetch()
         if self.blocks:
-            self._fetch_first(self.blocks[0], FORWARD)
+            self.fetch_first(self.blocks[0], FORWARD)
 
     def recover(self) -> None:
         """No effect unless a pass has failed: then rest, or raise the first cause (WP-10)."""
@@ -109,19 +98,19 @@ class ISPCommunicator(UnitCommunicator):
         """A block's forward or recompute begins."""
         if in_backward():
             self.enter_backward(unit)
-            self._fetch_first(unit, RECOMPUTE)
+            self.fetch_first(unit, RECOMPUTE)
         else:
             self._check_order(unit)
-            self._fetch_first(unit, FORWARD)
+            self.fetch_first(unit, FORWARD)
 
     def leave_block(self, unit: Unit) -> None:
         """A block's forward is over: its slot may be overwritten. Not called in recompute."""
-        self._complete(unit, FORWARD)
+        self.complete(unit, FORWARD)
         self.state.pool.slots[unit.slot].release(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
         """The trigger inside a block fires: gather what comes next."""
-        self._ahead(unit.block, RECOMPUTE if in_backward() else FORWARD)
+        self.ahead(unit.block, RECOMPUTE if in_backward() else FORWARD)
 
     # backward
 
@@ -147,7 +136,7 @@ class ISPCommunicator(UnitCommunicator):
         if self._weight_part():
             return
         if self.blocks and not self.state.policy.per_module and self._open is None:
-            self._fetch_first(self.blocks[-1], BACKWARD)
+            self.fetch_first(self.blocks[-1], BACKWARD)
 
     def enter_backward(self, unit: Unit) -> None:
         """The gradient of a block's output has arrived (or its recompute begins)."""
@@ -158,11 +147,11 @@ class ISPCommunicator(UnitCommunicator):
         self.state.pool.release_all()
         self._open = unit
         self._waiting = [w for w in reversed(unit.weights) if w.requires_grad]
-        self._fetch_first(unit, BACKWARD)
+        self.fetch_first(unit, BACKWARD)
         if not unit.recomputed:
-            self._ahead(unit.block, BACKWARD)
+            self.ahead(unit.block, BACKWARD)
         elif not unit.anchored:
-            self._ahead(unit.block, RECOMPUTE)
+            self.ahead(unit.block, RECOMPUTE)
 
     def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
         """A recomputed block waits in its recompute, and only there: one gather serves both.
@@ -186,6 +175,13 @@ class ISPCommunicator(UnitCommunicator):
     def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
         """Launch reductions in the declared order: a birth waits for those before it (WP-2)."""
         self._ensure_callback()
+        if unit.at_entry and unit is not self._open:
+            raise StaleWeightError(
+                f"backward entered block {unit.name} on rank {self.mesh.rank} through a tensor "
+                "that left it by another way than its output, so that its weights may not have "
+                "been whole: return that tensor from the block, or set "
+                "weight_parallel.together_bytes = 0 and compile = false"
+            )
         if unit is not self._open or weight not in self._waiting:
             self.reduce(unit, weight, gradient)
             return
@@ -261,85 +257,10 @@ class ISPCommunicator(UnitCommunicator):
     def _weight_part(self) -> bool:
         return self.state.split is not None and self.state.split.weights
 
-    def outer(self) -> list[OuterCommunicator]:
-        """Those of the units beside blocks and head."""
-        return [*([self.embedding] if self.embedding is not None else []), *self.others]
-
-    def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
-        """With prefetch per module, a weight that this rank left idle is gathered first (WP-2)."""
-        policy = self.state.policy
-        if policy.per_module and not (phase == BACKWARD and unit.recomputed):
-            order = policy.order(unit.weights, phase, unit.recomputed)
-            self.fetch(unit, order[: order.index(weight) + 1], phase)
-        super()._present(unit, weight, phase)
-
-    def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
-        """With prefetch per module: launch what comes after ``weight``."""
-        if self.state.policy.per_module:
-            order = self.state.policy.order(unit.weights, phase, unit.recomputed)
-            self._follow(unit, order, order.index(weight), phase)
-
-    def _follow(
-        self, unit: Unit, order: list[ShardedWeight], position: int, phase: str
-    ) -> None:
-        step = self.state.policy.follow(position, len(order), unit.block, phase, unit.recomputed)
-        if step is None:
-            return
-        kind, index = step
-        if kind == "weight":
-            self.fetch(unit, (order[index],), phase)
-        elif index == len(self.blocks):
-            if self.head is not None:
-                self.head.prefetch()
-        elif self._may_lease(self.blocks[index]):
-            self._fetch_first(self.blocks[index], FORWARD if phase == FORWARD else BACKWARD)
-
-    def _complete(self, unit: Unit, phase: str) -> None:
-        """With prefetch per module: what the weights that stayed idle at the end kept back."""
-        policy = self.state.policy
-        if policy.per_module:
-            order = policy.order(unit.weights, phase, unit.recomputed)
-            self.fetch(unit, order, phase)
-            self._follow(unit, order, len(order) - 1, phase)
-
-    def _fetch_first(self, unit: Unit, phase: str) -> None:
-        """At a unit's entry: all of it, or its first weight with prefetch per module."""
-        order = self.state.policy.order(unit.weights, phase, unit.recomputed)
-        self.fetch(unit, order[:1] if self.state.policy.per_module else order, phase)
-
-    def expect(self, phase: str) -> None:
-        """A schedule runs this chunk's forward or backward next: start its first gathers.
-
-        Where their slot is still in use they start with the pass itself.
-        """
-        if phase == FORWARD:
-            for unit in self.outer():
-                unit.prefetch()
-        if self.blocks and not self.state.policy.per_module:
-            first = self.blocks[0 if phase == FORWARD else -1]
-            if self.state.pool.slots[first.slot].holder in (None, first):
-                self._fetch_first(first, phase)
-
-    def _ahead(self, block: int, phase: str) -> None:
-        for target in self.state.policy.ahead(block, phase):
-            if target == len(self.blocks):
-                if self.head is not None:
-                    self.head.prefetch()
-            elif self._may_lease(self.blocks[target]):
-                unit, then = self.blocks[target], FORWARD if phase == FORWARD else BACKWARD
-                order = self.state.policy.order(unit.weights, then, unit.recomputed)
-                self.fetch(unit, order, then)
-        if self.state.policy.at_boundary(block, phase):
-            self.at_boundary()
-
-    def _may_lease(self, unit: Unit) -> bool:
-        """Where another order is allowed, a prefetch gives way instead of failing (WP-2)."""
-        holder = self.state.pool.slots[unit.slot].holder
-        return self.strict_order or holder is None or holder is unit
-
     def _check_order(self, unit: Unit) -> None:
-        if not self._forward_open and self._next == len(self.blocks):
-            self._next = 0  # blocks run by themselves, without the model's forward
+        if not self._forward_open:  # blocks run by themselves, without the model's forward
+            self.state.pool.release_all()  # a lease may be older than an optimizer step
+            self._next %= len(self.blocks)
         if self.strict_order and unit.block != self._next:
             expected = self.blocks[self._next].name if self._next < len(self.blocks) else "the end"
             raise OrderError(
@@ -360,7 +281,7 @@ class ISPCommunicator(UnitCommunicator):
         if unit is None:
             self.state.pending.flush()
             return
-        self._complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
+        self.complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
         if held or len(waiting) < sum(w.requires_grad for w in unit.weights):
             for weight in waiting:
                 self.reduce(unit, weight, held.get(weight))

@@ -84,13 +84,10 @@ class PendingGradients:
         sizes = [weight.layout.shard_numel for weight in weights]
         ranks, dtype = weights[0].layout.size, weights[0].compute_dtype
         packed = self._pool.take(ranks * sum(sizes), dtype)
-        places = packed.view(ranks, sum(sizes)).split(sizes, 1)
-        for place, (weight, gradient) in zip(places, kept, strict=True):
-            if gradient is None:
-                place.zero_()
-                continue
-            pieces, temporary = self._pieces(weight, gradient)
-            place.copy_(pieces.view(ranks, -1))
+        parts = [self._pieces(weight, gradient) for weight, gradient in kept]
+        rows = [pieces.view(ranks, -1) for pieces, _ in parts]
+        torch.cat(rows, 1, out=packed.view(ranks, sum(sizes)))
+        for _, temporary in parts:
             if temporary is not None:
                 self._pool.give(temporary)
         self._start(self._unit, weights, packed, packed)
@@ -157,7 +154,8 @@ class PendingGradients:
         self._together.clear()
         while self._queue:
             pending = self._queue.popleft()
-            self._collectives.wait(pending.handle, pending.unit.name, pending.weights[0].name, "drain")
+            name = pending.weights[0].name
+            self._collectives.wait(pending.handle, pending.unit.name, name, "drain")
             pending.handle.keep = ()
             self._give_back(pending)
 

@@ -64,7 +64,9 @@ def chunk_plan(
             anchor = anchor_position(structure.blocks[block], inside, config.trigger)
         where = policy.slot(block) if block >= 0 else slot
         slot += block < 0
-        units[name] = UnitPlan(name, weights, where, block, block in recomputed, anchor)
+        small = block >= 0 and bool(weights) and all(w.small for w in weights)
+        at_entry = block >= 0 and (config.compile or small)
+        units[name] = UnitPlan(name, weights, where, block, block in recomputed, anchor, at_entry)
     embedding = units.get(structure.embedding[0]) if structure.embedding else None
     head = _head(structure, assignments, units)
     return ChunkPlan(

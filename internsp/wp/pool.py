@@ -44,6 +44,8 @@ class Unit:
     """Whether a module inside it triggers the gather of the next block; else its entry does."""
     recomputed: bool = False
     """Whether activation checkpointing recomputes it, so that backward gathers in forward order."""
+    at_entry: bool = False
+    """Whether the block takes all its weights at its entry (compiled, or all of them small)."""
     offsets: dict[ShardedWeight, int] = field(default_factory=dict)
 
     @property

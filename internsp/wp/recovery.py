@@ -55,7 +55,7 @@ class Recovery:
         if together:
             self.cause = ""
             return
-        cause = self.cause or "a backward pass did not end"
+        cause = self.cause or "a pass that did not end"
         self._broken = self._ledger.failure or (
             f"rank {mesh.rank} failed alone ({cause}), or others failed at another point; its "
             "groups are aborted because the ranks cannot be in the same place. Restart the job "

@@ -114,6 +114,8 @@ class UnitPlan:
     recomputed: bool = False
     anchor: int = -1
     """Position of the first weight used after the anchor; -1: the block's entry triggers."""
+    at_entry: bool = False
+    """Whether the block takes all its weights at its entry."""
 
     @property
     def slot_bytes(self) -> int:
@@ -299,11 +301,15 @@ class Simulator:
         if unit.anchor < 0:
             self.ahead(unit.block, phase)
         for position, weight in enumerate(unit.weights):
-            if position == unit.anchor:
+            if position == unit.anchor and not unit.at_entry:
                 self.ahead(unit.block, phase)
             self.use(unit, weight, phase)
-            if phase == FORWARD:
+            if phase == FORWARD and not unit.at_entry:
                 self.add("FREE", FORWARD, weight)
+        if unit.at_entry and unit.anchor >= 0:
+            self.ahead(unit.block, phase)
+        for weight in unit.weights if unit.at_entry and phase == FORWARD else ():
+            self.add("FREE", FORWARD, weight)
 
     def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
         """As ``ISPCommunicator.gradient_hook``."""
@@ -364,8 +370,10 @@ class Simulator:
                 self.run(unit, RECOMPUTE)
             else:
                 self.ahead(unit.block, BACKWARD)
+            for weight in reversed(unit.weights) if unit.at_entry and not unit.recomputed else ():
+                self.use(unit, weight, BACKWARD)
             for weight in reversed(unit.weights):
-                if not unit.recomputed:  # else the recompute has waited for it
+                if not unit.recomputed and not unit.at_entry:  # a recompute has waited for it
                     self.use(unit, weight, BACKWARD)
                 self.born(unit, weight)
         self.flush()

@@ -162,7 +162,8 @@ class ShardedWeight:
 
     def local(self, storage: Tensor) -> Tensor:
         """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
-        rows = storage[: self.layout.valid_rows(self.rank)]
+        valid = self.layout.valid_rows(self.rank)
+        rows = storage if valid == len(storage) else storage[:valid]
         return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
 
     def relocate(self, storage: Tensor) -> None:
@@ -183,7 +184,7 @@ class ShardedWeight:
 
     def tag(self) -> Tag:
         """What a slot with this weight holds: the same values in two dtypes differ (WP-11)."""
-        return self.version(), self.compute_dtype
+        return version_of(self.parameter) + self._generation, self.compute_dtype
 
     def follow_autocast(self) -> None:
         """Before a use: under autocast a linear layer's weight travels in its dtype (WP-1).

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
-from tests.support.models import Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 
@@ -27,8 +27,9 @@ class FromFeatures(Tiny):
 
 
 def asked(rank: int, world_size: int) -> None:
-    for mesh in (mesh_of(), mesh_of(1)):
-        twin = Twin(Tiny, mesh)
+    two = mesh_of()
+    for mesh, together in ((two, {}), (two, ALL), (mesh_of(1), {})):
+        twin = Twin(Tiny, mesh, **together)  # type: ignore[arg-type]
         ours = twin.ours
 
         def forward(twin: Twin = twin) -> Tensor:
@@ -109,7 +110,8 @@ class InsideReentrant(Inside):
 
 def checkpointed(rank: int, world_size: int) -> None:
     mesh = mesh_of()
-    for config in ({}, {"granularity": "module"}, {"prefetch_depth": 2, "memory_pool": False}):
+    many = ALL | {"prefetch_depth": 2, "memory_pool": False}
+    for config in ({}, {"granularity": "module"}, many):
         for span in (1, 2, 3):
             for reentrant, early in ((False, True), (False, False), (True, True)):
                 twin = Twin(partial(Wrapped, layers=6), mesh, **config)  # type: ignore[arg-type]

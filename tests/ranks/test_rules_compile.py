@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
-from internsp.layers import compiled
+from internsp.layers import entry as compiled
 from internsp.mesh import ParallelMesh
 from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import run_ranks

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig
-from internsp.errors import CollectiveError
+from internsp.errors import CollectiveError, OrderError
 from internsp.mesh import ParallelMesh
-from tests.support.models import Block, Tiny, Twin, raises
+from tests.support.models import ALL, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -44,14 +44,26 @@ class Failing(Block):
         raise Boom("in backward")
 
 
+class Classified(Tiny):
+    """Its last layer has no name that we know: it is reduced at the end of backward."""
+
+    def __init__(self) -> None:
+        super().__init__(Failing)
+        self.classifier = nn.Linear(11, 11)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.classifier(super().forward(ids)).square().sum()
+
+
 def together(rank: int, world_size: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({"granularity": "module"}, HALF), ({"memory_pool": False}, REENTRANT),
+        (SOME, None), (ALL, HALF),
         ({"overlap": False, "pending_blocks": 1}, HALF),
     )  # fmt: skip
     for config, checkpoint in cases:
-        twin = Twin(partial(Tiny, Failing), mesh, checkpoint, **config)
+        twin = Twin(Classified, mesh, checkpoint, **config)
         buffers = []
         for where in ("entry", "middle", "backward", "backward", "backward"):
             for block in (0, 3):
@@ -89,18 +101,31 @@ def test_the_step_after_an_exception_that_all_ranks_met_is_right() -> None:
     run_ranks(together, 2)
 
 
+class Short(Tiny):
+    """May leave its last blocks out."""
+
+    last = 4
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.last]:
+            x = layer(x)
+        return x
+
+
 def alone(rank: int, world_size: int, where: str, other: str, block: int) -> list[str]:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
-    twin = Twin(partial(Tiny, Failing), mesh)
+    twin = Twin(partial(Short, Failing), mesh)
     twin.backward()
     twin.check_gradients("before")
+    if where == "skipped" and rank == 0:
+        twin.ours.last = 3
     layer: Any = twin.ours.layers[block]  # type: ignore[index]
     layer.where = where if rank == 0 else other
     start, found = time.monotonic(), []
     for _ in range(3):  # a loop that catches everything and goes on
         try:
             twin.ours(*twin.batch()[1]).backward()
-        except (Boom, CollectiveError) as error:
+        except (Boom, CollectiveError, OrderError) as error:
             found.append(f"{type(error).__name__}: {error}")
         layer.where = ""
     took = time.monotonic() - start
@@ -109,15 +134,15 @@ def alone(rank: int, world_size: int, where: str, other: str, block: int) -> lis
 
 
 def test_a_failure_of_one_rank_ends_in_clear_errors_on_all_and_no_one_hangs() -> None:
-    for where in ("middle", "backward"):
+    for where in ("middle", "backward", "skipped"):
         failed, waiting = run_ranks(alone, 2, where, "", 1)
-        assert failed[0].startswith("Boom")
+        assert failed[0].startswith("OrderError" if where == "skipped" else "Boom"), failed
         assert "rank 0 failed alone" in failed[1], failed
-        assert "Boom" in failed[1] or where == "backward", failed
+        assert "Boom" in failed[1] or where != "middle", failed
         assert failed[2] == failed[1], "the first cause, again"
         assert len(waiting) == 3, waiting
         assert "rank 1" in waiting[0], waiting
-        assert "layers." in waiting[0], waiting
+        assert "layers." in waiting[0] or where == "skipped", waiting
         assert waiting[2] == waiting[1], "the first cause, again"
 
 

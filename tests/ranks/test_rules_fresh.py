@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import VOCABULARY, Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -49,6 +50,7 @@ def auxiliary(rank: int, world_size: int) -> None:
     mesh = mesh_of()
     for config, checkpoint in (
         ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
+        (ALL, None), (SOME, FULL),
         ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
     ):  # fmt: skip
         twin = Twin(partial(Middle, layers=5), mesh, checkpoint, **config)  # type: ignore[arg-type]
@@ -74,13 +76,24 @@ def auxiliary(rank: int, world_size: int) -> None:
                     (out["more"][1]["last"].sum() + extra).backward()
             twin.check_gradients(f"{config} {way}")
             twin.zero_grad()
-    leaking = Twin(partial(Tiny, Leaking), mesh)
-    everybody, mine = leaking.batch()
-    for model, ids in ((leaking.plain, everybody), (leaking.ours, mine)):
-        loss = model(*ids)
-        loss = loss + sum(layer.inside.square().sum() for layer in model.layers)  # type: ignore[union-attr]
-        loss.backward()
-    leaking.check_gradients("tensors kept inside blocks")
+    for together in ({}, ALL):
+        leaking = Twin(partial(Tiny, Leaking), mesh, **together)  # type: ignore[arg-type]
+        everybody, mine = leaking.batch()
+        for model, ids in ((leaking.plain, everybody), (leaking.ours, mine)):
+            loss = model(*ids)
+            kept = [layer.inside.square().sum() for layer in model.layers]  # type: ignore[union-attr]
+            (loss + sum(kept)).backward()
+        leaking.check_gradients("tensors kept inside blocks")
+        leaking.zero_grad()
+        leaking.plain(*everybody)
+        leaking.ours(*mine)
+        inside = leaking.ours.layers[1].inside.square().sum()  # type: ignore[union-attr]
+        if together:  # the block's weights are guarded at its output alone
+            raises(StaleWeightError, inside.backward, "layers.1", "another way")
+            continue
+        leaking.plain.layers[1].inside.square().sum().backward()  # type: ignore[union-attr]
+        inside.backward()
+        leaking.check_gradients("a tensor kept inside a block alone")
 
 
 def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
@@ -90,7 +103,7 @@ def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
 def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step after another
     """Everything that may happen between two steps, or between forward and backward."""
     mesh = mesh_of()
-    cases = (({}, None), ({"granularity": "module"}, HALF), ({"overlap": False}, FULL))
+    cases = (({}, None), ({"granularity": "module"}, HALF), (ALL | {"overlap": False}, FULL))
     for config, checkpoint in cases:
         twin = Twin(Tiny, mesh, checkpoint, **config)  # type: ignore[arg-type]
         pair = (twin.plain, twin.ours)
@@ -103,6 +116,11 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
                 optimizer.step()
                 optimizer.zero_grad()
             twin.check_parameters(what, 1e-9)
+
+        def warm(twin: Twin = twin) -> None:
+            """After a backward the first blocks, embedding and head are whole and up to date."""
+            twin.backward()
+            twin.zero_grad()
 
         step("first")
         everybody, mine = twin.batch()
@@ -123,10 +141,12 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
         saved = {k: v.clone() for k, v in twin.ours.state_dict().items()}
         plain_saved = {k: v.clone() for k, v in twin.plain.state_dict().items()}
         step("to be undone")
+        warm()
         twin.ours.load_state_dict(saved)
         twin.plain.load_state_dict(plain_saved)
         twin.check_parameters("loaded")
         step("after load_state_dict")
+        warm()
         for model, state in ((twin.ours, saved), (twin.plain, plain_saved)):
             copied = {k: v.clone() for k, v in state.items()}
             model.load_state_dict(copied, assign=True)
@@ -134,18 +154,22 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
         optimizers[:] = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair]
         twin.check_parameters("assigned")
         step("after load_state_dict(assign=True)")
+        warm()
         for model, state in ((twin.ours, saved), (twin.plain, plain_saved)):
-            block = {k[9:]: v.clone() for k, v in state.items() if k.startswith("layers.2.")}
-            model.layers[2].load_state_dict(block, assign=model is twin.ours)
+            block = {k[9:]: v.clone() for k, v in state.items() if k.startswith("layers.1.")}
+            model.layers[1].load_state_dict(block, assign=model is twin.ours)
         step("after a block's load_state_dict")
+        warm()
         twin.ours.load_state_dict(plain_saved, assign=True)  # whole tensors of one process
         twin.plain.load_state_dict(plain_saved)
         step("after whole tensors were assigned")
+        warm()
         for model in pair:  # no version counter shows this
             for parameter in model.parameters():
                 parameter.data.mul_(1.5)
         twin.communicator.invalidate()
         step("after .data was written")
+        warm()
         with torch.no_grad():
             for parameter in (*twin.plain.parameters(), *twin.ours.parameters()):
                 parameter.mul_(0.5)
@@ -220,6 +244,35 @@ def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
     run_ranks(boundaries, 2)
 
 
+def by_themselves(rank: int, world_size: int) -> None:
+    """Blocks called one by one, as an early exit or a probe does."""
+    mesh = mesh_of()
+    for config in ({}, ALL, {"granularity": "module"}):
+        twin = Twin(Tiny, mesh, unexpected_order="gather", **config)  # type: ignore[arg-type]
+        x = torch.randn(2, 3, 6, dtype=torch.float64)
+        for _ in range(2):
+            for index in (0, 1, 2, 3, 0, 2):
+                with torch.no_grad():
+                    for model in (twin.plain, twin.ours):
+                        for parameter in model.parameters():
+                            parameter.mul_(0.9)
+                    found, wanted = (m.layers[index](x) for m in (twin.ours, twin.plain))  # type: ignore[index, operator]
+                close(found, wanted, f"{config} block {index}")
+        for model, scale in ((twin.plain, world_size), (twin.ours, 1)):
+            (model.layers[1](model.layers[0](x)).sum() * scale).backward()  # type: ignore[index, operator]
+        twin.check_gradients("blocks without their model")
+    strict = Twin(Tiny, mesh)
+    for _ in range(2):
+        y, z = x, x
+        for a, b in zip(strict.plain.layers, strict.ours.layers, strict=True):  # type: ignore[call-overload]
+            y, z = a(y), b(z)
+        close(z, y, "all blocks without their model")
+
+
+def test_blocks_called_without_their_model_are_fresh() -> None:
+    run_ranks(by_themselves, 2)
+
+
 class Second(nn.Module):
     """Two outputs, of which the loss may use the second only."""
 
@@ -289,6 +342,10 @@ def outputs(rank: int, world_size: int) -> None:
     replaced.head.weight = nn.Parameter(torch.zeros(VOCABULARY, 6, dtype=torch.float64))  # type: ignore[union-attr]
     ids = torch.zeros(1, 2, dtype=torch.int64)
     raises(StructureError, lambda: replaced(ids, ids), "weight", "load_state_dict")
+    cast = Twin(Tiny, mesh).ours
+    raises(StructureError, lambda: copy.deepcopy(cast), "state_dict")
+    cast.float()
+    raises(StructureError, lambda: cast(ids, ids), "float64 to torch.float32", "before")
 
 
 def test_every_output_guards_its_weights_and_unseen_ones_are_refused() -> None:

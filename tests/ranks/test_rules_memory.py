@@ -128,10 +128,11 @@ def autocast(rank: int, world_size: int) -> None:
         half = twin.communicator.blocks[0].weights[2].layout.shard_numel * 2
         # The first is launched before autocast is seen; the evaluation takes full precision.
         assert gathered[-1] == gathered[1] == half, f"{gathered} bytes travel"
-    exact = Twin(Tiny, mesh, dtype=torch.float32)
-    everybody, _ = exact.batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        close(exact.ours(*everybody), exact.plain(*everybody), "the same batch", 0.0)
+    for where in (mesh, ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)):
+        exact = Twin(Tiny, where, dtype=torch.float32)
+        everybody, _ = exact.batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            close(exact.ours(*everybody), exact.plain(*everybody), "the same batch", 0.0)
 
 
 def test_autocast_casts_shards_and_never_a_slot() -> None:

@@ -13,7 +13,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
 from internsp.wp.schedule import simulate
-from tests.support.models import VOCABULARY, Block, Tiny, Twin, raises
+from tests.support.models import ALL, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -50,12 +50,16 @@ def reordered(rank: int, world_size: int) -> None:
         twin.check_gradients(f"after {order}")
         twin.zero_grad()
     for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 0, 1, 1, 2, 3), (2, 3, 2, 3)):
-        for checkpoint in (None, HALF):
-            gather = Twin(Reordered, mesh, checkpoint, unexpected_order="gather")
+        for checkpoint, together in ((None, {}), (HALF, SOME), (None, ALL)):
+            gather = Twin(Reordered, mesh, checkpoint, unexpected_order="gather", **together)  # type: ignore[arg-type]
             gather.ours.order = gather.plain.order = order
             for _ in range(2):
                 gather.backward()
                 gather.check_gradients(f"gather {order}")
+            everybody, _ = gather.batch()
+            with torch.no_grad():  # no backward ends what a forward has prefetched in vain
+                for _ in range(2):
+                    close(gather.ours(*everybody), gather.plain(*everybody), f"gather {order}")
 
 
 def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand() -> None:
@@ -108,7 +112,7 @@ def idle(rank: int, world_size: int, weight: int) -> None:
     mesh = mesh_of(weight)
     cases: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
         ({}, None), ({"granularity": "module"}, None), ({"overlap": False}, FULL),
-        ({"granularity": "module", "pending_blocks": 1}, REENTRANT),
+        ({"granularity": "module", "pending_blocks": 1}, REENTRANT), (SOME, None), (ALL, HALF),
         ({"memory_pool": False, "unexpected_order": "gather"}, HALF),
     )  # fmt: skip
     for config, checkpoint in cases:
@@ -150,6 +154,9 @@ TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int
     ({"granularity": "module", "trigger": "qkv", "pending_blocks": 1}, None, True, 2),
     ({"trigger": "mlp"}, ActivationCheckpointConfig(mode="full", blocks=(1, 2)), False, 2),
     ({"memory_pool": False, "trigger": "qkv"}, REENTRANT, False, 2),
+    (SOME, HALF, False, 1),
+    (ALL | {"trigger": "mlp"}, None, True, 2),
+    (ALL, FULL, False, 1),
 )
 
 

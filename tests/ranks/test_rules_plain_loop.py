@@ -11,7 +11,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError
 from internsp.layers import GroupedLinearWithCommExt, RowParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from tests.support.models import Tiny, Twin, close, raises
+from tests.support.models import ALL, SOME, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -69,6 +69,8 @@ def tied() -> nn.Module:
 
 CASES: list[tuple[Any, int, int, str, dict[str, Any], ActivationCheckpointConfig | None]] = [
     (Tiny, 2, 1, "foreach", {}, None),
+    (mixed, 2, 2, "sgd", SOME, HALF),
+    (Tiny, 2, 1, "loop", ALL, REENTRANT),
     (tied, 2, 3, "fused", {"overlap": False, "embedding_cut": "hidden"}, HALF),
     (mixed, 2, 2, "sgd", {"prefetch_depth": 2, "granularity": "block"}, None),
     (mixed, 2, 1, "loop", {"granularity": "module", "memory_pool": False}, None),
@@ -78,10 +80,10 @@ CASES: list[tuple[Any, int, int, str, dict[str, Any], ActivationCheckpointConfig
     (Tiny, 2, 1, "loop", {"memory_pool": False, "unexpected_order": "gather"}, HALF),
     (Tiny, 2, 1, "foreach", {"pending_blocks": 1, "trigger": "mlp", "overlap": False}, None),
 ]
-WIDE = [
+WIDE: list[Any] = [
     (mixed, 4, 2, "foreach", {"granularity": "module"}, None),
-    (Tiny, 4, 1, "fused", {}, HALF),
-    (tied, 2, 1, "sgd", {"memory_pool": False}, FULL),
+    (Tiny, 4, 1, "fused", ALL, HALF),
+    (tied, 2, 1, "sgd", SOME | {"memory_pool": False}, FULL),
 ]
 
 
@@ -159,7 +161,8 @@ def freezing(rank: int, world_size: int) -> None:
             p.requires_grad_(False)
         return model
 
-    train(Twin(partly, mesh), OPTIMIZERS["foreach"], 1, "frozen")
+    for together in ({}, SOME, ALL):
+        train(Twin(partly, mesh, **together), OPTIMIZERS["foreach"], 1, f"frozen {together}")  # type: ignore[arg-type]
     train(Twin(partly, mesh, HALF), OPTIMIZERS["sgd"], 2, "frozen, recomputed")
     # Thawed and frozen while training.
     twin = Twin(partly, mesh)

@@ -21,7 +21,7 @@ LEVELS = [
      "internsp.sp"],
     ["internsp.wp.pool", "internsp.wp.pending", "internsp.wp.replicated", "internsp.wp.recovery"],
     ["internsp.wp.communicator", "internsp.wp.isp", "internsp.wp.head", "internsp.wp.embedding",
-     "internsp.wp.collect"],
+     "internsp.wp.collect", "internsp.wp.gathers"],
     ["internsp.layers", "internsp.wp.prefetch", "internsp.optim", "internsp.wp"],
     ["internsp.parallel"],
     ["internsp.pipeline"],

@@ -124,3 +124,9 @@ def test_the_anchor_lies_before_the_first_weight_used_after_it(
 def test_embedding_options_that_a_cut_table_cannot_honour_are_refused(option: str) -> None:
     with pytest.raises(StructureError, match=re.escape("tokens")):
         adopt("tokens", nn.Embedding(4, 2, **{option: 1 if option == "max_norm" else True}))
+
+
+def test_modules_that_read_weights_past_a_forward_are_refused() -> None:
+    for module in (nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)):
+        with pytest.raises(StructureError, match=r"tower\.mix is a (MultiheadAttention|LSTM)"):
+            adopt("tower.mix", module)

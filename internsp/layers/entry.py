@@ -1,0 +1,53 @@
+"""Blocks that take all their weights at their entry: compiled ones, and small ones.
+
+At the entry, every parameter of the block is replaced by the tensor to compute with, and put back
+at the exit. Code in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13),
+and a block whose weights all travel together anyway needs one node of the graph instead of one a
+weight. Gradients are born together, at the end of the block's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from internsp.layers.access import guard_sites, sites, whole_block
+
+
+def take_at_entry(
+    block: nn.Module, prepare: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+) -> None:
+    """Replace ``block.forward`` by one that takes the weights first.
+
+    Args:
+        prepare: what is done to the code in between, such as ``torch.compile``.
+    """
+    inner = prepare(block.forward) if prepare is not None else block.forward
+    owners = [(m, n) for m in block.modules() for n in sites(m)]
+    every_site = [sites(m)[n] for m, n in owners]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = [module._parameters[name] for module, name in owners]
+        try:
+            for (module, name), view in zip(owners, whole_block(owners), strict=True):
+                module._parameters[name] = view  # type: ignore[assignment]
+            output = inner(*args, **kwargs)
+        finally:
+            for (module, name), parameter in zip(owners, kept, strict=True):
+                module._parameters[name] = parameter
+        guard_sites(every_site, output, (args, kwargs))
+        return output
+
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """:func:`take_at_entry` around the compiled block.
+
+    Args:
+        options: for ``torch.compile``.
+    """
+    take_at_entry(block, lambda inner: torch.compile(inner, **options))

@@ -1,0 +1,153 @@
+"""WP-5 in what users' models do: odd sizes, pass-through outputs, inference mode, hooks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import StructureError
+from internsp.mesh import ParallelMesh
+from tests.support.models import ALL, Block, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+
+
+def mesh_of(weight: int = 2) -> ParallelMesh:
+    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+
+
+def steps(twin: Twin, what: str, count: int = 2) -> None:
+    for _ in range(count):
+        twin.backward()
+        twin.check_gradients(what)
+        twin.zero_grad()
+
+
+class HalfFrozen(Tiny):
+    """Runs its first blocks without a graph."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                x = layer(x)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return x
+
+
+def sizes(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    steps(Twin(partial(Tiny, layers=1), mesh), "one block")
+    steps(Twin(partial(Tiny, layers=1), mesh, granularity="module"), "one block, by module")
+    steps(Twin(partial(Tiny, layers=2), mesh, prefetch_depth=3), "more depth than blocks")
+    for granularity in ("block", "module"):
+        nothing = Twin(Tiny, mesh, min_shard_elements=10**6, granularity=granularity)
+        steps(nothing, "nothing is cut")
+        assert not nothing.lines("AG", "RS")
+    steps(Twin(HalfFrozen, mesh), "half without a graph")
+
+
+def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
+    run_ranks(sizes, 2)
+
+
+class Biased(nn.Module):
+    """Own cut parameters; passes its second argument on, as attention biases are."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(width, width) / 3)
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x @ self.mix) * bias, bias
+
+
+class Passing(nn.Module):
+    """A block with keyword arguments that returns one of its inputs beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.biased = Biased()
+        self.wo = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *, bias: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y, bias = self.biased(self.block(x), bias)
+        return {"x": self.wo(y) * scale, "passed": (bias, [x])}
+
+
+class PassingModel(Tiny):
+    def blocks(self, x: Tensor) -> Tensor:
+        bias = torch.sigmoid(x)
+        for layer in self.layers:
+            out = layer(x, bias=bias, scale=0.5)
+            x, (bias, _) = out["x"], out["passed"]
+        return x + bias
+
+
+class Positional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wo = Block()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.wo(x)]
+
+
+class Unlisting(Tiny):
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            (x,) = layer(x)
+        return x
+
+
+def passing(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    make = partial(PassingModel, Passing)
+    steps(Twin(make, mesh), "passing")
+    steps(Twin(make, mesh, **ALL), "passing, at entry")  # type: ignore[arg-type]
+    steps(Twin(make, mesh, HALF), "passing, recomputed")
+    steps(Twin(make, mesh, REENTRANT, granularity="module"), "passing, reentrant asked for")
+    steps(Twin(make, mesh, ActivationCheckpointConfig(mode="full"), trigger="qkv"), "passing, qkv")
+    listing = Twin(partial(Unlisting, Positional), mesh, REENTRANT, trigger="qkv")
+    raises(StructureError, listing.backward, "list", "reentrant = false")
+
+    def frozen() -> nn.Module:
+        model = Tiny()
+        model.embed.requires_grad_(False)
+        return model
+
+    steps(Twin(frozen, mesh, REENTRANT), "reentrant, whose first input needs no gradient")
+
+
+def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
+    run_ranks(passing, 2)
+
+
+def modes(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    unpooled = {"memory_pool": False}
+    for where, config in ((mesh, {}), (mesh, ALL), (mesh, unpooled), (mesh_of(1), {})):
+        twin = Twin(Tiny, where, **config)  # type: ignore[arg-type]
+        everybody, _ = twin.batch()
+        with torch.inference_mode():  # before the first step: it makes views and buffers
+            close(twin.ours(*everybody), twin.plain(*everybody), "inference mode")
+        steps(twin, f"after inference mode, {config}")
+    watched = Twin(Tiny, mesh, HALF)
+    seen: list[str] = []
+    for name, module in watched.ours.named_modules():
+        module.register_full_backward_hook(lambda *_, name=name: seen.append(name))
+    steps(watched, "watched by the user's own hooks", 1)
+    assert {"layers.0", "layers.3.w1", "head"} <= set(seen)
+    with torch.autograd.set_detect_anomaly(True):
+        steps(Twin(Tiny, mesh), "anomaly detection")
+
+
+def test_inference_mode_first_and_hooks_of_the_user() -> None:
+    run_ranks(modes, 2)
