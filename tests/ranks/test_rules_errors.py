@@ -6,7 +6,9 @@ import time
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig
@@ -130,6 +132,8 @@ def alone(rank: int, world_size: int, where: str, other: str, block: int) -> lis
         layer.where = ""
     took = time.monotonic() - start
     assert took < 3 * TIMEOUT, f"{took:.1f} s"
+    with pytest.raises(ValueError, match="not registered"):  # it was aborted
+        dist.get_rank(mesh.weight_group)
     return found
 
 
@@ -143,7 +147,7 @@ def test_a_failure_of_one_rank_ends_in_clear_errors_on_all_and_no_one_hangs() ->
         assert len(waiting) == 3, waiting
         assert "rank 1" in waiting[0], waiting
         assert "layers." in waiting[0] or where == "skipped", waiting
-        assert waiting[2] == waiting[1], "the first cause, again"
+        assert waiting[2] == waiting[1] == waiting[0], "the first cause, again"
 
 
 def test_ranks_that_failed_in_different_places_do_not_go_on_together() -> None:
