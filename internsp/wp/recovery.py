@@ -16,13 +16,14 @@ class Recovery:
 
     Attributes:
         cause: what the failed pass raised, as far as it is known.
+        failures: passes that did not end, so far.
     """
 
     def __init__(self, mesh: ParallelMesh, ledger: Ledger) -> None:
         self.cause = ""
         self._mesh = mesh
         self._ledger = ledger
-        self._failures = 0
+        self.failures = 0
         self._broken = ""
         name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
         dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
@@ -42,11 +43,11 @@ class Recovery:
             CollectiveError: this rank failed alone, elsewhere, or in a collective. Its groups are
                 aborted, so that no rank waits for it, and :meth:`check` raises from now on.
         """
-        self._failures += 1
+        self.failures += 1
         mesh = self._mesh
         together = all_meet(
             default_store(),
-            f"internsp/{self._name}/failed/{self._failures}",
+            f"internsp/{self._name}/failed/{self.failures}",
             None if self._ledger.failure else self._ledger.launched,
             mesh.rank,
             mesh.shape.ranks("stage")[mesh.pipeline_rank],
