@@ -247,7 +247,7 @@ class TrainConfig(Section):
     sample_prompt: str = "def "
     """Text that the sample continues."""
     profile: bool = False
-    """Write a torch profiler trace of a few steps."""
+    """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
     log_every: Count = 1
     """Steps between printed lines; metrics.jsonl has every step."""
     loss_chunk: Count = 1024

@@ -177,7 +177,7 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     tmp_path: Path,
 ) -> None:
     settings = config(
-        parallel={"weight": 2, "sequence": 2}, train={"sample_bytes": 20},
+        parallel={"weight": 2, "sequence": 2}, train={"sample_bytes": 20, "profile": True},
         checkpoint={"save": True},
     )  # fmt: skip
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
@@ -185,6 +185,9 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
     page = (tmp_path / "run" / "report.html").read_text()
     assert "stopped before its last step" in page
     assert "layers.1" in page  # the timeline has bars of blocks
+    for rank in (0, 1):
+        trace = json.loads((tmp_path / "run" / "traces" / f"rank{rank}.json").read_text())
+        assert any(row["name"].startswith("RS layers.1") for row in trace["traceEvents"])
 
 
 def test_a_fresh_run_sets_an_older_one_aside(tmp_path: Path) -> None:

@@ -40,11 +40,33 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+# 7 weights a block, embedding and head; in backward the last two blocks are still there.
+APART = {
+    "c10d._allgather_base_": 7 * 3 + 2 + 7,
+    "c10d.alltoall_base_": 7 * 3 + 2,
+    "c10d.allreduce_": 1,
+}
+# All weights are small: a block's travel together.
+TOGETHER = {
+    "c10d.allgather_into_tensor_coalesced_": 3 + 1,
+    "c10d._allgather_base_": 2,
+    "c10d.alltoall_base_": 3 + 2,
+    "c10d.allreduce_": 1,
+}
+
+
+@pytest.mark.parametrize(("together_bytes", "ours"), [(0, APART), (65536, TOGETHER)])
 def test_all_variants_compute_one_loss_and_only_the_parallel_ones_communicate(
-    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    together_bytes: int,
+    ours: dict[str, int],
 ) -> None:
     path = tmp_path / "overhead.json"
-    options = bench.Options(blocks=3, rounds=6, warm_up=1, batches=2, json=path)
+    options = bench.Options(
+        blocks=3, rounds=6, warm_up=1, batches=2, json=path, together_bytes=together_bytes
+    )
 
     assert bench.main(options) == 0
 
@@ -52,13 +74,7 @@ def test_all_variants_compute_one_loss_and_only_the_parallel_ones_communicate(
     plain = told["losses"]["plain"]
     assert told["losses"] == pytest.approx(dict.fromkeys(bench.VARIANTS, plain), rel=1e-6)
     assert told["collectives"]["plain"] == {}
-    # 7 weights a block, embedding and head; in backward the last two blocks are still there.
-    weights = 7 * 3 + 2
-    assert told["collectives"]["internsp"] == {
-        "c10d._allgather_base_": weights + 7,
-        "c10d.alltoall_base_": weights,
-        "c10d.allreduce_": 1,
-    }
+    assert told["collectives"]["internsp"] == ours
     # One flat gather a block and pass, and one for the root, which stays gathered.
     assert told["collectives"]["fsdp2"] == {
         "c10d._allgather_base_": 2 * 3 + 1,
