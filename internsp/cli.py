@@ -36,6 +36,8 @@ class _Plan:
 
     config: File
     """The configuration; configs/documented.toml lists every key."""
+    picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """SVG file for a picture of a pipeline's schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,8 @@ def _perform(command: Any, config: Config) -> int:
         if isinstance(command, _Plan):
             from internsp.train.plan import print_plan
 
-            print_plan(config, int(os.environ.get("WORLD_SIZE", config.launch.processes)))
+            size = int(os.environ.get("WORLD_SIZE", config.launch.processes))
+            print_plan(config, size, picture=command.picture)
             return 0
         return _train(config, command.output or Path("runs") / config.train.name)
     except InternspError as error:

@@ -26,7 +26,6 @@ from internsp.pipeline.plan import check, passes, simulate_passes
 from internsp.pipeline.schedules import ScheduleKind, actions, computations, kind_of
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
-from internsp.wp.isp import ISPCommunicator
 from internsp.wp.schedule import Schedule
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
@@ -121,7 +120,12 @@ class Pipeline:
         stages = []
         for index, stage in enumerate(own):
             module = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
-            communicator = _parallelize(module, mesh, config, activation_checkpoint, trace)
+            weights, again = local_config(module, config, activation_checkpoint)
+            communicator = parallelize(
+                module, mesh, weights, activation_checkpoint=again, trace=trace
+            )
+            cut = {id(weight.parameter) for weight in communicator.small.sharded}
+            as_one = weights.compile or any(unit.recomputed for unit in communicator.blocks)
             dtype = next(module.parameters()).dtype
             given = {} if shape is None else described(module, shape, dtype)
             stages.append(
@@ -134,7 +138,7 @@ class Pipeline:
                     communicator=communicator,
                     hooks=everyone,
                     group=mesh.pipeline_group,
-                    splits=splittable(module, communicator),
+                    splits=splittable(module, cut, as_one),
                     **given,
                 )
             )
@@ -199,35 +203,30 @@ def _output_itself(output: Any, batch: MicroBatch) -> Tensor:
     return loss
 
 
-def _parallelize(
+def local_config(
     chunk: Chunk,
-    mesh: ParallelMesh,
     config: WeightParallelConfig | None,
     checkpoint: ActivationCheckpointConfig | None,
-    trace: Trace,
-) -> ISPCommunicator:
-    """The chunk's own communicator; settings that number the model's blocks are renumbered."""
+) -> tuple[WeightParallelConfig, ActivationCheckpointConfig | None]:
+    """Settings that name or number the model's blocks, for one chunk's own."""
     config = (config or WeightParallelConfig()).model_copy(update={"blocks": chunk.block_names()})
     if checkpoint is not None:
         chosen = checkpoint.selected(chunk.total)
         local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
         checkpoint = checkpoint.model_copy(update={"blocks": local})
-    return parallelize(chunk, mesh, config, activation_checkpoint=checkpoint, trace=trace)
+    return config, checkpoint
 
 
-def splittable(chunk: nn.Module, communicator: ISPCommunicator) -> bool:
+def splittable(chunk: nn.Module, cut: set[int], whole_blocks: bool) -> bool:
     """Whether weight gradients may be computed apart, without whole weights.
 
-    Not where blocks recompute: torch would recompute a block once more for each of its weights.
+    Args:
+        cut: identities of the cut parameters.
+        whole_blocks: some block recomputes or is compiled. torch would recompute a block once more
+            for each of its weights, and a compiled one computes both gradients together.
     """
-    if any(unit.recomputed for unit in communicator.blocks):
-        return False
-    cut = {id(weight.parameter) for weight in communicator.small.sharded}
-    return all(
-        isinstance(module, _APART)
-        for module in chunk.modules()
-        if any(id(p) in cut for p in module.parameters(recurse=False))
-    )
+    owners = (m for m in chunk.modules() if any(id(p) in cut for p in m.parameters(recurse=False)))
+    return not whole_blocks and all(isinstance(module, _APART) for module in owners)
 
 
 def described(chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The model is built on the meta device, so a plan of any size takes a second and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,12 @@ from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 from internsp.train.factory import Model, build_model
+from internsp.train.pipeline_plan import (
+    PipelinePlan,
+    make_pipeline_plan,
+    print_schedules,
+    tables,
+)
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan
@@ -117,10 +124,27 @@ def _exchange_bytes(config: Config, shape: MeshShape, model: Model) -> int:
     return one * (2 * config.model.layers + again)
 
 
-def print_plan(config: Config, world_size: int, console: Console | None = None) -> None:
-    """Print :func:`make_plan` for a person."""
-    plan = make_plan(config, world_size)
+def print_plan(
+    config: Config,
+    world_size: int,
+    console: Console | None = None,
+    picture: Path | None = None,
+) -> None:
+    """Print :func:`make_plan` for a person; of a pipeline, every rank's part of it.
+
+    Args:
+        picture: file for a picture of a pipeline's schedule (SVG).
+
+    Raises:
+        ConfigError: see :func:`make_plan`; or a picture is asked for without a pipeline.
+    """
     console = console or Console(soft_wrap=True, highlight=False)
+    if config.parallel.pipeline > 1:
+        _print_pipeline(make_pipeline_plan(config, world_size), config, console, picture)
+        return
+    if picture is not None:
+        raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
+    plan = make_plan(config, world_size)
     console.print(_mesh_table(plan.shape))
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
@@ -129,6 +153,35 @@ def print_plan(config: Config, world_size: int, console: Console | None = None) 
     for action in plan.schedule.actions:
         amount = f"  {human(action.nbytes)}" if action.nbytes else ""
         console.print(f"  {action.kind:<5} {action.phase:<9} {action.weight}{amount}")
+
+
+def _print_pipeline(
+    plan: PipelinePlan, config: Config, console: Console, picture: Path | None
+) -> None:
+    console.print(_mesh_table(plan.shape))
+    for table in tables(config, plan):
+        console.print(table)
+    rows: dict[str, list[int]] = {}
+    for rank in plan.ranks:
+        mine: dict[str, int] = {}
+        for chunk in rank.chunks:
+            for name, nbytes in _memory(config, plan.shape, chunk.plan, list(chunk.assignments)):
+                mine[name] = mine.get(name, 0) + nbytes
+        for name, nbytes in mine.items():
+            rows.setdefault(name, []).append(nbytes)
+    table = Table(title="Memory of a rank, without activations", title_justify="left")
+    table.add_column("component")
+    for number in range(len(plan.ranks)):
+        table.add_column(f"pipeline rank {number}", justify="right")
+    for name, values in rows.items():
+        table.add_row(name, *(human(value) for value in values))
+    table.add_row("sum", *(human(sum(values)) for values in zip(*rows.values(), strict=True)))
+    console.print(table)
+    print_schedules(plan, console)
+    console.print("Played with the messages between ranks: nobody waits for ever.")
+    if picture is not None:
+        picture.write_text(plan.picture(), encoding="utf-8")
+        console.print(f"Picture: {picture}")
 
 
 def _mesh_table(shape: MeshShape) -> Table:

@@ -13,9 +13,11 @@ from internsp.pipeline import SchedulerHook
 from internsp.stop import StopRequest
 from internsp.trace import Event
 from internsp.train import checkpoint
+from internsp.train.chrome import write_chrome_trace
 from internsp.train.display import Display, make_display
 from internsp.train.memory import components
 from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
+from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.report import write_report
 from internsp.train.sample import sample
 from internsp.train.session import Session
@@ -104,7 +106,7 @@ class _Run:
         step = self.done
         timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
         while step < train.steps:
-            trace.enabled = step in (self.done, timeline) or train.profile
+            trace.enabled = step in (self.done, timeline)
             trace.clear()
             metrics, asked = self.runner.step(step, self.stop.requested)
             if step <= timeline:
@@ -153,6 +155,9 @@ class _Run:
     def _report(self, text: str) -> None:
         """Collect every rank's timeline on rank 0 and write the page. Collective."""
         mesh = self.session.mesh
+        if self.config.train.profile:
+            path = self.output / "traces" / f"rank{mesh.rank}.json"
+            write_chrome_trace(path, self.events, mesh.rank)
         place = {
             "rank": mesh.rank,
             "pipeline": mesh.pipeline_rank,
@@ -188,7 +193,14 @@ class _Run:
             timeline={row["rank"]: events for row, events in everyone},
             sample=text,
             notes=notes,
+            schedule=self._schedule(),
         )
+
+    def _schedule(self) -> str:
+        """The pipeline's schedule as a picture."""
+        if self.session.pipeline is None:
+            return ""
+        return make_pipeline_plan(self.config, self.session.mesh.world_size).picture()
 
 
 

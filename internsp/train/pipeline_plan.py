@@ -1,0 +1,182 @@
+"""``internsp plan`` of a pipeline: each rank's chunks, gathers, reductions and memory; a picture.
+
+The order is read from torch's schedule objects and played before anything runs
+(:func:`internsp.pipeline.plan.check`), so that a plan that is printed is one that can run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.mesh import MeshShape
+from internsp.pipeline.chunks import Chunk, split
+from internsp.pipeline.hooks import Place
+from internsp.pipeline.picture import draw
+from internsp.pipeline.pipeline import local_config, splittable
+from internsp.pipeline.plan import Timed, check, passes, simulate_each
+from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
+from internsp.train.factory import build_model
+from internsp.wp.assign import Assignment, assign
+from internsp.wp.blocks import read
+from internsp.wp.plan import chunk_plan
+from internsp.wp.schedule import ChunkPlan, Schedule
+
+
+@dataclass(frozen=True)
+class ChunkOutline:
+    """One chunk as the plan sees it."""
+
+    stage: int
+    blocks: range
+    plan: ChunkPlan
+    assignments: tuple[Assignment, ...]
+    splits: bool
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What the ranks of one pipeline place do in a step."""
+
+    chunks: tuple[ChunkOutline, ...]
+    places: tuple[Place, ...]
+    launched: tuple[tuple[int, int], ...]
+    """Gathers and reductions of each pass."""
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A step of the whole pipeline."""
+
+    kind: ScheduleKind
+    shape: MeshShape
+    micro_batches: int
+    timed: tuple[Timed, ...]
+    ranks: tuple[RankPlan, ...]
+
+    def picture(self) -> str:
+        """The schedule as SVG."""
+        launched = {}
+        for rank in self.ranks:
+            for place, counts in zip(rank.places, rank.launched, strict=True):
+                for kind in {"": "F", "full": "BIW", "input": "I", "weight": "W"}[place.part]:
+                    launched[place.stage, kind, place.micro_batch] = counts
+            for chunk in rank.chunks:  # where both gradients come at once, the other part is empty
+                empty = "I" if chunk.stage == 0 else "W" if not chunk.splits else ""
+                for number in range(self.micro_batches if empty else 0):
+                    launched[chunk.stage, empty, number] = (0, 0)
+        return draw(self.timed, launched, f"{self.kind.name}, {self.micro_batches} micro-batches")
+
+
+def make_pipeline_plan(config: Config, world_size: int) -> PipelinePlan:
+    """What ``config`` will do on ``world_size`` ranks. Pure: no process group, no memory.
+
+    Raises:
+        ConfigError: degrees, chunks or micro-batches that do not fit.
+        OrderError: the schedule's own order could not run.
+    """
+    mistakes = config.check(world_size)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    parallel = config.parallel
+    shape = MeshShape(
+        world_size, parallel.weight, parallel.sequence, parallel.pipeline, parallel.zero
+    )
+    return plan_of(config, shape, kind_of(config.pipeline.schedule), config.pipeline.chunks)
+
+
+def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -> PipelinePlan:
+    """:func:`make_pipeline_plan` for a schedule other than the configured one."""
+    number = config.train.micro_batches
+    if mistake := kind.mistake(shape.pipeline, chunks, number):
+        raise ConfigError(mistake)
+    order = actions(kind, shape.pipeline, chunks, number)
+    rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
+    timed = check(order, rank_of, shape.pipeline * chunks)
+    ranks = []
+    outlines = _outlines(config, shape, shape.pipeline * chunks)
+    for rank in range(shape.pipeline):
+        stages = kind.stages_of(rank, shape.pipeline, chunks)
+        own = tuple(outlines[stage] for stage in stages)
+        splits = {chunk.stage: chunk.splits for chunk in own}
+        places = passes(computations(order, rank), stages, splits)
+        overlap = config.weight_parallel.overlap
+        schedule, launched = simulate_each(places, [chunk.plan for chunk in own], overlap)
+        ranks.append(RankPlan(own, tuple(places), tuple(launched), schedule))
+    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks))
+
+
+def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutline]:
+    model = build_model(config)
+    found = []
+    for stage, blocks in enumerate(split(model, stages)):
+        chunk = Chunk(model, blocks, stage == 0, stage == stages - 1)
+        weights, checkpoint = local_config(
+            chunk, config.weight_parallel, config.activation_checkpoint
+        )
+        structure = read(chunk, weights.trigger, weights.blocks, weights.anchors)
+        assignments = assign(chunk, structure, weights)
+        again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
+        plan = chunk_plan(assignments, structure, weights, shape.weight, again)
+        cut = {id(a.parameter) for a in assignments if a.unit is not None}
+        splits = splittable(chunk, cut, bool(again) or weights.compile)
+        found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits))
+    return found
+
+
+def tables(config: Config, plan: PipelinePlan) -> list[Table]:
+    """For a person: what each rank holds and launches, and other schedules beside this one."""
+    own = Table(title=f"{plan.kind.name}: chunks and collectives of a step", title_justify="left")
+    for column in ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions"):
+        own.add_column(column, justify="right")
+    for rank, each in enumerate(plan.ranks):
+        own.add_row(
+            str(rank),
+            "\n".join(str(chunk.stage) for chunk in each.chunks),
+            "\n".join(f"{c.blocks.start}-{c.blocks.stop - 1}" for c in each.chunks),
+            "\n".join(str(chunk.plan.policy.slots) for chunk in each.chunks),
+            str(each.schedule.count("AG")),
+            str(each.schedule.count("RS")),
+        )
+    return [own, _comparison(config, plan)]
+
+
+def _comparison(config: Config, plan: PipelinePlan) -> Table:
+    """Gathers of the busiest rank under each schedule that these numbers allow."""
+    table = Table(title="Gathers of a step by schedule, busiest rank", title_justify="left")
+    for column in ("schedule", "chunks", "weights re-gathered", "blocks kept", "time, forwards"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for kind in SCHEDULES.values():
+        chunks = kind.chunks or max(2, config.pipeline.chunks)
+        counts = []
+        for keep in (False, True):
+            weights = config.weight_parallel.model_copy(update={"keep_between_micro_batches": keep})
+            changed = config.model_copy(update={"weight_parallel": weights})
+            try:
+                other = plan_of(changed, plan.shape, kind, chunks)
+            except ValueError:  # too few blocks or micro-batches for this one
+                break
+            counts.append(max(rank.schedule.count("AG") for rank in other.ranks))
+        if len(counts) == 2:
+            time = max(t.end for t in other.timed) / chunks
+            table.add_row(kind.name, str(chunks), *(str(c) for c in counts), f"{time:g}")
+    return table
+
+
+def print_schedules(plan: PipelinePlan, console: Console) -> None:
+    """Every rank's actions, pass by pass."""
+    for rank, each in enumerate(plan.ranks):
+        count = len(each.schedule.actions)
+        console.print(f"[bold]Schedule of one step, pipeline rank {rank}[/bold] ({count} actions)")
+        for place, (gathers, reductions) in zip(each.places, each.launched, strict=True):
+            what = f"backward ({place.part})" if place.part else "forward"
+            console.print(
+                f"  stage {place.stage} micro-batch {place.micro_batch} {what:<18} "
+                f"{gathers} gathers, {reductions} reductions"
+            )

@@ -1,0 +1,85 @@
+"""``internsp plan`` of a pipeline: what it says is what runs, and the picture shows all of it."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.train.pipeline_plan import make_pipeline_plan
+from internsp.train.plan import print_plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def config(**changes: dict[str, object]) -> Config:
+    sections: dict[str, dict[str, object]] = {
+        "model": {"vocab_size": 257, "hidden_size": 16, "layers": 9, "heads": 2},
+        "data": {"sequence_length": 32},
+        "parallel": {"pipeline": 2, "weight": 2},
+        "pipeline": {"schedule": "ZBVZeroBubble", "chunks": 2},
+        "weight_parallel": {"min_shard_elements": 64},
+        "train": {"micro_batches": 4, "global_batch": 8},
+    }
+    for name, values in changes.items():
+        sections[name] = sections.get(name, {}) | values
+    return Config.model_validate(sections)
+
+
+def printed(settings: Config, picture: Path | None = None) -> str:
+    out = io.StringIO()
+    print_plan(settings, 4, Console(file=out, width=160), picture)
+    return out.getvalue()
+
+
+def test_the_plan_shows_every_rank_and_what_other_schedules_would_gather() -> None:
+    text = printed(config())
+    plan = make_pipeline_plan(config(), 4)
+    for rank in plan.ranks:
+        assert f" {rank.schedule.count('AG')} " in text
+    for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
+        assert name in text
+    assert "stage 3 micro-batch 0 backward (input)" in text
+
+
+def test_kept_blocks_cost_the_memory_that_the_plan_says() -> None:
+    def slots(keep: bool) -> list[int]:
+        settings = config(weight_parallel={"keep_between_micro_batches": keep})
+        chunks = make_pipeline_plan(settings, 4).ranks[0].chunks
+        return [len(chunk.plan.slots()) for chunk in chunks]
+
+    # The first chunk has three blocks and the embedding; the head leaves the last chunk one block.
+    assert slots(False) == [2 + 1, 1 + 1]
+    assert slots(True) == [3 + 1, 1 + 1]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_picture_has_a_box_for_every_computation_with_its_collectives(
+    tmp_path: Path, mode: str
+) -> None:
+    settings = config(activation_checkpoint={"mode": mode})
+    path = tmp_path / "schedule.svg"
+    printed(settings, path)
+    root = ET.fromstring(path.read_text())
+    titles = [title.text or "" for g in root.iter(f"{SVG}g") for title in g.iter(f"{SVG}title")]
+    plan = make_pipeline_plan(settings, 4)
+    assert len(titles) == len(plan.timed)
+    counts = [[int(word) for word in title.replace(",", "").split() if word.isdigit()][-2:]
+              for title in titles]  # fmt: skip
+    assert sum(gathers for gathers, _ in counts) == sum(
+        rank.schedule.count("AG") for rank in plan.ranks
+    )
+    assert sum(reductions for _, reductions in counts) == sum(
+        rank.schedule.count("RS") for rank in plan.ranks
+    )
+
+
+def test_a_picture_without_a_pipeline_is_refused(tmp_path: Path) -> None:
+    settings = Config.model_validate({"train": {"micro_batches": 4}})
+    with pytest.raises(ConfigError, match="no pipeline to draw"):
+        print_plan(settings, 1, Console(file=io.StringIO()), tmp_path / "no.svg")

@@ -1,0 +1,212 @@
+"""Gathers of a pipeline step: FSDP2 with resharding, ours re-gathered, ours kept; measured.
+
+    python tools/count_gathers.py
+
+Four local processes, two stages of two ranks, four micro-batches, a model of twelve small blocks.
+One gather is one block's (or the embedding's, the head's) whole weights; bytes are what a rank
+receives. Also says whether every gradient is right, which under a split backward FSDP2's are not.
+Prints a Markdown table, the one in docs/pipeline.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.pipelining import PipelineStage
+
+import model_zoo
+from internsp.config import ModelConfig, WeightParallelConfig
+from internsp.mesh import ParallelMesh
+from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split
+from internsp.pipeline.pipeline import described
+from internsp.trace import Trace
+
+RANKS, WEIGHT, MICRO_BATCHES, BLOCKS, LENGTH, WIDTH = 2, 2, 4, 12, 16, 32
+WORLD = RANKS * WEIGHT
+
+
+@dataclass
+class Row:
+    """What a rank gathered in one step, and its gradients that were right, of all of them."""
+
+    gathers: float
+    received: int
+    right: int
+    gradients: int
+
+
+def build() -> Any:
+    """The model, in fp64, the same in every process."""
+    config = ModelConfig(vocab_size=64, hidden_size=WIDTH, layers=BLOCKS, heads=2)
+    generator = torch.Generator().manual_seed(0)
+    return model_zoo.build(config, dtype=torch.float64, generator=generator)
+
+
+def ids(number: int, rank: int) -> Tensor:
+    """One micro-batch of one data rank."""
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return torch.randint(0, 64, (1, LENGTH), generator=generator)
+
+
+def wanted() -> dict[str, Tensor]:
+    """Gradients of one process."""
+    model = build()
+    for number in range(MICRO_BATCHES):
+        for rank in range(WEIGHT):
+            model(ids(number, rank), labels=ids(number, rank))[0].backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def judge(chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
+    """Right gradients of this rank, and all."""
+    right = count = 0
+    whole = wanted()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            count += 1
+            if parameter.grad is None:
+                continue
+            mine = parameter.grad.full_tensor() * averaged  # type: ignore[attr-defined]
+            right += bool((mine - whole[name]).abs().max() < 1e-8 * whole[name].abs().max())
+    return right, count
+
+
+def ours(mesh: ParallelMesh, schedule: str, chunks: int, keep: bool) -> Row:
+    """A step of ours."""
+    trace = Trace()
+    pipeline = Pipeline.create(
+        build(),
+        mesh,
+        WeightParallelConfig(min_shard_elements=WIDTH + 1, keep_between_micro_batches=keep),
+        schedule=schedule,
+        chunks=chunks,
+        micro_batches=MICRO_BATCHES,
+        shape=(1, LENGTH, WIDTH),
+        trace=trace,
+    )
+    mine = [ids(number, mesh.data_rank) for number in range(MICRO_BATCHES)]
+    trace.enabled = True
+    pipeline.step([MicroBatch((i,), {"labels": i}) for i in mine])
+    trace.enabled = False
+    sizes: dict[str, int] = {}
+    for communicator in pipeline.communicators:
+        assert communicator.plan is not None
+        plan = communicator.plan
+        units = (*plan.blocks, *plan.outer, *((plan.head,) if plan.head else ()))
+        sizes |= {unit.name: len(unit.weights) for unit in units}
+    gathered = [event for event in trace.events if event.kind == "AG"]
+    units_gathered = sum(1 / sizes[event.unit] for event in gathered)
+    received = sum(event.nbytes for event in gathered)
+    return Row(round(units_gathered, 6), received, *judge(pipeline.chunks, 1))
+
+
+class _Counting(DefaultAllGather):
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    def __call__(self, output_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        self.row.gathers += 1
+        nbytes = output_tensor.numel() * output_tensor.element_size()
+        self.row.received += nbytes * (WEIGHT - 1) // WEIGHT
+        return super().__call__(output_tensor, *args, **options)
+
+
+def fsdp2(mesh: ParallelMesh, schedule: str, chunks: int) -> Row:
+    """A step of FSDP2 with resharding in torch's own stages."""
+    kind, model, row = SCHEDULES[schedule], build(), Row(0, 0, 0, 0)
+    count, stages = RANKS * chunks, []
+    blocks = split(model, count)
+    group = DeviceMesh.from_group(mesh.weight_group, "cpu")
+    for stage in kind.stages_of(mesh.pipeline_rank, RANKS, chunks):
+        chunk = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
+        for module in (*chunk.layers.values(), chunk):
+            fully_shard(module, mesh=group, reshard_after_forward=True)
+            module.set_custom_all_gather(_Counting(row))  # type: ignore[attr-defined]
+        given = described(chunk, (1, LENGTH, WIDTH), torch.float64)
+        stages.append(
+            PipelineStage(chunk, stage, count, mesh.device, group=mesh.pipeline_group, **given)
+        )
+        stages[-1].has_backward = True
+    runner = kind.cls(
+        stages[0] if kind.single else stages,
+        MICRO_BATCHES,
+        loss_fn=lambda loss, _: loss * 1,
+        scale_grads=False,
+    )
+    mine = [ids(number, mesh.data_rank) for number in range(MICRO_BATCHES)]
+    runner._step_microbatches(
+        [(i,) for i in mine], [{"labels": i} for i in mine], mine, return_outputs=False
+    )
+    row.right, row.gradients = judge([stage.submod for stage in stages], WEIGHT)
+    return row
+
+
+def measure(rank: int, folder: str) -> None:
+    """One process: every schedule three ways, the busiest rank's figures printed by the first."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder) / 'rendezvous'}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    mesh = ParallelMesh.create(WEIGHT, 1, RANKS, device_type="cpu", timeout_seconds=60)
+    if rank == 0:
+        print("| schedule | FSDP2, resharding | right | ours, re-gathered | ours, kept | right |")
+        print("|---|---|---|---|---|---|")
+    for name, kind in SCHEDULES.items():
+        chunks = kind.chunks or 2
+        ways: list[Callable[[], Row]] = [
+            lambda n=name, c=chunks: fsdp2(mesh, n, c),  # type: ignore[misc]
+            lambda n=name, c=chunks: ours(mesh, n, c, False),  # type: ignore[misc]
+            lambda n=name, c=chunks: ours(mesh, n, c, True),  # type: ignore[misc]
+        ]
+        rows = [_busiest(way()) for way in ways]
+        if rank == 0:
+            cells = [f"{row.gathers:g} ({row.received / 1024:.0f} KiB)" for row in rows]
+            right = [f"{row.right} of {row.gradients}" for row in rows]
+            print(f"| {name} | {cells[0]} | {right[0]} | {cells[1]} | {cells[2]} | {right[1]} |")
+    dist.destroy_process_group()
+
+
+def _busiest(row: Row) -> Row:
+    """The largest figures over the ranks; gradients of one rank of each stage."""
+    everyone: list[Row | None] = [None] * WORLD
+    dist.all_gather_object(everyone, row)
+    rows = [each for each in everyone if each is not None]
+    firsts = rows[::WEIGHT]
+    return Row(
+        max(each.gathers for each in rows),
+        max(each.received for each in rows),
+        sum(each.right for each in firsts),
+        sum(each.gradients for each in firsts),
+    )
+
+
+def main() -> None:
+    """Start the processes; blocks until the table is printed."""
+    with tempfile.TemporaryDirectory(prefix="count-gathers-") as folder:
+        mp.spawn(measure, args=(folder,), nprocs=WORLD)
+
+
+if __name__ == "__main__":
+    main()
