@@ -110,7 +110,7 @@ def render_report(
         _cards(metrics, timeline),
         _notes(notes),
         _charts(metrics),
-        _section("Schedule of one step", f'<div class="scroll">{schedule}</div>') if schedule else "",
+        _schedule(schedule),
         _timeline_sections(timeline),
         f'<div class="pair">{_section("Mesh", mesh_html(mesh, ranks))}'
         f"{_section('Memory of one rank by component', memory_html(memory))}</div>",
@@ -128,6 +128,12 @@ def render_report(
         f"<body><main>\n{chr(10).join(part for part in body if part)}\n</main></body></html>\n"
     )
     return _FORBIDDEN.sub("\ufffd", page)
+
+
+def _schedule(picture: str) -> str:
+    if not picture:
+        return ""
+    return _section("Schedule of one step", f'<div class="scroll">{picture}</div>')
 
 
 def _section(title: str, content: str, legend: str = "") -> str:
