@@ -100,13 +100,11 @@ _NO, _ACCUMULATED, _CAPTURED = range(3)
 
 
 def _wanted(leaf: Any) -> int:
-    """What this backward does with a leaf's gradient: frozen ones, ``inputs=``, ``autograd.grad``.
+    """What this backward does with a leaf's gradient: ``inputs=`` may leave it out.
 
     ``torch.autograd.grad`` captures it instead of accumulating it (WP-9), and then torch will not
     say whether it executes the leaf.
     """
-    if leaf is None:
-        return _NO
     try:
         return _ACCUMULATED if torch._C._will_engine_execute_node(leaf) else _NO
     except RuntimeError:

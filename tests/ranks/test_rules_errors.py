@@ -31,6 +31,10 @@ class Failing(Block):
 
     where = ""
 
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.tail = nn.Linear(width, 4)  # small: its gradient may wait for others when it fails
+
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "entry":
             raise Boom("at entry")
@@ -40,7 +44,8 @@ class Failing(Block):
         y = self.w1(x)
         if self.where == "backward" and y.requires_grad:
             y.register_hook(self.fail)
-        return x + self.w2(torch.tanh(y))
+        x = x + self.w2(torch.tanh(y))
+        return x + nn.functional.pad(self.tail(x), (0, 2))
 
     def fail(self, gradient: Tensor) -> None:
         raise Boom("in backward")

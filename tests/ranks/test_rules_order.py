@@ -167,12 +167,25 @@ def assert_same(found: list[str], wanted: list[str], what: str) -> None:
     assert found == wanted, f"{what}, from line {first}: {found[near]} for {wanted[near]}"
 
 
+class Tailed(Block):
+    """Ends in a small weight, before large ones in backward."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.tail = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + F.pad(self.tail(x), (0, x.shape[-1] - 4))
+
+
 def sequences(rank: int, world_size: int) -> None:
     mesh, alone = mesh_of(), mesh_of(1)
     for config, checkpoint, tied, micro_batches in TRACED:
         results = []
         for overlap in (True, False):
-            twin = Twin(partial(Tiny, tied=tied), mesh, checkpoint, overlap=overlap, **config)
+            make = partial(Tiny, Tailed, tied=tied)
+            twin = Twin(make, mesh, checkpoint, overlap=overlap, **config)
             optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
             for _ in range(3):
                 twin.trace.clear()
