@@ -41,10 +41,10 @@ class Failing(Block):
         x = x + self.wo(torch.tanh(self.q(self.norm(x))))
         if self.where == "middle":
             raise Boom("in the middle")
-        y = self.w1(x)
+        y = self.w2(torch.tanh(self.w1(x)))
         if self.where == "backward" and y.requires_grad:
             y.register_hook(self.fail)
-        x = x + self.w2(torch.tanh(y))
+        x = x + y
         return x + nn.functional.pad(self.tail(x), (0, 2))
 
     def fail(self, gradient: Tensor) -> None:
