@@ -17,10 +17,10 @@ from internsp.wp.schedule import (
     FORWARD,
     ChunkPlan,
     Schedule,
-    Simulator,
     UnitPlan,
     WeightPlan,
 )
+from internsp.wp.simulate import Simulator
 
 
 def passes(

@@ -24,7 +24,8 @@ from internsp.train.pipeline_plan import (
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan
-from internsp.wp.schedule import ChunkPlan, Schedule, WeightPlan, simulate
+from internsp.wp.schedule import ChunkPlan, Schedule, WeightPlan
+from internsp.wp.simulate import simulate
 
 _KINDS = {
     "AG": "weight gather",

@@ -16,7 +16,7 @@ from internsp.train.data import Batch, rows_of
 from internsp.train.metrics import StepMetrics
 from internsp.train.passes import Pipelined, Whole
 from internsp.train.session import Session
-from internsp.wp.schedule import simulate
+from internsp.wp.simulate import simulate
 
 
 class StepRunner:

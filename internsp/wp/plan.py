@@ -39,7 +39,7 @@ def chunk_plan(
     weight_size: int,
     recomputed: set[int],
 ) -> ChunkPlan:
-    """The chunk as :func:`internsp.wp.schedule.simulate` wants it.
+    """The chunk as :func:`internsp.wp.simulate.simulate` wants it.
 
     Args:
         weight_size: ranks in the weight group.

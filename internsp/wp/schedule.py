@@ -1,13 +1,12 @@
 """Pure: blocks + phase -> ordered actions. What the hooks perform, `internsp plan` prints.
 
 :class:`Policy` holds every decision about order, and both the running hooks
-(:mod:`internsp.wp.prefetch`) and :func:`simulate` ask it, so that the printed schedule and the
-recorded trace of a step can be compared line by line (WP-2).
+(:mod:`internsp.wp.prefetch`) and :mod:`internsp.wp.simulate` ask it, so that the printed schedule
+and the recorded trace of a step can be compared line by line (WP-2).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -158,7 +157,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Everything :func:`simulate` needs to know about a chunk."""
+    """Everything :func:`internsp.wp.simulate.simulate` needs to know about a chunk."""
 
     policy: Policy
     blocks: tuple[UnitPlan, ...]
@@ -180,218 +179,3 @@ class ChunkPlan:
             if unit is not None:
                 sizes[unit.slot] = unit.slot_bytes
         return [sizes[i] for i in sorted(sizes)]
-
-
-class Simulator:
-    """Plays the hooks over an ideal model: each weight used once, in order, all trained."""
-
-    def __init__(self, plan: ChunkPlan, overlap: bool) -> None:
-        self.plan = plan
-        self.overlap = overlap
-        self.out = Schedule()
-        self.slots: dict[int, tuple[UnitPlan, set[str]]] = {}
-        self.flying: dict[str, list[WeightPlan]] = {}  # with what travels together
-        self.pending: deque[tuple[UnitPlan, list[WeightPlan]]] = deque()
-        self.kept: list[WeightPlan] = []  # small weights of one unit, born and not yet launched
-        self.kept_unit: UnitPlan | None = None
-
-    def add(self, kind: str, phase: str, weight: WeightPlan, nbytes: int = 0) -> None:
-        """Append one action."""
-        self.out.actions.append(Action(kind, phase, weight.name, nbytes))
-
-    def fetch(self, unit: UnitPlan, phase: str, only: WeightPlan | None = None) -> None:
-        """As ``UnitCommunicator.fetch``; ``only`` one weight of the unit."""
-        owner, present = self.slots.get(unit.slot, (None, set()))
-        if owner is not unit:
-            present = set()
-            self.slots[unit.slot] = (unit, present)
-        order = self.plan.policy.order(unit.weights, phase, unit.recomputed)
-        together: list[WeightPlan] = []
-        for weight in [only] if only else order:
-            if weight.name in present or weight.resident:
-                continue
-            present.add(weight.name)
-            if weight.small:
-                together.append(weight)
-                continue
-            self.gather(together, phase)
-            together = []
-            self.gather([weight], phase)
-        self.gather(together, phase)
-
-    def gather(self, weights: list[WeightPlan], phase: str) -> None:
-        """One launch."""
-        for weight in weights:
-            self.add("AG", phase, weight, weight.gather_bytes)
-            if weight.gather_bytes:
-                self.flying[weight.name] = weights
-        if not self.overlap and weights:
-            self.wait(weights[0], phase)
-
-    def wait(self, weight: WeightPlan, phase: str) -> None:
-        """Wait for a gather in flight."""
-        if weight.name in self.flying:
-            for other in self.flying[weight.name]:
-                del self.flying[other.name]
-            self.add("WAIT", phase, weight)
-
-    def use(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
-        """As ``UnitCommunicator.weight_hook``."""
-        self.fetch(unit, phase, weight)
-        self.wait(weight, phase)
-        self.add("USE", phase, weight)
-        self.follow(unit, weight, phase)
-
-    def follow(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
-        """As ``ISPCommunicator.follow``."""
-        policy = self.plan.policy
-        order = policy.order(unit.weights, phase, unit.recomputed)
-        step = policy.follow(
-            order.index(weight), len(order), unit.block, phase, unit.recomputed
-        )
-        if step is None:
-            return
-        kind, index = step
-        if kind == "weight":
-            self.fetch(unit, phase, order[index])
-        elif index == len(self.plan.blocks):
-            if self.plan.head is not None:
-                self.fetch(self.plan.head, FORWARD)
-        else:
-            self.enter(self.plan.blocks[index], FORWARD if phase == FORWARD else BACKWARD)
-
-    def ahead(self, block: int, phase: str) -> None:
-        """As ``ISPCommunicator.reach_anchor``."""
-        for target in self.plan.policy.ahead(block, phase):
-            if target == len(self.plan.blocks):
-                if self.plan.head is not None:
-                    self.fetch(self.plan.head, FORWARD)
-            else:
-                self.fetch(self.plan.blocks[target], FORWARD if phase == FORWARD else BACKWARD)
-
-    def forward(self) -> None:
-        """One forward."""
-        plan = self.plan
-        for outer in plan.outer:
-            self.fetch(outer, FORWARD)
-        if plan.blocks:
-            self.enter(plan.blocks[0], FORWARD)
-        if plan.embedding is not None:
-            for weight in plan.embedding.weights:
-                self.use(plan.embedding, weight, FORWARD)
-                self.add("FREE", FORWARD, weight)
-        for unit in plan.blocks:
-            self.enter(unit, FORWARD)
-            self.run(unit, FORWARD)
-        if plan.head is not None:
-            for weight in plan.head.weights:
-                self.use(plan.head, weight, FORWARD)
-                self.add("FREE", FORWARD, weight)
-
-    def enter(self, unit: UnitPlan, phase: str) -> None:
-        """As ``ISPCommunicator.enter_block``."""
-        if self.plan.policy.per_module:
-            for first in self.plan.policy.order(unit.weights, phase, unit.recomputed)[:1]:
-                self.fetch(unit, phase, first)
-        else:
-            self.fetch(unit, phase)
-
-    def run(self, unit: UnitPlan, phase: str) -> None:
-        """A block's forward or recompute."""
-        if unit.anchor < 0:
-            self.ahead(unit.block, phase)
-        for position, weight in enumerate(unit.weights):
-            if position == unit.anchor and not unit.at_entry:
-                self.ahead(unit.block, phase)
-            self.use(unit, weight, phase)
-            if phase == FORWARD and not unit.at_entry:
-                self.add("FREE", FORWARD, weight)
-        if unit.at_entry and unit.anchor >= 0:
-            self.ahead(unit.block, phase)
-        for weight in unit.weights if unit.at_entry and phase == FORWARD else ():
-            self.add("FREE", FORWARD, weight)
-
-    def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
-        """As ``ISPCommunicator.gradient_hook``."""
-        if not weight.trainable:
-            return
-        if not weight.small or unit is not self.kept_unit:
-            self.flush()
-        if weight.small:
-            self.kept_unit = unit
-            self.kept.append(weight)
-        else:
-            self.reduce(unit, [weight])
-        self.add("FREE", BACKWARD, weight)
-
-    def flush(self) -> None:
-        """As ``PendingGradients.flush``."""
-        kept, self.kept = self.kept, []
-        if kept and self.kept_unit is not None:
-            self.reduce(self.kept_unit, kept)
-
-    def reduce(self, unit: UnitPlan, weights: list[WeightPlan]) -> None:
-        """One launch."""
-        while len({id(u) for u, _ in self.pending} - {id(unit)}) >= self.plan.pending_units:
-            self.drain_one()
-        for weight in weights:
-            self.add("RS", BACKWARD, weight, weight.reduce_bytes)
-        if weights[0].reduce_bytes and not self.overlap:
-            self.add("WAIT", BACKWARD, weights[0])
-        self.pending.append((unit, weights))
-
-    def drain(self) -> None:
-        """As ``PendingGradients.drain``."""
-        self.flush()
-        while self.pending:
-            self.drain_one()
-
-    def drain_one(self) -> None:
-        """As ``PendingGradients.drain_one``."""
-        _, weights = self.pending.popleft()
-        if weights[0].reduce_bytes and self.overlap:
-            self.add("WAIT", DRAIN, weights[0])
-        for weight in weights:
-            self.add("DRAIN", DRAIN, weight)
-
-    def backward(self) -> None:
-        """One backward."""
-        plan = self.plan
-        if plan.blocks and not plan.policy.per_module:
-            self.fetch(plan.blocks[-1], BACKWARD)
-        if plan.head is not None:
-            for weight in reversed(plan.head.weights):
-                self.use(plan.head, weight, BACKWARD)
-                self.born(plan.head, weight)
-        for unit in reversed(plan.blocks):
-            self.flush()
-            self.enter(unit, BACKWARD)
-            if unit.recomputed:
-                self.run(unit, RECOMPUTE)
-            else:
-                self.ahead(unit.block, BACKWARD)
-            for weight in reversed(unit.weights) if unit.at_entry and not unit.recomputed else ():
-                self.use(unit, weight, BACKWARD)
-            for weight in reversed(unit.weights):
-                if not unit.recomputed and not unit.at_entry:  # a recompute has waited for it
-                    self.use(unit, weight, BACKWARD)
-                self.born(unit, weight)
-        self.flush()
-        for outer in plan.outer:
-            for weight in outer.weights:
-                self.born(outer, weight)
-
-
-def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> Schedule:
-    """The actions of one optimizer step from rest, in the order in which they happen.
-
-    Args:
-        micro_batches: forward and backward passes in the step.
-        overlap: false for the synchronous path, which waits at each launch.
-    """
-    simulator = Simulator(plan, overlap)
-    for _ in range(micro_batches):
-        simulator.forward()
-        simulator.backward()
-        simulator.drain()
-    return simulator.out

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
-from internsp.wp.schedule import simulate
+from internsp.wp.simulate import simulate
 from tests.support.models import ALL, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 

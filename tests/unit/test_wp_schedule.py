@@ -13,8 +13,8 @@ from internsp.wp.schedule import (
     Policy,
     UnitPlan,
     WeightPlan,
-    simulate,
 )
+from internsp.wp.simulate import simulate
 
 PARTS = ("q", "wo", "w1", "w2")
 

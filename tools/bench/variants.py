@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
 from internsp.trace import Trace
-from internsp.wp.schedule import simulate
+from internsp.wp.simulate import simulate
 from tools.bench.model import Blocks, batch, elements, fresh
 from tools.bench.options import Options, Spec
 
