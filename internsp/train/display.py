@@ -31,6 +31,7 @@ from rich.text import Text
 from internsp.train.metrics import StepMetrics
 
 _REFRESH_SECONDS = 0.2
+LAST_STEPS = 10  # of the closing mean
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -302,7 +303,10 @@ def summary_lines(
         f"{word} after {history.done}/{history.total} steps, {duration(history.elapsed())}",
     ]
     if history.last is not None and history.first_loss is not None:
-        lines.append(f"  loss        {history.first_loss:.4f} -> {history.last.loss:.4f}")
+        ending = history.losses[-LAST_STEPS:]  # a single step's batch says little
+        steps = f" (mean of the last {len(ending)} steps)" if len(ending) > 1 else ""
+        mean = statistics.fmean(ending)
+        lines.append(f"  loss        {history.first_loss:.4f} -> {mean:.4f}{steps}")
         if history.eval_loss is not None:
             lines.append(f"  held-out    {history.eval_loss:.4f}")
         rate = statistics.median(history.rates)

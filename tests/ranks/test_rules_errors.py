@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig
-from internsp.errors import CollectiveError, OrderError
+from internsp.errors import CollectiveError, OrderError, StructureError
 from internsp.mesh import ParallelMesh
 from tests.support.models import ALL, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import run_ranks
@@ -162,3 +162,44 @@ def test_ranks_that_failed_in_different_places_do_not_go_on_together() -> None:
         assert found[1].startswith("CollectiveError"), found
         assert f"rank {rank}" in found[1], found
         assert found[2] == found[1], found
+
+
+class Sparing(Failing):
+    """Has a weight that a pass may leave out."""
+
+    spared = False
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.spare = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if self.spared else x + self.spare(x)
+
+
+def forgotten(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for config, checkpoint in (({}, None), (ALL, HALF)):
+        twin = Twin(partial(Tiny, Sparing), mesh, checkpoint, **config)
+        first, last = twin.ours.layers[0], twin.ours.layers[3]  # type: ignore[index]
+        # A first gather that could not be launched: its place in the slot holds nothing.
+        local = first.w1.weight._local_tensor
+        kept = local.data
+        local.data = kept.float()
+        raises(StructureError, lambda twin=twin: twin.ours(*twin.batch()[1]), "layers.0.w1", "cast")
+        local.data = kept
+        twin.backward()
+        twin.check_gradients(f"{config}: after a gather that was never launched")
+        twin.zero_grad()
+        first.where = "backward"
+        raises(Boom, lambda twin=twin: twin.ours(*twin.batch()[1]).backward())
+        first.where = ""
+        # The last block's spare weight was used in the failed pass; from now on it is not.
+        last.spared = twin.plain.layers[3].spared = True  # type: ignore[index, union-attr]
+        twin.backward()
+        twin.check_gradients(f"{config}: a weight that only the failed pass used")
+
+
+def test_a_failed_pass_leaves_no_mark_of_use_and_no_mark_of_presence() -> None:
+    run_ranks(forgotten, 2)

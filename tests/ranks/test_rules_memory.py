@@ -166,6 +166,30 @@ def test_autocast_inside_the_model_is_noticed_where_a_weight_is_used() -> None:
     run_ranks(inside_first, 2)
 
 
+class Mixed(Block):
+    """Uses one weight in two precisions, so that its slot holds only one of them at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.q(x)
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x + y.float())
+
+
+def two_precisions(rank: int, world_size: int) -> None:
+    mesh = mesh_of_two()
+    full = ActivationCheckpointConfig(mode="full")
+    reentrant = ActivationCheckpointConfig(mode="full", reentrant=True)
+    for checkpoint in (None, full, reentrant):
+        twin = Twin(partial(Tiny, Mixed), mesh, checkpoint, dtype=torch.float32)
+        twin.backward()
+        twin.check_gradients(f"{checkpoint}", 3e-2)
+
+
+def test_a_weight_used_in_two_precisions_is_whole_in_each_where_it_is_needed() -> None:
+    run_ranks(two_precisions, 2)
+
+
 class Borrowing(Tiny):
     """The third block uses a weight of the first, whose slot it has."""
 
