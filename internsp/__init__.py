@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from internsp.config import load_config as load_config
     from internsp.layers import ParallelLinearWithCommExt
     from internsp.mesh import ParallelMesh
-    from internsp.optim import LossScaler, ZeroOptimizer
+    from internsp.optim import LossScaler, ZeroOptimizer, clip_grad_norm_
     from internsp.parallel import initialise, parallelize
     from internsp.pipeline import ISPCommunicatorSchedulerHook, Pipeline, SchedulerHook
     from internsp.sp import DistributedAttention, SequenceLayout, token_loss
@@ -44,6 +44,7 @@ _HOMES = {
     "WPCommunicator": "wp.communicator",
     "WeightParallelConfig": "config",
     "ZeroOptimizer": "optim",
+    "clip_grad_norm_": "optim",
     "initialise": "parallel",
     "load_config": "config",
     "parallelize": "parallel",
@@ -69,6 +70,7 @@ __all__ = [
     "WPCommunicator",
     "WeightParallelConfig",
     "ZeroOptimizer",
+    "clip_grad_norm_",
     "initialise",
     "load_config",
     "parallelize",

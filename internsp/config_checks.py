@@ -139,6 +139,12 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
         text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"
         keys = ("parallel.zero", "parallel.weight", "launch.processes")
         yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
+    own = parallel.weight if parallel.expert_weight is None else parallel.expert_weight
+    asked = parallel.expert > 1 or parallel.expert_weight is not None
+    if asked and world_size % (own * parallel.expert):
+        text = f"{own} x expert = {parallel.expert} does not divide the {world}"
+        lead = "parallel.weight" if parallel.expert_weight is None else "parallel.expert_weight"
+        yield Problem((lead, "parallel.expert", "launch.processes"), text)
     data, left = divmod(world_size, parallel.sequence)
     parts = train.micro_batches * data
     if not left and train.global_batch % parts:

@@ -119,10 +119,18 @@ class ParallelConfig(Section):
     """Pipeline stages."""
     zero: Count | None = None
     """Ranks over which the optimizer state of a shard is cut; none: all its replicas."""
+    expert_weight: Count | None = None
+    """Ranks over which every expert's weight is cut; none: as weight."""
+    expert: Count = 1
+    """Ranks that own experts of their own (expert parallel)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes CUDA where present."""
     timeout_seconds: Count = 300
     """Seconds a collective may take before the run fails."""
+
+    def degrees(self) -> dict[str, Any]:
+        """Arguments of ``MeshShape`` and ``ParallelMesh.create``."""
+        return self.model_dump(exclude={"device", "timeout_seconds"})
 
 
 class PipelineConfig(Section):
@@ -153,6 +161,8 @@ class WeightParallelConfig(Section):
     """Glob patterns of the module names to trigger at; empty: the defaults of the trigger."""
     blocks: Texts = ()
     """Glob patterns of the block names; empty: the defaults of known families."""
+    experts: Texts = ("experts",)
+    """Glob patterns of consecutive parts of the names of experts' parameters."""
     keep_between_micro_batches: bool = False
     """Keep blocks whole until the optimizer step: a slot for every block of a pipeline chunk."""
     min_shard_elements: Natural = 2048

@@ -1,12 +1,6 @@
 """Ranks -> named groups. A mesh is made once and passed in; nothing here is global (WP-8).
 
-The same ranks are factored twice. With ``r = 0 .. world - 1`` inside one pipeline stage::
-
-    data x sequence      r = data_rank * sequence + sequence_rank
-    replica x weight     r = replica_rank * weight + weight_rank
-    replica              replica_rank = zero_replica_rank * zero + zero_rank
-
-so that the degrees of ``weight`` and ``sequence`` are independent (InternEvo, arXiv 2401.09149).
+Which ranks belong together is :mod:`internsp.mesh_shape`'s arithmetic.
 """
 
 from __future__ import annotations
@@ -19,115 +13,107 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from internsp.errors import MeshError
+from internsp.mesh_shape import AxisShape, MeshShape
+
+__all__ = ["AxisShape", "MeshShape", "ParallelMesh", "WeightAxis"]
+
+_AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
 
 
-@dataclass(frozen=True)
-class MeshShape:
-    """The degrees of a mesh, checked by arithmetic alone (no process group is needed).
+@dataclass(frozen=True, eq=False)
+class WeightAxis:
+    """One rank's place on an axis along which weights are cut, and the groups around it.
 
-    Raises:
-        MeshError: when a degree is not positive or does not divide what it must divide.
+    Attributes:
+        name: ``"weight"`` or ``"expert_weight"``.
+        size, rank: of the weight group, over which a weight is cut.
+        replicas, replica_rank: of those that hold the same shard.
+        zero, zero_rank: of those over which its optimizer state is cut.
+        expert, expert_rank: of those that own different weights of the same names.
+        weight_group: for gathers.
+        gradient_group: the same ranks, for reductions: gathers and reductions each have an order
+            of their own, which all ranks share (WP-2), and do not wait in one queue.
+        replica_group, zero_group, zero_replica_group: process groups.
+        param_mesh: where its parameters live as ``DTensor``: dimensions ``("replica", "weight")``,
+            or ``("replica", "expert", "weight")`` where ``expert`` is above 1.
     """
 
-    world_size: int
-    weight: int = 1
-    sequence: int = 1
-    pipeline: int = 1
-    zero: int | None = None
+    name: str
+    shape: AxisShape
+    rank: int
+    expert_rank: int
+    replica_rank: int
+    weight_group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    zero_group: dist.ProcessGroup
+    zero_replica_group: dist.ProcessGroup
+    param_mesh: DeviceMesh
 
-    def __post_init__(self) -> None:
-        mistakes = self.mistakes()
-        if mistakes:
-            raise MeshError("; ".join(mistakes))
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        shape: AxisShape,
+        inside: int,
+        stage: list[int],
+        groups: dict[str, dist.ProcessGroup],
+        device_type: str,
+    ) -> WeightAxis:
+        """Not collective: the groups exist.
 
-    def mistakes(self) -> list[str]:
-        """Every reason why these degrees are impossible; empty when they fit."""
-        degrees = {"weight": self.weight, "sequence": self.sequence, "pipeline": self.pipeline}
-        found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
-        if found:
-            return found
-        if self.world_size % self.pipeline:
-            return [
-                f"pipeline={self.pipeline} does not divide the world of {self.world_size} ranks; "
-                f"choose one of {_divisors(self.world_size)}"
-            ]
-        stage = self.world_size // self.pipeline
-        for name in ("weight", "sequence"):
-            if stage % degrees[name]:
-                found.append(
-                    f"{name}={degrees[name]} does not divide the {stage} ranks of a pipeline stage "
-                    f"(world {self.world_size} / pipeline {self.pipeline}); "
-                    f"choose one of {_divisors(stage)}"
-                )
-        if self.zero is not None and stage % self.weight == 0:
-            replicas = stage // self.weight
-            if self.zero < 1 or replicas % self.zero:
-                found.append(
-                    f"zero={self.zero} does not divide the {replicas} replicas of a weight shard; "
-                    f"choose one of {_divisors(replicas)}"
-                )
-        return found
-
-    @property
-    def stage_size(self) -> int:
-        """Ranks in one pipeline stage."""
-        return self.world_size // self.pipeline
+        Args:
+            inside: this rank's place in its stage.
+            stage: global ranks of the stage.
+        """
+        replica_rank, expert_rank, rank = shape.place(inside)
+        names = ["replica", "expert", "weight"] if shape.expert > 1 else ["replica", "weight"]
+        grid = torch.tensor(stage).view(shape.replicas, shape.expert, shape.size)
+        if shape.expert == 1:
+            grid = grid[:, 0]
+        mesh = DeviceMesh.from_group(
+            [groups[n] for n in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
+        )
+        by_field = {f"{n}_group": groups[n] for n in _AXIS_GROUPS}
+        return cls(name, shape, rank, expert_rank, replica_rank, param_mesh=mesh, **by_field)
 
     @property
-    def data(self) -> int:
-        """Different batches processed at a time by one pipeline stage."""
-        return self.stage_size // self.sequence
+    def size(self) -> int:
+        """Ranks over which a weight is cut."""
+        return self.shape.size
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weight shard."""
-        return self.stage_size // self.weight
+        """Ranks that hold the same shard."""
+        return self.shape.replicas
 
     @property
-    def zero_size(self) -> int:
+    def expert(self) -> int:
+        """Ranks that own different weights of the same names."""
+        return self.shape.expert
+
+    @property
+    def zero(self) -> int:
         """Replicas over which optimizer state is cut."""
-        return self.replicas if self.zero is None else self.zero
+        return self.shape.zero
 
-    def ranks(self, name: str) -> list[list[int]]:
-        """Global ranks of every group of one kind, in a fixed order.
+    @property
+    def zero_rank(self) -> int:
+        """Place in the ZeRO group."""
+        return self.replica_rank % self.zero
 
-        Args:
-            name: ``weight, gradient, replica, zero, zero_replica, sequence, data, stage`` or
-                ``pipeline``.
-        """
-        shape = (self.pipeline, self.stage_size)
-        world = torch.arange(self.world_size).view(shape)
-        if name == "stage":
-            grid = world
-        elif name == "pipeline":
-            grid = world.T
-        elif name in ("sequence", "data"):
-            grid = world.view(self.pipeline, self.data, self.sequence)
-            grid = grid if name == "sequence" else grid.transpose(1, 2)
-        else:
-            inner = (self.replicas // self.zero_size, self.zero_size, self.weight)
-            grid = world.view(self.pipeline, *inner)
-            axes = {
-                "weight": (0, 1, 2, 3),
-                "gradient": (0, 1, 2, 3),
-                "zero": (0, 1, 3, 2),
-                "zero_replica": (0, 3, 2, 1),
-                "replica": (0, 3, 1, 2),
-            }[name]
-            grid = grid.permute(axes)
-            if name == "replica":
-                grid = grid.flatten(2)
-        return grid.reshape(-1, grid.shape[-1]).tolist()
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    def placements(self, dim: int) -> list[Placement]:
+        """Of a weight that is cut on ``dim``; experts of different ranks follow on dimension 0."""
+        own: list[Placement] = [Shard(0)] if self.expert > 1 else []
+        return [Replicate(), *own, Shard(dim)]
 
 
 _GROUPS = (
-    "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data", "pipeline"
+    "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data",
+    "pipeline", "expert",
 )  # fmt: skip
 
 
@@ -137,15 +123,16 @@ class ParallelMesh:
     Attributes:
         shape: the degrees, a :class:`MeshShape`.
         rank, world_size: of the default process group.
-        weight, sequence, pipeline, data, replicas, zero: degrees.
+        dense, experts: weight axes (:class:`WeightAxis`); the same object where experts have none
+            of their own.
+        weight, sequence, pipeline, data, replicas, zero: degrees (of the dense axis).
         weight_rank, sequence_rank, pipeline_rank, data_rank, replica_rank, zero_rank: places.
-        weight_group, sequence_group, data_group, replica_group, zero_group,
+        weight_group, gradient_group, sequence_group, data_group, replica_group, zero_group,
             zero_replica_group, stage_group, pipeline_group: process groups.
-        gradient_group: the ranks of ``weight_group``, for reductions: gathers and reductions each
-            have an order of their own, which all ranks share (WP-2), and do not wait in one queue.
+        expert, expert_rank, expert_group: of the ranks that own different experts and exchange
+            tokens.
         timeout_seconds: after which a collective of these groups fails.
-        param_mesh: ``DeviceMesh`` with dimensions ``("replica", "weight")``, on which every
-            parameter lives as a ``DTensor``.
+        param_mesh: of the dense axis.
         device: where this rank computes.
     """
 
@@ -166,25 +153,28 @@ class ParallelMesh:
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
         inside = rank % shape.stage_size
         self.pipeline_rank = rank // shape.stage_size
-        self.weight_rank, self.replica_rank = inside % shape.weight, inside // shape.weight
         self.sequence_rank, self.data_rank = inside % shape.sequence, inside // shape.sequence
-        self.zero_rank = self.replica_rank % shape.zero_size
         self.stage_group = groups["stage"]
-        self.weight_group = groups["weight"]
-        self.gradient_group = groups["gradient"]
-        self.replica_group = groups["replica"]
-        self.zero_group = groups["zero"]
-        self.zero_replica_group = groups["zero_replica"]
         self.sequence_group = groups["sequence"]
         self.data_group = groups["data"]
         self.pipeline_group = groups["pipeline"]
-        stage = torch.tensor(shape.ranks("stage")[self.pipeline_rank])
-        self.param_mesh = DeviceMesh.from_group(
-            [self.replica_group, self.weight_group],
-            device.type,
-            mesh=stage.view(shape.replicas, shape.weight),
-            mesh_dim_names=("replica", "weight"),
-        )
+        stage = shape.ranks("stage")[self.pipeline_rank]
+        self.dense = WeightAxis.create("weight", shape.dense, inside, stage, groups, device.type)
+        self.experts = self.dense
+        if shape.separate:
+            own = {name: groups[f"expert_{name}"] for name in _AXIS_GROUPS}
+            own["expert"] = groups["expert"]
+            self.experts = WeightAxis.create(
+                "expert_weight", shape.experts, inside, stage, own, device.type
+            )
+        dense, experts = self.dense, self.experts
+        self.weight_rank, self.replica_rank = dense.rank, dense.replica_rank
+        self.zero_rank = dense.zero_rank
+        self.weight_group, self.gradient_group = dense.weight_group, dense.gradient_group
+        self.replica_group, self.zero_group = dense.replica_group, dense.zero_group
+        self.zero_replica_group, self.param_mesh = dense.zero_replica_group, dense.param_mesh
+        self.expert, self.expert_rank = experts.expert, experts.expert_rank
+        self.expert_group = groups["expert"]
 
     @classmethod
     def create(
@@ -195,6 +185,9 @@ class ParallelMesh:
         zero: int | None = None,
         device_type: str | None = None,
         timeout_seconds: float = 300.0,
+        *,
+        expert_weight: int | None = None,
+        expert: int = 1,
     ) -> ParallelMesh:
         """Make the groups. Collective: all ranks call it with the same arguments; blocks.
 
@@ -206,6 +199,8 @@ class ParallelMesh:
                 ZeRO-1.5).
             device_type: ``"cpu"`` or ``"cuda"``; ``None`` takes CUDA where it is available.
             timeout_seconds: after which a collective of these groups fails.
+            expert_weight: ranks over which the weights of experts are cut (``None``: ``weight``).
+            expert: expert parallel degree: so many ranks own different experts.
 
         Raises:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
@@ -214,24 +209,55 @@ class ParallelMesh:
         if not dist.is_initialized():
             _initialise(device_type, timeout_seconds)
         world, rank = dist.get_world_size(), dist.get_rank()
-        shape = MeshShape(world, weight, sequence, pipeline, zero)
-        _agree((weight, sequence, pipeline, zero), rank)
-        device = _device(device_type)
-        timeout = timedelta(seconds=timeout_seconds)
-        groups = {}
-        for name in _GROUPS:  # the same order on all ranks: making a group is collective
-            group, _ = dist.new_subgroups_by_enumeration(shape.ranks(name), timeout=timeout)
-            groups[name] = group
-        return cls(shape, rank, device, groups, timeout_seconds)
+        shape = MeshShape(world, weight, sequence, pipeline, zero, expert_weight, expert)
+        _agree((weight, sequence, pipeline, zero, expert_weight, expert), rank)
+        groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
+        return cls(shape, rank, _device(device_type), groups, timeout_seconds)
+
+    @property
+    def axes(self) -> list[WeightAxis]:
+        """Each weight axis once."""
+        return list(dict.fromkeys((self.dense, self.experts)))
+
+    @property
+    def pass_groups(self) -> list[dist.ProcessGroup]:
+        """Groups in whose collectives a forward or backward may wait, each once."""
+        groups = [self.sequence_group, self.expert_group]
+        for axis in self.axes:
+            groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
+        return list(dict.fromkeys(groups))
 
     def describe(self) -> str:
         """The degrees in one line, for logs."""
-        s = self.shape
-        return (
+        s, e = self.shape, self.shape.experts
+        line = (
             f"world {s.world_size} = pipeline {s.pipeline} x data {s.data} x sequence {s.sequence}"
             f" = pipeline {s.pipeline} x replicas {s.replicas} x weight {s.weight}"
             f" (ZeRO over {s.zero_size})"
         )
+        if s.separate:
+            line += (
+                f" = pipeline {s.pipeline} x expert replicas {e.replicas} x expert {e.expert} x "
+                f"expert weight {e.size} (ZeRO over {e.zero})"
+            )
+        return line
+
+
+def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """Every named group of this rank; no message ever passes in one of a single rank."""
+    names = [*_GROUPS, *(f"expert_{name}" for name in _AXIS_GROUPS if shape.separate)]
+    groups: dict[str, dist.ProcessGroup] = {}
+    alone: dist.ProcessGroup | None = None
+    for name in names:  # the same order on all ranks: making a group is collective
+        ranks = shape.ranks(name)
+        if len(ranks[0]) > 1:
+            groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+            continue
+        if alone is None:
+            ranks = [[rank] for rank in range(shape.world_size)]
+            alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        groups[name] = alone
+    return groups
 
 
 def _initialise(device_type: str | None, timeout_seconds: float) -> None:
@@ -260,7 +286,7 @@ def _agree(degrees: Sequence[int | None], rank: int) -> None:
     odd = [r for r, d in enumerate(everyone) if d != everyone[0]]
     if odd:
         raise MeshError(
-            f"ranks ask for different meshes: rank 0 (weight, sequence, pipeline, zero) = "
-            f"{everyone[0]}, but rank {odd[0]} {everyone[odd[0]]} (this is rank {rank}); "
-            "start every rank with the same configuration"
+            "ranks ask for different meshes: rank 0 (weight, sequence, pipeline, zero, "
+            f"expert_weight, expert) = {everyone[0]}, but rank {odd[0]} {everyone[odd[0]]} (this "
+            f"is rank {rank}); start every rank with the same configuration"
         )

@@ -6,6 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
 from internsp.wp.assign import Assignment, Owner, assign
 from internsp.wp.blocks import Structure, read
-from internsp.wp.collectives import Collectives, Counters
+from internsp.wp.collectives import Collectives, Counters, Ledger
 from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, WeightSite
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
@@ -50,7 +51,10 @@ def parallelize(
 ) -> ISPCommunicator:
     """Cut ``model``'s weights over the weight group and attach communication to it, in place.
 
-    Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``. The model may be on the meta
+    Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's
+    (``weight_parallel.experts``) on ``mesh.experts.param_mesh``. Where ``mesh.expert`` is above 1,
+    the model holds this rank's own experts, and a ``DTensor`` is those of all expert ranks, one
+    after another on dimension 0, as one process would hold them. The model may be on the meta
     device; then call :func:`initialise` before its first forward. Collective: all ranks call it.
 
     Args:
@@ -127,10 +131,9 @@ class _Builder:
         self.policy = policy_of(config, len(structure.blocks))
 
     def build(self, trace: Trace) -> ISPCommunicator:
-        assignments = assign(self.model, self.structure, self.config)
-        plan = chunk_plan(
-            assignments, self.structure, self.config, self.mesh.weight, self.recomputed
-        )
+        shape = self.mesh.shape
+        assignments = assign(self.model, self.structure, self.config, shape.expert)
+        plan = chunk_plan(assignments, self.structure, self.config, shape, self.recomputed)
         places: list[tuple[Owner, Unit | None, ShardedWeight | int]] = []
         for assignment in assignments:
             places += self._place(assignment)
@@ -175,8 +178,11 @@ class _Builder:
             for o in a.owners:
                 o.module._parameters[o.name] = member.parameter
             return [(o, None, index) for o in a.owners]
-        layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, self.mesh.weight)
-        weight = ShardedWeight(a.name, a.parameter, layout, self.mesh, self.dtype, a.autocasts)
+        axis = self.mesh.experts if a.expert else self.mesh.dense
+        layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, axis.size)
+        weight = ShardedWeight(
+            a.name, a.parameter, layout, axis, self.mesh.device, self.dtype, a.autocasts
+        )
         self.sharded.append(weight)
         unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(
             a.unit, Unit(a.unit, [])
@@ -213,16 +219,19 @@ class _Builder:
             sizes.append(unit.nbytes)
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
-        collectives = Collectives(
-            self.mesh.weight_group, self.config.overlap, trace, counters
-        )
-        reductions = Collectives(
-            self.mesh.gradient_group, self.config.overlap, trace, counters, collectives.ledger
+        ledger, overlap = Ledger(), self.config.overlap
+        gathers, reductions = (
+            {
+                axis: Collectives(group(axis), overlap, trace, counters, ledger)
+                for axis in self.mesh.axes
+            }
+            for group in (attrgetter("weight_group"), attrgetter("gradient_group"))
         )
         pending = PendingGradients(
-            reductions, pool, self.config.pending_blocks, self.policy.small
+            reductions, trace, pool, self.config.pending_blocks, self.policy.small
         )
-        return ChunkState(collectives, pool, pending, self.policy, counters, trace)
+        collectives = gathers[self.mesh.dense]
+        return ChunkState(collectives, gathers, pool, pending, self.policy, counters, trace)
 
     def _communicators(
         self, communicator: ISPCommunicator, others: list[Unit]
@@ -326,7 +335,7 @@ def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> No
         fill(member.name, value, generator)
         with torch.no_grad():
             if isinstance(member, ShardedWeight):
-                rows = member.layout.cut(value, member.rank)
+                rows = member.rows_of(value)
                 member.storage[: len(rows)].copy_(rows.to(device))
             else:
                 member.storage.copy_(value.to(device))

@@ -1,6 +1,7 @@
 """The ZeRO optimizer: sums, slices, the step, and new parameters on their way home."""
 
+from internsp.optim.norm import clip_grad_norm_
 from internsp.optim.scaler import LossScaler
 from internsp.optim.zero import ZeroOptimizer, step_together
 
-__all__ = ["LossScaler", "ZeroOptimizer", "step_together"]
+__all__ = ["LossScaler", "ZeroOptimizer", "clip_grad_norm_", "step_together"]

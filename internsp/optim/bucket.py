@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.mesh import ParallelMesh
+from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
 from internsp.optim.guarded import Member
 from internsp.wp.collectives import Collectives, Handle
@@ -71,9 +71,10 @@ class Publication(Ready):
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's parameters of one dtype. Moves their storage into ``flat`` at birth.
+    """One unit's parameters of one dtype and axis. Moves their storage into ``flat`` at birth.
 
     Attributes:
+        axis: whose ZeRO group cuts it.
         small: whether they are replicated: their gradient is summed over all ranks already.
         flat: their storage, padded to a multiple of the ZeRO degree.
         gaps: padding within ``flat``, as ranges.
@@ -84,6 +85,7 @@ class Bucket:
     """
 
     name: str
+    axis: WeightAxis
     small: bool
     flat: Tensor
     offsets: dict[Member, int]
@@ -99,8 +101,8 @@ class Bucket:
     def create(
         cls, name: str, members: list[Member], place: dict[Member, int], mesh: ParallelMesh
     ) -> Bucket:
-        """Lay ``members`` (of one dtype) out and move their storage. No message."""
-        dtype = members[0].dtype
+        """Lay ``members`` (of one dtype and axis) out and move their storage. No message."""
+        dtype, axis = members[0].dtype, _axis(members[0], mesh)
         step = max(ALIGNMENT // dtype.itemsize, 1)
         offsets, gaps, end = {}, [], 0
         for member in members:
@@ -108,19 +110,19 @@ class Bucket:
             filled = end + member.storage.numel()
             end = math.ceil(filled / step) * step
             gaps.append((filled, end))
-        length = math.ceil(end / (step * mesh.zero)) * step
-        gaps.append((end, length * mesh.zero))
-        flat = torch.zeros(length * mesh.zero, dtype=dtype, device=mesh.device)
+        length = math.ceil(end / (step * axis.zero)) * step
+        gaps.append((end, length * axis.zero))
+        flat = torch.zeros(length * axis.zero, dtype=dtype, device=mesh.device)
         for member, start in offsets.items():
             part = flat[start : start + member.storage.numel()]
             member.relocate(part.view(member.storage.shape))
             member.invalidate()
-        owned = flat[mesh.zero_rank * length : (mesh.zero_rank + 1) * length]
+        owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
         wide = torch.promote_types(dtype, torch.float32)
         master = owned if wide == dtype else owned.to(wide)
         small = not isinstance(members[0], ShardedWeight)
         segments = _segments(offsets, master, mesh, place)
-        return cls(name, small, flat, offsets, gaps, owned, master, segments)
+        return cls(name, axis, small, flat, offsets, gaps, owned, master, segments)
 
     @property
     def has_master(self) -> bool:
@@ -191,7 +193,7 @@ def _segments(
 ) -> list[Segment]:
     """The parameters' own elements (no padding) within this rank's slice."""
     length = master.numel()
-    begin = mesh.zero_rank * length
+    begin = _axis(next(iter(offsets)), mesh).zero_rank * length
     segments = []
     for member, start in offsets.items():
         first, last = max(start, begin), min(start + _valid(member), begin + length)
@@ -204,6 +206,11 @@ def _segments(
     return segments
 
 
+def _axis(member: Member, mesh: ParallelMesh) -> WeightAxis:
+    """Small parameters are the same on all ranks, and cut over the dense axis' ZeRO group."""
+    return member.axis if isinstance(member, ShardedWeight) else mesh.dense
+
+
 def _valid(member: Member) -> int:
     if isinstance(member, ShardedWeight):  # padded rows come last
         layout = member.layout
@@ -213,9 +220,12 @@ def _valid(member: Member) -> int:
 
 def _key(member: Member, mesh: ParallelMesh) -> str:
     """Replicas of the same values share a key; no two ranks with other values do."""
-    parts = [f"zero {mesh.zero_rank} of {mesh.zero}"]
+    axis = _axis(member, mesh)
+    parts = [f"zero {axis.zero_rank} of {axis.zero}"]
     if isinstance(member, ShardedWeight):
-        parts.insert(0, f"weight {mesh.weight_rank} of {mesh.weight}")
+        parts.insert(0, f"weight {axis.rank} of {axis.size}")
+    if axis.expert > 1:
+        parts.insert(0, f"expert {axis.expert_rank} of {axis.expert}")
     if mesh.pipeline > 1:
         parts.insert(0, f"stage {mesh.pipeline_rank} of {mesh.pipeline}")
     return f"{member.name} [{', '.join(parts)}]"
@@ -236,7 +246,8 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
     buckets = []
     for name, members in units:
         trained = [m for m in members if m in place]
-        for dtype in dict.fromkeys(m.dtype for m in trained):
-            same = [m for m in trained if m.dtype == dtype]
+        kinds = [(m.dtype, _axis(m, communicator.mesh)) for m in trained]
+        for kind in dict.fromkeys(kinds):
+            same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             buckets.append(Bucket.create(name, same, place, communicator.mesh))
     return buckets

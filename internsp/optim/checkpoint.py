@@ -22,7 +22,11 @@ StateDict = dict[str, Any]
 
 def mesh_degrees(mesh: ParallelMesh) -> dict[str, int]:
     """What decides how state is cut."""
-    return {"weight": mesh.weight, "zero": mesh.zero, "pipeline": mesh.pipeline}
+    degrees = {"weight": mesh.weight, "zero": mesh.zero, "pipeline": mesh.pipeline}
+    if mesh.experts is not mesh.dense:
+        axis = mesh.experts
+        degrees |= {"expert_weight": axis.size, "expert": axis.expert, "expert_zero": axis.zero}
+    return degrees
 
 
 def check_mesh(state: StateDict, mesh: ParallelMesh) -> None:
@@ -85,10 +89,13 @@ def restore(buckets: list[Bucket], state: StateDict, mesh: ParallelMesh) -> None
 
 
 def _rank_key(mesh: ParallelMesh) -> str:
-    return (
-        f"stage {mesh.pipeline_rank}, weight {mesh.weight_rank} of {mesh.weight}, "
-        f"zero {mesh.zero_rank} of {mesh.zero}"
-    )
+    key = f"stage {mesh.pipeline_rank}"
+    for axis in mesh.axes:
+        own = f"expert {axis.expert_rank} of {axis.expert}, " if axis.expert > 1 else ""
+        key += (
+            f", {own}{axis.name} {axis.rank} of {axis.size}, zero {axis.zero_rank} of {axis.zero}"
+        )
+    return key
 
 
 def _live(bucket: Bucket, segment: Segment) -> dict[str, Any]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
@@ -13,13 +18,14 @@ from internsp.wp.collectives import all_reduce
 def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
     """The sum of squares of all gradients of all stages, fp64, not finite if any of them is not.
 
-    Slices of cut weights differ between weight ranks, those of small parameters do not; ranks of
-    one ``zero_replica_group`` hold the same slices. Collective (one number); blocks.
+    Slices of cut weights differ between weight ranks and expert ranks, those of small parameters
+    do not; ranks of one ``zero_replica_group`` hold the same slices. Collective (one number);
+    blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    first_replica = mesh.replica_rank < mesh.zero
     for bucket in buckets:
-        counts = first_replica and (mesh.weight_rank == 0 or not bucket.small)
+        axis = bucket.axis
+        counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.small)
         if counts and bucket.gradient is not None:
             total += torch.linalg.vector_norm(bucket.gradient, dtype=torch.float64).square()
     for group in (mesh.stage_group, mesh.pipeline_group):
@@ -35,3 +41,33 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
         return 1.0
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """``torch.nn.utils.clip_grad_norm_`` for dense weights and experts together (a plain loop).
+
+    torch's own takes ``DTensor`` of one mesh only, but experts may live on another. The 2-norm
+    over ``.grad`` of all of them, each element counted once; gradients are clipped in place.
+    Collective; blocks.
+
+    Returns:
+        The norm before clipping.
+    """
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            by_mesh.setdefault(mesh, []).append(parameter.grad)
+    squares = 0.0
+    for gradients in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        squares += norm.item() ** 2
+    total = math.sqrt(squares)
+    factor = clip_factor(total, max_norm)
+    if factor != 1.0:
+        for gradients in by_mesh.values():
+            torch._foreach_mul_(gradients, factor)
+    return total

@@ -97,7 +97,7 @@ class Reducer:
             weight.partial = None
 
     def _exchange(self, bucket: Bucket) -> _Exchange:
-        zero, pool = self._mesh.zero, self._state.pool
+        zero, pool = bucket.axis.zero, self._state.pool
         partial = [w.partial for w in bucket.offsets if isinstance(w, ShardedWeight)]
         dtype = self._dtype or bucket.master.dtype
         packed = pool.take(bucket.flat.numel(), dtype)
@@ -116,18 +116,18 @@ class Reducer:
         nbytes = (zero - 1) * bucket.owned.numel() * dtype.itemsize
         self._state.counters.reduced_bytes += nbytes
         self._state.counters.reductions += 1
-        work = exchange_pieces(received, packed, self._mesh.zero_group)
+        work = exchange_pieces(received, packed, bucket.axis.zero_group)
         return _Exchange(bucket, received, packed, self._launched(work, bucket.name, nbytes))
 
     def _finish(self, exchange: _Exchange) -> None:
         bucket, pool = exchange.bucket, self._state.pool
         self._wait(exchange.handle, bucket.name)
-        pieces = exchange.received.view(self._mesh.zero, -1)
+        pieces = exchange.received.view(bucket.axis.zero, -1)
         total = pieces.sum(0, dtype=bucket.master.dtype)
         pool.give(exchange.packed)
         if exchange.received is not exchange.packed:
             pool.give(exchange.received)
-        work = all_reduce(total, self._mesh.zero_replica_group, self._state.counters)
+        work = all_reduce(total, bucket.axis.zero_replica_group, self._state.counters)
         self._wait(self._launched(work, bucket.name), bucket.name)
         bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
 
@@ -161,7 +161,7 @@ class Reducer:
             self._communicator.small.add(index, local if first else torch.zeros_like(local))
             return
         self._state.touched[member] = True
-        if self._mesh.replica_rank == 0:
+        if member.axis.replica_rank == 0:
             wide = torch.promote_types(member.dtype, torch.float32)
             if member.partial is None:
                 member.partial = torch.zeros_like(member.storage, dtype=wide)

@@ -26,10 +26,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Any elementwise torch optimizer with its state cut over the replicas of a shard.
 
     Gradients stay with the communicator until :meth:`step`, which drains them in launch order,
-    reduce-scatters them over ``mesh.zero_group``, updates this rank's slice and sends the new
-    values out by all-gather; the next forward waits for them block by block (WP-3). From its making
-    on, ``.grad`` of a parameter raises while a gradient is undrained (WP-9). ``param_groups`` are
-    the model's parameters, so that torch's learning-rate schedules work.
+    reduce-scatters them over their axis' ``zero_group``, updates this rank's slice and sends the
+    new values out by all-gather; the next forward waits for them block by block (WP-3). From its
+    making on, ``.grad`` of a parameter raises while a gradient is undrained (WP-9).
+    ``param_groups`` are the model's parameters, so that torch's learning-rate schedules work.
 
     The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
 
@@ -144,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             mine = bucket.gradient
             assert mine is not None, "drain gives every bucket a gradient"
             whole = torch.empty(bucket.flat.numel(), dtype=mine.dtype, device=mesh.device)
-            work = gather_slices(whole, mine, mesh.zero_group)
+            work = gather_slices(whole, mine, bucket.axis.zero_group)
             if work is not None:
                 work.wait()
             for member, start in bucket.offsets.items():
@@ -229,15 +229,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _publish(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's new slices; its members are ready when it ends."""
-        state, mesh = self._communicator.state, self._communicator.mesh
+        state, axis = self._communicator.state, bucket.axis
         # `.data`: the collective must not raise a version counter that saved tensors share.
         flat, owned = bucket.flat.data, bucket.owned.data
-        work = gather_slices(flat, owned, mesh.zero_group)
+        work = gather_slices(flat, owned, axis.zero_group)
         if work is None:
             for member in bucket.offsets:
                 member.invalidate()
             return
-        nbytes = (mesh.zero - 1) * owned.numel() * owned.element_size()
+        nbytes = (axis.zero - 1) * owned.numel() * owned.element_size()
         state.counters.gathered_bytes += nbytes
         state.counters.gathers += 1
         event = state.trace.record("PUBLISH", bucket.name, "", "step", nbytes, in_flight=True)

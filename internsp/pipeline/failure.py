@@ -49,10 +49,7 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             first = default_store().compare_set(self._key, "", mine).decode() or mine
         self._failure = f"the pipeline has ended: {first}"
-        for group in (
-            mesh.pipeline_group, mesh.weight_group, mesh.gradient_group, mesh.replica_group,
-            mesh.sequence_group, mesh.stage_group,
-        ):  # fmt: skip
+        for group in dict.fromkeys((mesh.pipeline_group, *mesh.pass_groups, mesh.stage_group)):
             with contextlib.suppress(ValueError, RuntimeError):
                 abort(group)
         if first != mine and isinstance(error, Exception):

@@ -84,10 +84,7 @@ def make_pipeline_plan(config: Config, world_size: int) -> PipelinePlan:
     mistakes = config.check(world_size)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    parallel = config.parallel
-    shape = MeshShape(
-        world_size, parallel.weight, parallel.sequence, parallel.pipeline, parallel.zero
-    )
+    shape = MeshShape(world_size, **config.parallel.degrees())
     return plan_of(config, shape, kind_of(config.pipeline.schedule), config.pipeline.chunks)
 
 
@@ -121,9 +118,9 @@ def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutlin
             chunk, config.weight_parallel, config.activation_checkpoint
         )
         structure = read(chunk, weights.trigger, weights.blocks, weights.anchors)
-        assignments = assign(chunk, structure, weights)
+        assignments = assign(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
-        plan = chunk_plan(assignments, structure, weights, shape.weight, again)
+        plan = chunk_plan(assignments, structure, weights, shape, again)
         cut = {id(a.parameter) for a in assignments if a.unit is not None}
         splits = splittable(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits))

@@ -58,15 +58,13 @@ def make_plan(config: Config, world_size: int) -> Plan:
     mistakes = config.check(world_size)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    parallel, weights = config.parallel, config.weight_parallel
-    shape = MeshShape(
-        world_size, parallel.weight, parallel.sequence, parallel.pipeline, parallel.zero
-    )
+    weights = config.weight_parallel
+    shape = MeshShape(world_size, **config.parallel.degrees())
     model = build_model(config)
     structure = read(model, weights.trigger, weights.blocks, weights.anchors)
-    assignments = assign(model, structure, weights)
+    assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
-    chunk = chunk_plan(assignments, structure, weights, shape.weight, recomputed)
+    chunk = chunk_plan(assignments, structure, weights, shape, recomputed)
     schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
     return Plan(
         shape,
@@ -85,28 +83,34 @@ def _memory(
     units += list({id(u): u for u in (chunk.embedding, chunk.head) if u}.values())
     weights = [w for u in units for w in u.weights]
     shards = sum(w.shard_bytes for w in weights)
+    experts = sum(w.shard_bytes for w in weights if w.expert)
     small = [a.parameter for a in assignments if a.unit is None]
     small_bytes = sum(p.numel() * p.element_size() for p in small)
     size = DTYPES[config.train.dtype].itemsize
     wide = max(size, 4)
     elements = (shards + small_bytes) // size
-    largest = sorted((_whole_bytes(u.weights, shape.weight) for u in units), reverse=True)
+    largest = sorted((_whole_bytes(u.weights, shape) for u in units), reverse=True)
     pending = sum(largest[: config.weight_parallel.pending_blocks])
     moments = {"adamw": 2, "sgd": int(config.optimizer.momentum > 0)}[config.optimizer.name]
     masters = int(size < 4)
-    owned = -(-elements // shape.zero_size)
+    owned = -(-(elements - experts // size) // shape.zero_size)
+    owned += -(-(experts // size) // shape.experts.zero)
     return [
         ("weight shards", shards),
         ("small parameters (replicated)", small_bytes),
         ("whole weights (slots, exact)", sum(chunk.slots())),
-        ("reductions in flight (at most)", 2 * pending if shape.weight > 1 else 0),
+        ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("optimizer state", owned * wide * (moments + masters)),
     ]
 
 
-def _whole_bytes(weights: tuple[WeightPlan, ...], size: int) -> int:
-    return sum(w.reduce_bytes * size // max(size - 1, 1) for w in weights)
+def _whole_bytes(weights: tuple[WeightPlan, ...], shape: MeshShape) -> int:
+    """Of what travels; a weight group of one sends nothing."""
+    sizes = [shape.axis(w.expert).size for w in weights]
+    return sum(
+        w.reduce_bytes * n // max(n - 1, 1) for w, n in zip(weights, sizes, strict=True)
+    )
 
 
 def _exchange_bytes(config: Config, shape: MeshShape, model: Model) -> int:
@@ -187,21 +191,27 @@ def _print_pipeline(
 
 def _mesh_table(shape: MeshShape) -> Table:
     table = Table(title=f"Mesh of {shape.world_size} ranks", title_justify="left")
-    for column in ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight"):
+    columns = ["rank", "pipeline", "data", "sequence", "replica", "zero", "weight"]
+    if shape.separate:
+        columns += ["expert replica", "expert zero", "expert", "expert weight"]
+    for column in columns:
         table.add_column(column, justify="right")
     shown = min(shape.world_size, 64)
     for rank in range(shown):
         inside = rank % shape.stage_size
-        replica = inside // shape.weight
-        values = (
+        replica, _, weight = shape.dense.place(inside)
+        values = [
             rank,
             rank // shape.stage_size,
             inside // shape.sequence,
             inside % shape.sequence,
             replica,
             replica % shape.zero_size,
-            inside % shape.weight,
-        )
+            weight,
+        ]
+        if shape.separate:
+            replica, expert, weight = shape.experts.place(inside)
+            values += [replica, replica % shape.experts.zero, expert, weight]
         table.add_row(*(str(v) for v in values))
     if shown < shape.world_size:
         table.add_row("...")
@@ -212,9 +222,15 @@ def _schedule_table(plan: Plan) -> Table:
     table = Table(title="Collectives of one step, payload a rank receives", title_justify="left")
     for column in ("what", "count", "bytes"):
         table.add_column(column, justify="left" if column == "what" else "right")
+    units = (*plan.chunk.blocks, *plan.chunk.outer, plan.chunk.head)
+    experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
     for kind in ("AG", "RS"):
         schedule = plan.schedule
         table.add_row(_KINDS[kind], str(schedule.count(kind)), human(schedule.nbytes(kind)))
+        if experts:
+            own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
+            size = plan.shape.experts.size
+            table.add_row(f"  of it experts, over {size} ranks", str(len(own)), human(sum(own)))
     if plan.exchange_bytes:
         table.add_row("sequence exchange", "", human(plan.exchange_bytes))
     return table

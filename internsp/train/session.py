@@ -72,10 +72,7 @@ class Session:
         """
         parallel = config.parallel
         mesh = ParallelMesh.create(
-            parallel.weight,
-            parallel.sequence,
-            parallel.pipeline,
-            parallel.zero,
+            **parallel.degrees(),
             device_type=None if parallel.device == "auto" else parallel.device,
             timeout_seconds=parallel.timeout_seconds,
         )

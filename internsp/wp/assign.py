@@ -6,7 +6,10 @@ what runs.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +44,7 @@ class Assignment:
         unit: name of its unit, or ``None``: small, replicated.
         block: index of its block, -1 outside the blocks.
         dim: the dimension that is cut.
+        expert: whether it is an expert's, and cut along the mesh's axis of experts.
         autocasts: whether autocast decides its compute dtype (a linear layer's weight, or that of
             a module with the attribute ``autocasts``).
     """
@@ -50,6 +54,7 @@ class Assignment:
     unit: str | None
     block: int
     dim: int
+    expert: bool
     autocasts: bool
 
     @property
@@ -59,13 +64,17 @@ class Assignment:
 
 
 def assign(
-    model: nn.Module, structure: Structure, config: WeightParallelConfig
+    model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
 ) -> list[Assignment]:
     """Every parameter of ``model``, in the order of registration.
 
+    Args:
+        expert: ranks that own different experts. Of several, what is replicated over all ranks
+            cannot be an expert's, so that even a small one is cut.
+
     Raises:
-        StructureError: when a block's weight is shared with another unit, or the model is
-            parallel already.
+        StructureError: when a block's weight is shared with another unit, an expert's with
+            another module, or the model is parallel already.
     """
     shared: dict[int, list[Owner]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -81,7 +90,9 @@ def assign(
                 )
             parameters[id(parameter)] = parameter
             shared.setdefault(id(parameter), []).append(owner)
-    return [_assign(parameters[key], tuple(o), structure, config) for key, o in shared.items()]
+    return [
+        _assign(parameters[key], tuple(o), structure, config, expert) for key, o in shared.items()
+    ]
 
 
 def _assign(
@@ -89,10 +100,18 @@ def _assign(
     owners: tuple[Owner, ...],
     structure: Structure,
     config: WeightParallelConfig,
+    expert: int,
 ) -> Assignment:
     first = owners[0]
-    if parameter.ndim < 2 or parameter.numel() < config.min_shard_elements:
-        return Assignment(parameter, owners, None, -1, 0, False)
+    own = _is_expert(owners, config.experts)
+    small = parameter.ndim < 2 or parameter.numel() < config.min_shard_elements
+    if small and not (own and expert > 1):
+        return Assignment(parameter, owners, None, -1, 0, False, False)
+    if parameter.ndim == 0:
+        raise StructureError(
+            f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "
+            f"{expert} it is not the same on all ranks; give it a dimension"
+        )
     blocks = {_block_of(o.module_name, structure) for o in owners}
     if len(blocks) > 1:
         raise StructureError(
@@ -106,7 +125,41 @@ def _assign(
         dim = EMBEDDING_CUTS[config.embedding_cut]
     unit = structure.blocks[block].name if block >= 0 else first.module_name
     autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
-    return Assignment(parameter, owners, unit, block, dim, autocasts)
+    return Assignment(parameter, owners, unit, block, dim, own, autocasts)
+
+
+def _is_expert(owners: tuple[Owner, ...], patterns: Sequence[str]) -> bool:
+    matched = {any(_within(o.full_name, pattern) for pattern in patterns) for o in owners}
+    if len(matched) > 1:
+        raise StructureError(
+            "an expert's weight is shared with another module "
+            f"({', '.join(o.full_name for o in owners)}), but experts may be cut along an axis of "
+            "their own: untie it, or change weight_parallel.experts"
+        )
+    return matched.pop()
+
+
+def _within(name: str, pattern: str) -> bool:
+    """Whether consecutive parts of a dotted name match a pattern's parts."""
+    parts, wanted = name.split("."), pattern.split(".")
+    starts = range(len(parts) - len(wanted) + 1)
+    return any(all(map(fnmatchcase, parts[i : i + len(wanted)], wanted)) for i in starts)
+
+
+def require_experts(assignments: Sequence[Assignment], config: WeightParallelConfig) -> None:
+    """Raise when a mesh has an axis for experts and the model has none (WP-7).
+
+    Raises:
+        StructureError: no parameter matches; lists the modules that may be meant.
+    """
+    if any(a.expert for a in assignments):
+        return
+    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", a.owners[0].module_name) for a in assignments}
+    raise StructureError(
+        "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "
+        f"matches weight_parallel.experts = {list(config.experts)}; candidates: "
+        f"{', '.join(sorted(modules - {''}))}"
+    )
 
 
 def _block_of(module_name: str, structure: Structure) -> int:

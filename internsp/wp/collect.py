@@ -18,9 +18,9 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
     small.flag(state.touched)
     works = [small.reduce(mesh.stage_group, state.counters)]
     works += [
-        all_reduce(w.partial, mesh.replica_group, state.counters)
+        all_reduce(w.partial, w.axis.replica_group, state.counters)
         for w in weights
-        if w.partial is not None and mesh.replicas > 1
+        if w.partial is not None and w.axis.replicas > 1
     ]
     wait_all(works, state.collectives.ledger, "gradients of replicas")
     used_small, used_sharded = small.used()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Counters, Handle
 from internsp.wp.pending import PendingGradients, Split
@@ -70,9 +71,15 @@ class WPCommunicator(ABC):
 
 @dataclass
 class ChunkState:
-    """What the communicators of one model chunk share (WP-8: an object that is passed in)."""
+    """What the communicators of one model chunk share (WP-8: an object that is passed in).
+
+    Attributes:
+        collectives: of the dense axis; waits, ledger and trace are the same for every axis.
+        gathers: of each axis, ``collectives`` among them.
+    """
 
     collectives: Collectives
+    gathers: Mapping[WeightAxis, Collectives]
     pool: MemoryPool
     pending: PendingGradients
     policy: Policy
@@ -157,7 +164,10 @@ class UnitCommunicator(WPCommunicator):
             if weight in state.handles:  # an older version is still arriving at the same place
                 self._wait(unit, weight, phase)
             slot.tags[weight] = tag
-            if state.policy.small(weight.slot_nbytes) and state.collectives.size > 1:
+            if state.policy.small(weight.slot_nbytes) and weight.layout.size > 1:
+                if together and together[0].axis is not weight.axis:
+                    self._gather(unit, slot, together, phase)
+                    together = []
                 together.append(weight)
                 continue
             self._gather(unit, slot, together, phase)
@@ -170,7 +180,7 @@ class UnitCommunicator(WPCommunicator):
             return
         outputs = [slot.flat(unit, w) for w in weights]
         shards = [w.to_send() for w in weights]
-        collectives = self.state.collectives
+        collectives = self.state.gathers[weights[0].axis]
         if len(weights) == 1:
             name = weights[0].name
             handle = collectives.gather(outputs[0], shards[0], unit.name, name, phase)

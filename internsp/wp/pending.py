@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from internsp.mesh import WeightAxis
+from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.shard import ShardedWeight
@@ -31,10 +33,11 @@ class PendingGradients:
     """A queue of reductions.
 
     Small weights of a unit that are born one after another travel together: they are kept until
-    a large one, another unit or :meth:`flush` comes (DESIGN 8). The order stays (WP-2).
+    a large one, one of another axis, another unit or :meth:`flush` comes (DESIGN 8). The order
+    stays (WP-2).
 
     Args:
-        collectives: of the gradient group.
+        collectives: of the gradient group of each axis.
         pool: where received and packed pieces lie.
         limit: units whose whole gradients may be in flight; the oldest unit is drained first.
         small: whether a weight of so many bytes is small.
@@ -42,12 +45,14 @@ class PendingGradients:
 
     def __init__(
         self,
-        collectives: Collectives,
+        collectives: Mapping[WeightAxis, Collectives],
+        trace: Trace,
         pool: MemoryPool,
         limit: int,
         small: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
         self._collectives = collectives
+        self._trace = trace
         self._pool = pool
         self._limit = limit
         self._small = small
@@ -64,7 +69,8 @@ class PendingGradients:
             gradient = gradient.to(weight.compute_dtype)
         if self._small(weight.slot_nbytes) and weight.layout.size > 1:
             first = self._together[0][0] if self._together else weight
-            if unit is not self._unit or first.compute_dtype != weight.compute_dtype:
+            alike = first.axis is weight.axis and first.compute_dtype == weight.compute_dtype
+            if unit is not self._unit or not alike:
                 self.flush()
             self._unit = unit
             self._together.append((weight, gradient))
@@ -115,7 +121,8 @@ class PendingGradients:
         payload = {
             w.name: (size - 1) * w.layout.shard_numel * pieces.element_size() for w in weights
         }
-        handle = self._collectives.reduce(received, pieces, unit.name, payload, "backward")
+        collectives = self._collectives[weights[0].axis]
+        handle = collectives.reduce(received, pieces, unit.name, payload, "backward")
         self._queue.append(PendingGradient(unit, weights, received, packed, handle))
 
     def _make_room(self, unit: Unit) -> None:
@@ -132,7 +139,8 @@ class PendingGradients:
         """Wait for the oldest reduction and add it to its shards' partial sums."""
         pending = self._queue.popleft()
         unit, weights = pending.unit, pending.weights
-        self._collectives.wait(pending.handle, unit.name, weights[0].name, "drain")
+        collectives = self._collectives[weights[0].axis]
+        collectives.wait(pending.handle, unit.name, weights[0].name, "drain")
         pending.handle.keep = ()
         received = pending.received
         wide = torch.promote_types(received.dtype, torch.float32)
@@ -140,7 +148,7 @@ class PendingGradients:
         sizes = [w.layout.shard_numel for w in weights]
         for weight, part in zip(weights, total.split(sizes), strict=True):
             weight.add_partial(part)
-            self._collectives.trace.record("DRAIN", unit.name, weight.name, "drain")
+            self._trace.record("DRAIN", unit.name, weight.name, "drain")
         self._give_back(pending)
 
     def drain(self) -> None:
@@ -154,8 +162,9 @@ class PendingGradients:
         self._together.clear()
         while self._queue:
             pending = self._queue.popleft()
-            name = pending.weights[0].name
-            self._collectives.wait(pending.handle, pending.unit.name, name, "drain")
+            first = pending.weights[0]
+            collectives = self._collectives[first.axis]
+            collectives.wait(pending.handle, pending.unit.name, first.name, "drain")
             pending.handle.keep = ()
             self._give_back(pending)
 

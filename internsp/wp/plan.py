@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from internsp.config import WeightParallelConfig
-from internsp.wp.assign import Assignment
+from internsp.mesh_shape import MeshShape
+from internsp.wp.assign import Assignment, require_experts
 from internsp.wp.blocks import Structure, anchor_position
 from internsp.wp.pool import aligned
 from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
@@ -36,15 +37,20 @@ def chunk_plan(
     assignments: Sequence[Assignment],
     structure: Structure,
     config: WeightParallelConfig,
-    weight_size: int,
+    shape: MeshShape,
     recomputed: set[int],
 ) -> ChunkPlan:
     """The chunk as :func:`internsp.wp.simulate.simulate` wants it.
 
     Args:
-        weight_size: ranks in the weight group.
+        shape: ranks of the weight groups.
         recomputed: indices of checkpointed blocks.
+
+    Raises:
+        StructureError: the mesh has an axis for experts and the model has none.
     """
+    if shape.separate and shape.pipeline == 1:  # a stage of a pipeline may lack them
+        require_experts(assignments, config)
     policy = policy_of(config, len(structure.blocks))
     members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
     for assignment in assignments:
@@ -57,7 +63,7 @@ def chunk_plan(
         block = own[0].block if own else next(
             i for i, b in enumerate(structure.blocks) if b.name == name
         )
-        weights = tuple(_weight(a, weight_size, dtype, policy) for a in own)
+        weights = tuple(_weight(a, shape, dtype, policy) for a in own)
         anchor = -1
         if block >= 0:
             inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
@@ -92,9 +98,9 @@ def _head(
 
 
 def _weight(
-    assignment: Assignment, size: int, dtype: torch.dtype | None, policy: Policy
+    assignment: Assignment, shape: MeshShape, dtype: torch.dtype | None, policy: Policy
 ) -> WeightPlan:
-    parameter = assignment.parameter
+    parameter, size = assignment.parameter, shape.axis(assignment.expert).size
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
     compute = dtype or parameter.dtype
     message = (size - 1) * layout.shard_numel * compute.itemsize
@@ -107,4 +113,5 @@ def _weight(
         trainable=parameter.requires_grad,
         resident=size == 1 and compute == parameter.dtype,
         small=size > 1 and policy.small(layout.padded_numel * compute.itemsize),
+        expert=assignment.expert and shape.separate,
     )

@@ -62,8 +62,6 @@ class Recovery:
             "groups are aborted because the ranks cannot be in the same place. Restart the job "
             "from a checkpoint"
         )
-        for group in (
-            mesh.weight_group, mesh.gradient_group, mesh.replica_group, mesh.sequence_group
-        ):  # fmt: skip
+        for group in mesh.pass_groups:
             abort(group)
         raise CollectiveError(self._broken)

@@ -100,6 +100,8 @@ class WeightPlan:
     """Whole at rest (weight group of one, same dtype): never gathered."""
     small: bool = False
     """Travels together with its small neighbours."""
+    expert: bool = False
+    """Travels over the experts' weight group, which is not the dense weights'."""
 
 
 @dataclass(frozen=True)

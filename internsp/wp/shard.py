@@ -18,10 +18,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from internsp.errors import LayoutError, StaleWeightError, StructureError
-from internsp.mesh import ParallelMesh
+from internsp.mesh import WeightAxis
 
 Tag = tuple[int, torch.dtype]
 
@@ -110,8 +110,12 @@ class ShardedWeight:
     ``storage`` is the padded shard ``[rows, ...]``, contiguous, cut dimension first; the module's
     parameter is a ``DTensor`` whose local tensor is a view of its valid rows.
 
+    Where ranks own different experts, ``layout`` is of this rank's whole weight, and the
+    ``DTensor`` is of all ranks' weights of that name, one after another on dimension 0.
+
     Attributes:
         name: fully qualified, of the first owner when several modules share the weight.
+        axis: along which it is cut; dense weights and experts may have different ones.
         partial: the gradient sum drained so far in this backward, like ``storage`` but fp32 or
             wider; ``None`` before the first drain.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
@@ -124,35 +128,38 @@ class ShardedWeight:
         name: str,
         parameter: nn.Parameter,
         layout: ShardLayout,
-        mesh: ParallelMesh,
+        axis: WeightAxis,
+        device: torch.device,
         compute_dtype: torch.dtype | None,
         autocasts: bool,
     ) -> None:
         self.name = name
         self.layout = layout
-        self.rank = mesh.weight_rank
+        self.axis = axis
+        self.rank = axis.rank
         self.dtype = parameter.dtype
         self.compute_dtype = compute_dtype or parameter.dtype
         self.base_compute_dtype = self.compute_dtype
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
-        self._device = mesh.device.type
+        self._device = device.type
         self.partial: Tensor | None = None
         self.ready: Ready | None = None
         self._generation = 0
-        self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=mesh.device)
+        self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
         if parameter.device.type != "meta":
             with torch.no_grad():
                 rows = layout.cut(parameter.detach(), self.rank)
                 self.storage[: len(rows)].copy_(rows)
         self._flat = self.storage.data.view(-1)
+        shape = (layout.shape[0] * axis.expert, *layout.shape[1:])
         whole = DTensor.from_local(
             self.local(self.storage),
-            mesh.param_mesh,
-            [Replicate(), Shard(layout.dim)],
+            axis.param_mesh,
+            axis.placements(layout.dim),
             run_check=False,
-            shape=torch.Size(layout.shape),
-            stride=_strides(layout.shape),
+            shape=torch.Size(shape),
+            stride=_strides(shape),
         )
         self.parameter = nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
@@ -165,6 +172,12 @@ class ShardedWeight:
         valid = self.layout.valid_rows(self.rank)
         rows = storage if valid == len(storage) else storage[:valid]
         return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """This rank's rows of whole values in the parameter's shape, cut dimension first."""
+        count = self.layout.shape[0]
+        own = values.narrow(0, self.axis.expert_rank * count, count)
+        return self.layout.cut(own, self.rank)
 
     def relocate(self, storage: Tensor) -> None:
         """Move the shard into ``storage`` (same shape): an optimizer packs a unit's shards."""
@@ -232,7 +245,7 @@ class ShardedWeight:
         """
         local = local_of(self.name, values, self.parameter)
         if local is None:
-            local = self.layout.cut(values.detach(), self.rank).movedim(0, self.layout.dim)
+            local = self.rows_of(values.detach()).movedim(0, self.layout.dim)
         with torch.no_grad():
             self.local(self.storage).copy_(local)
 

@@ -46,12 +46,13 @@ class Simulator:
             if weight.name in present or weight.resident:
                 continue
             present.add(weight.name)
+            if not (weight.small and all(w.expert == weight.expert for w in together)):
+                self.gather(together, phase)
+                together = []
             if weight.small:
                 together.append(weight)
-                continue
-            self.gather(together, phase)
-            together = []
-            self.gather([weight], phase)
+            else:
+                self.gather([weight], phase)
         self.gather(together, phase)
 
     def gather(self, weights: list[WeightPlan], phase: str) -> None:
@@ -150,7 +151,8 @@ class Simulator:
         """As ``ISPCommunicator.gradient_hook``."""
         if not weight.trainable:
             return
-        if not weight.small or unit is not self.kept_unit:
+        alike = unit is self.kept_unit and all(w.expert == weight.expert for w in self.kept)
+        if not (weight.small and alike):
             self.flush()
         if weight.small:
             self.kept_unit = unit

@@ -1,4 +1,4 @@
-"""The arithmetic of meshes: two factorings of the same ranks, and what is refused."""
+"""The arithmetic of meshes: three factorings of the same ranks, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import pytest
 
 from internsp.errors import MeshError
 from internsp.mesh import MeshShape
+
+EXPERT_KINDS = (
+    "expert", "expert_weight", "expert_gradient", "expert_replica", "expert_zero",
+    "expert_zero_replica",
+)  # fmt: skip
 
 
 def test_weight_and_sequence_groups_are_contiguous_and_independent() -> None:
@@ -40,6 +45,73 @@ def test_every_kind_of_group_holds_every_rank_once(world: int) -> None:
             for kind in ("weight", "replica", "zero", "zero_replica", "sequence", "data", "stage"):
                 ranks = [r for group in shape.ranks(kind) for r in group]
                 assert sorted(ranks) == list(range(world)), kind
+
+
+def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() -> None:
+    shape = MeshShape(24, weight=2, pipeline=2, expert_weight=2, expert=3)
+    assert shape.ranks("expert_weight")[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert shape.ranks("expert_gradient") == shape.ranks("expert_weight")
+    assert shape.ranks("expert")[:4] == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert shape.ranks("expert_replica")[:3] == [[0, 6], [1, 7], [2, 8]]
+    assert shape.ranks("expert_replica")[6] == [12, 18]  # a pipeline stage of its own
+    assert (shape.experts.replicas, shape.experts.expert, shape.experts.size) == (2, 3, 2)
+    assert shape.ranks("replica")[0] == [0, 2, 4, 6, 8, 10]  # dense weights: as without experts
+    assert [shape.experts.place(inside) for inside in (0, 1, 2, 7, 11)] == [
+        (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 2, 1),
+    ]  # fmt: skip
+
+
+def test_experts_without_degrees_of_their_own_share_the_dense_axis() -> None:
+    for shape in (MeshShape(8, 2), MeshShape(8, 2, zero=2), MeshShape(8, 2, expert_weight=2)):
+        assert shape.experts == shape.dense
+        assert not shape.separate
+        for kind in ("weight", "gradient", "replica", "zero", "zero_replica"):
+            assert shape.ranks(f"expert_{kind}") == shape.ranks(kind)
+        assert shape.ranks("expert") == [[rank] for rank in range(8)]
+    assert MeshShape(8, 2, expert_weight=4).separate
+    assert MeshShape(8, 2, expert=2).separate
+
+
+def test_the_state_of_experts_is_cut_over_what_their_replicas_and_zero_have_in_common() -> None:
+    wide = MeshShape(24, weight=1, zero=8, expert_weight=2, expert=2)
+    assert (wide.experts.replicas, wide.experts.zero) == (6, 2)
+    assert wide.ranks("expert_zero")[:2] == [[0, 4], [1, 5]]
+    assert wide.ranks("expert_zero_replica")[0] == [0, 8, 16]
+    assert MeshShape(24, weight=1, expert_weight=2, expert=2).experts.zero == 6
+    assert MeshShape(24, weight=1, zero=5 + 1, expert=8).experts.zero == 3
+
+
+@pytest.mark.parametrize("world", [1, 4, 6, 12])
+def test_every_kind_of_expert_group_holds_every_rank_once_and_no_stage_is_left(world: int) -> None:
+    for pipeline in (1, 2) if world % 2 == 0 else (1,):
+        stage = world // pipeline
+        for size in (d for d in range(1, stage + 1) if stage % d == 0):
+            for expert in (d for d in range(1, stage // size + 1) if stage // size % d == 0):
+                shape = MeshShape(world, 1, 1, pipeline, None, size, expert)
+                sizes = {"expert": expert, "expert_weight": size, "expert_gradient": size}
+                for kind in EXPERT_KINDS:
+                    groups = shape.ranks(kind)
+                    assert sorted(r for group in groups for r in group) == list(range(world)), kind
+                    assert all(len({r // stage for r in group}) == 1 for group in groups), kind
+                    width = sizes.get(kind, 1 if kind.endswith("zero_replica") else None)
+                    assert {len(group) for group in groups} == {
+                        stage // (size * expert) if width is None else width
+                    }
+
+
+def test_impossible_expert_degrees_are_refused_with_the_possible_ones() -> None:
+    with pytest.raises(MeshError) as refused:
+        MeshShape(8, weight=2, expert_weight=4, expert=4)
+    assert str(refused.value) == (
+        "expert_weight=4 x expert=4 = 16 does not divide the 8 ranks of a pipeline stage (world 8 "
+        "/ pipeline 1); choose a product among [1, 2, 4, 8]"
+    )
+    with pytest.raises(MeshError, match=r"expert_weight=2 \(that of weight\) x expert=3 = 6 does"):
+        MeshShape(8, weight=2, expert=3)
+    with pytest.raises(MeshError, match="expert=0 must be at least 1"):
+        MeshShape(8, expert=0)
+    with pytest.raises(MeshError, match="expert_weight=-1 must be at least 1"):
+        MeshShape(8, expert_weight=-1)
 
 
 def test_impossible_degrees_are_refused_with_the_possible_ones() -> None:

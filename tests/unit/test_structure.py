@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     ["internsp.errors", "internsp.trace", "internsp.stop"],
     ["internsp.config", "internsp.config_checks", "internsp.config_errors",
-     "internsp.config_sections", "internsp.mesh"],
+     "internsp.config_sections", "internsp.mesh_shape", "internsp.mesh"],
     ["internsp.wp.collectives", "internsp.wp.shard", "internsp.wp.schedule", "internsp.wp.simulate",
      "internsp.wp.blocks", "internsp.sp"],
     ["internsp.wp.pool", "internsp.wp.pending", "internsp.wp.replicated", "internsp.wp.recovery"],

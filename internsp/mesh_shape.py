@@ -1,0 +1,213 @@
+"""The arithmetic of a mesh: which ranks belong together. Pure; :mod:`internsp.mesh` makes groups.
+
+The same ranks are factored three times. With ``r = 0 .. stage - 1`` inside one pipeline stage::
+
+    data x sequence                         r = data_rank * sequence + sequence_rank
+    replica x weight                        r = replica_rank * weight + weight_rank
+    expert data x expert x expert weight    r = (expert_replica_rank * expert + expert_rank)
+                                                * expert_weight + expert_weight_rank
+
+so that the degrees are independent of each other (InternEvo, arXiv 2401.09149). The last two are
+weight axes (:class:`AxisShape`): the first is for dense weights, the second for experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from internsp.errors import MeshError
+
+
+@dataclass(frozen=True)
+class AxisShape:
+    """One factoring of a stage's ranks for weights: ``replica x expert x weight``.
+
+    Attributes:
+        stage: ranks of a pipeline stage.
+        size: ranks over which a weight is cut.
+        expert: ranks with weights of their own; 1 where all ranks share the same weights.
+        zero: replicas over which optimizer state is cut:
+            ``replica_rank = zero_replica_rank * zero + zero_rank``.
+    """
+
+    stage: int
+    size: int
+    expert: int
+    zero: int
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard of the same weight."""
+        return self.stage // (self.size * self.expert)
+
+    def place(self, inside: int) -> tuple[int, int, int]:
+        """(replica rank, expert rank, weight rank) of a stage's rank ``inside``."""
+        outer, rank = divmod(inside, self.size)
+        replica, expert = divmod(outer, self.expert)
+        return replica, expert, rank
+
+    def groups(self, world: torch.Tensor, name: str) -> torch.Tensor:
+        """Ranks of every group of one kind, a row each, in a fixed order.
+
+        Args:
+            world: global ranks ``[pipeline, stage]``.
+            name: ``weight, gradient, expert, replica, zero`` or ``zero_replica``.
+        """
+        inner = (self.replicas // self.zero, self.zero, self.expert, self.size)
+        grid = world.view(-1, *inner)
+        axes = {
+            "weight": (0, 1, 2, 3, 4),
+            "gradient": (0, 1, 2, 3, 4),
+            "expert": (0, 1, 2, 4, 3),
+            "zero": (0, 1, 3, 4, 2),
+            "zero_replica": (0, 3, 4, 2, 1),
+            "replica": (0, 3, 4, 1, 2),
+        }[name]
+        grid = grid.permute(axes)
+        return grid.flatten(3) if name == "replica" else grid
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The degrees of a mesh, checked by arithmetic alone (no process group is needed).
+
+    Attributes:
+        zero: replicas of a dense weight over which optimizer state is cut; ``None``: all.
+        expert_weight: ranks over which an expert's weight is cut; ``None``: as ``weight``.
+        expert: ranks that own experts of their own (expert parallel degree).
+
+    Raises:
+        MeshError: when a degree is not positive or does not divide what it must divide.
+    """
+
+    world_size: int
+    weight: int = 1
+    sequence: int = 1
+    pipeline: int = 1
+    zero: int | None = None
+    expert_weight: int | None = None
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        mistakes = self.mistakes()
+        if mistakes:
+            raise MeshError("; ".join(mistakes))
+
+    def mistakes(self) -> list[str]:
+        """Every reason why these degrees are impossible; empty when they fit."""
+        degrees = {
+            "weight": self.weight,
+            "sequence": self.sequence,
+            "pipeline": self.pipeline,
+            "expert_weight": 1 if self.expert_weight is None else self.expert_weight,
+            "expert": self.expert,
+        }
+        found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
+        if found:
+            return found
+        if self.world_size % self.pipeline:
+            return [
+                f"pipeline={self.pipeline} does not divide the world of {self.world_size} ranks; "
+                f"choose one of {_divisors(self.world_size)}"
+            ]
+        stage = self.world_size // self.pipeline
+        where = (
+            f"does not divide the {stage} ranks of a pipeline stage (world {self.world_size} / "
+            f"pipeline {self.pipeline}); choose"
+        )
+        for name in ("weight", "sequence"):
+            if stage % degrees[name]:
+                found.append(f"{name}={degrees[name]} {where} one of {_divisors(stage)}")
+        if self.zero is not None and stage % self.weight == 0:
+            replicas = stage // self.weight
+            if self.zero < 1 or replicas % self.zero:
+                found.append(
+                    f"zero={self.zero} does not divide the {replicas} replicas of a weight shard; "
+                    f"choose one of {_divisors(replicas)}"
+                )
+        own = self.expert_weight is not None or self.expert > 1
+        size = self.weight if self.expert_weight is None else self.expert_weight
+        if own and stage % (size * self.expert):
+            as_weight = " (that of weight)" if self.expert_weight is None else ""
+            found.append(
+                f"expert_weight={size}{as_weight} x expert={self.expert} = {size * self.expert} "
+                f"{where} a product among {_divisors(stage)}"
+            )
+        return found
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks in one pipeline stage."""
+        return self.world_size // self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Different batches processed at a time by one pipeline stage."""
+        return self.stage_size // self.sequence
+
+    @cached_property
+    def dense(self) -> AxisShape:
+        """The axis of all weights but experts."""
+        replicas = self.stage_size // self.weight
+        zero = replicas if self.zero is None else self.zero
+        return AxisShape(self.stage_size, self.weight, 1, zero)
+
+    @cached_property
+    def experts(self) -> AxisShape:
+        """The axis of experts; equal to :attr:`dense` where they have none of their own.
+
+        Of fewer replicas than ``zero`` asks for, the largest common divisor cuts their state.
+        """
+        size = self.weight if self.expert_weight is None else self.expert_weight
+        replicas = self.stage_size // (size * self.expert)
+        zero = replicas if self.zero is None else math.gcd(self.zero, replicas)
+        return AxisShape(self.stage_size, size, self.expert, zero)
+
+    @property
+    def separate(self) -> bool:
+        """Whether experts have a weight axis of their own."""
+        return self.experts != self.dense
+
+    def axis(self, experts: bool) -> AxisShape:
+        """:attr:`experts` or :attr:`dense`."""
+        return self.experts if experts else self.dense
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard of a dense weight."""
+        return self.dense.replicas
+
+    @property
+    def zero_size(self) -> int:
+        """Replicas over which the optimizer state of dense weights is cut."""
+        return self.dense.zero
+
+    def ranks(self, name: str) -> list[list[int]]:
+        """Global ranks of every group of one kind, in a fixed order.
+
+        Args:
+            name: ``weight, gradient, replica, zero, zero_replica, sequence, data, stage,
+                pipeline``; of experts ``expert, expert_weight, expert_gradient, expert_replica,
+                expert_zero`` or ``expert_zero_replica``.
+        """
+        world = torch.arange(self.world_size).view(self.pipeline, self.stage_size)
+        if name == "stage":
+            grid = world
+        elif name == "pipeline":
+            grid = world.T
+        elif name in ("sequence", "data"):
+            grid = world.view(self.pipeline, self.data, self.sequence)
+            grid = grid if name == "sequence" else grid.transpose(1, 2)
+        elif name.startswith("expert"):
+            grid = self.experts.groups(world, name.removeprefix("expert_"))
+        else:
+            grid = self.dense.groups(world, name)
+        return grid.reshape(-1, grid.shape[-1]).tolist()
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

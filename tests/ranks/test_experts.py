@@ -1,0 +1,132 @@
+"""Experts on a weight axis of their own: every value equals one process's, on four ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from internsp.optim import ZeroOptimizer, clip_grad_norm_
+from internsp.wp.simulate import simulate
+from tests.support.experts import Case, Pair, gap
+from tests.support.ranks import run_ranks
+
+BOUND = 1e-10
+CASES = {
+    "wider groups, three experts on four ranks": Case(2, 4, number=3),
+    "narrower groups": Case(4, 2, micro_batches=2),
+    "two owners": Case(2, 2, 2),
+    "two owners with replicas": Case(4, 1, 2, zero=1, checkpoint={"mode": "full"}),
+    "four owners": Case(2, 1, 4, zero=2, config={"granularity": "module"}),
+    "idle experts": Case(2, 4, listed=True, number=5),
+    "idle experts, recomputed": Case(
+        1, 2, zero=2, listed=True, number=5, checkpoint={"mode": "full", "fraction": 0.5}
+    ),
+    "all weights small": Case(2, 2, 2, config={"together_bytes": 65536}),
+    "some weights small": Case(2, 4, config={"together_bytes": 400, "pending_blocks": 1}),
+    "no slots kept": Case(4, 2, 2, number=2, config={"memory_pool": False, "prefetch_depth": 2}),
+}
+
+
+def plain_loop(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
+    """Three steps of torch's own optimizer: gradients, clipped norm and parameters."""
+    found = []
+    for case in cases:
+        pair = Pair(case)
+        experts = [p for n, p in pair.ours.named_parameters() if "experts" in n.split(".")]
+        dense = [p for n, p in pair.ours.named_parameters() if "experts" not in n.split(".")]
+        # foreach takes no tensors of two meshes together: a group for each.
+        ours = torch.optim.AdamW([{"params": dense}, {"params": experts}], lr=1e-2, foreach=True)
+        theirs = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2)
+        worst = {"gradient": 0.0, "norm": 0.0}
+        for step in range(3):
+            pair.backward(step)
+            worst["gradient"] = max(worst["gradient"], pair.furthest_gradient())
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0).item()
+            mine = clip_grad_norm_(pair.ours.parameters(), 1.0)
+            worst["norm"] = max(worst["norm"], abs(mine - norm) / norm)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append({**worst, "parameter": pair.furthest_parameter()})
+    return found
+
+
+def zero(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
+    """The same with ZeroOptimizer."""
+    found = []
+    for case in cases:
+        pair = Pair(case)
+        ours = ZeroOptimizer(pair.communicator, torch.optim.AdamW, lr=1e-2, max_grad_norm=1.0)
+        theirs = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2)
+        worst = {"gradient": 0.0, "norm": 0.0}
+        for step in range(3):
+            pair.backward(step)
+            got = ours.gather_gradients()
+            wanted = {n: p.grad for n, p in pair.plain.named_parameters() if p.grad is not None}
+            assert set(got) == set(wanted)
+            gaps = [gap(got[name], gradient) for name, gradient in wanted.items()]
+            worst["gradient"] = max(worst["gradient"], *gaps)
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0).item()
+            worst["norm"] = max(worst["norm"], abs(ours.step() - norm) / norm)
+            theirs.step()
+            theirs.zero_grad()
+            ours.zero_grad()
+        found.append({**worst, "parameter": pair.furthest_parameter()})
+    return found
+
+
+@pytest.mark.parametrize("loop", [plain_loop, zero])
+def test_gradients_norms_and_steps_equal_one_process(loop: Any) -> None:
+    for found in run_ranks(loop, 4, list(CASES.values())):
+        for name, worst in zip(CASES, found, strict=True):
+            assert max(worst.values()) < BOUND, (name, worst)
+
+
+def bits(rank: int, world: int, case: Case) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for overlap in (True, False):
+        config = {**case.config, "overlap": overlap}
+        pair = Pair(Case(**{**case.__dict__, "config": config}))
+        optimizer = ZeroOptimizer(pair.communicator, torch.optim.AdamW, lr=1e-2, max_grad_norm=1.0)
+        numbers = []
+        for step in range(3):
+            numbers += [pair.backward(step, plain=False), optimizer.step()]
+            optimizer.zero_grad()
+        found.append({**pair.whole(), "numbers": torch.tensor(numbers)})
+    return found
+
+
+@pytest.mark.parametrize("name", ["narrower groups", "two owners", "all weights small"])
+def test_without_overlap_the_bits_are_the_same(name: str) -> None:
+    for overlapped, synchronous in run_ranks(bits, 4, CASES[name]):
+        for key, value in overlapped.items():
+            assert torch.equal(value, synchronous[key]), key
+
+
+def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], list[str], int, int]]:
+    """What the first step did beside what its plan says."""
+    found = []
+    kinds = ("AG", "RS", "USE", "FREE", "DRAIN")
+    for case in cases:
+        pair = Pair(case)
+        pair.backward(0, plain=False)
+        plan = pair.communicator.plan
+        assert plan is not None
+        planned = simulate(plan, case.micro_batches)
+        sent = planned.nbytes("AG") + planned.nbytes("RS")
+        counters = pair.communicator.state.counters
+        events = [e for e in pair.trace.events if e.kind in ("AG", "RS")]
+        moved = sum(e.nbytes for e in events)
+        assert counters.gathered_bytes == planned.nbytes("AG")
+        found.append((pair.trace.lines(kinds), planned.lines(kinds), moved, sent))
+    return found
+
+
+def test_the_trace_of_a_step_equals_its_plan_line_by_line_and_byte_by_byte() -> None:
+    cases = {name: case for name, case in CASES.items() if not case.listed}
+    for found in run_ranks(traced, 4, list(cases.values())):
+        for name, (lines, planned, moved, sent) in zip(cases, found, strict=True):
+            assert lines == planned, name
+            assert moved == sent, name
