@@ -69,6 +69,14 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         lead = "weight_parallel.anchors" if weights.anchors else "weight_parallel.trigger"
         text = 'lies inside a compiled block; use trigger = "qkv" (the block\'s entry), no anchors'
         yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
+    chosen = [key for key in ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
+              if getattr(weights, key)]
+    if len(chosen) > 1:
+        text = "each says which blocks stay whole; set one of them"
+        yield Problem(tuple(f"weight_parallel.{key}" for key in chosen), text)
+    if weights.resident_blocks > model.layers:
+        text = f"there are {model.layers} blocks (model.layers); 0 for none"
+        yield Problem(("weight_parallel.resident_blocks", "model.layers"), text)
     if model.tie_embeddings and weights.embedding_cut == "hidden":
         text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
         yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)

@@ -165,6 +165,10 @@ class WeightParallelConfig(Section):
     """Glob patterns of consecutive parts of the names of experts' parameters."""
     keep_between_micro_batches: bool = False
     """Keep blocks whole until the optimizer step: a slot for every block of a pipeline chunk."""
+    resident_blocks: Natural = 0
+    """Blocks of each pipeline chunk that stay whole until the optimizer step, spread evenly."""
+    resident_bytes: Natural = 0
+    """In place of resident_blocks: as many as take no more than this memory beside the slots."""
     min_shard_elements: Natural = 2048
     """Parameters with fewer elements are replicated, not cut."""
     together_bytes: Natural = 65536

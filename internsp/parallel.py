@@ -31,7 +31,7 @@ from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.pending import PendingGradients
-from internsp.wp.plan import DTYPES, chunk_plan, policy_of
+from internsp.wp.plan import DTYPES, chunk_plan
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.prefetch import Prefetcher
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
@@ -128,7 +128,6 @@ class _Builder:
         self.sharded: list[ShardedWeight] = []
         self.small = SmallParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
-        self.policy = policy_of(config, len(structure.blocks))
 
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape
@@ -207,16 +206,11 @@ class _Builder:
     def _state(
         self, blocks: list[Unit], others: list[Unit], plan: ChunkPlan, trace: Trace
     ) -> ChunkState:
+        planned = {unit.name: unit for unit in plan.units}
         for unit in (*blocks, *others):
             unit.place()
-        largest = max((u.nbytes for u in blocks), default=0)
-        sizes = [largest] * (self.policy.slots if blocks else 0)
-        for unit in blocks:
-            unit.slot = self.policy.slot(unit.block)
-            unit.at_entry = plan.blocks[unit.block].at_entry
-        for unit in others:
-            unit.slot = len(sizes)
-            sizes.append(unit.nbytes)
+            unit.slot, unit.at_entry = planned[unit.name].slot, planned[unit.name].at_entry
+        sizes = plan.slots()
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
         ledger, overlap = Ledger(), self.config.overlap
@@ -228,10 +222,10 @@ class _Builder:
             for group in (attrgetter("weight_group"), attrgetter("gradient_group"))
         )
         pending = PendingGradients(
-            reductions, trace, pool, self.config.pending_blocks, self.policy.small
+            reductions, trace, pool, self.config.pending_blocks, plan.policy.small
         )
         collectives = gathers[self.mesh.dense]
-        return ChunkState(collectives, gathers, pool, pending, self.policy, counters, trace)
+        return ChunkState(collectives, gathers, pool, pending, plan.policy, counters, trace)
 
     def _communicators(
         self, communicator: ISPCommunicator, others: list[Unit]

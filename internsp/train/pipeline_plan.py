@@ -19,9 +19,10 @@ from internsp.pipeline.chunks import Chunk, split
 from internsp.pipeline.hooks import Place
 from internsp.pipeline.picture import draw
 from internsp.pipeline.pipeline import local_config, splittable
-from internsp.pipeline.plan import Timed, check, passes, simulate_each
+from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
 from internsp.train.factory import build_model
+from internsp.train.resident_plan import Residents
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import chunk_plan
@@ -48,6 +49,7 @@ class RankPlan:
     launched: tuple[tuple[int, int], ...]
     """Gathers and reductions of each pass."""
     schedule: Schedule
+    residents: Residents
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,10 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         splits = {chunk.stage: chunk.splits for chunk in own}
         places = passes(computations(order, rank), stages, splits)
         overlap = config.weight_parallel.overlap
-        schedule, launched = simulate_each(places, [chunk.plan for chunk in own], overlap)
-        ranks.append(RankPlan(own, tuple(places), tuple(launched), schedule))
+        plans = [chunk.plan for chunk in own]
+        schedule, launched = simulate_each(places, plans, overlap)
+        residents = Residents.of(plans, schedule, partial(simulate_passes, places, overlap=overlap))
+        ranks.append(RankPlan(own, tuple(places), tuple(launched), schedule, residents))
     return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks))
 
 
@@ -153,7 +157,8 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
         chunks = kind.chunks or max(2, config.pipeline.chunks)
         counts = []
         for keep in (False, True):
-            weights = config.weight_parallel.model_copy(update={"keep_between_micro_batches": keep})
+            update = {"keep_between_micro_batches": keep, "resident_blocks": 0, "resident_bytes": 0}
+            weights = config.weight_parallel.model_copy(update=update)
             changed = config.model_copy(update={"weight_parallel": weights})
             try:
                 other = plan_of(changed, plan.shape, kind, chunks)

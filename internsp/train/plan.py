@@ -21,6 +21,7 @@ from internsp.train.pipeline_plan import (
     print_schedules,
     tables,
 )
+from internsp.train.resident_plan import Residents
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan
@@ -47,6 +48,7 @@ class Plan:
     memory: tuple[tuple[str, int], ...]
     exchange_bytes: int
     """Sequence exchange: payload that a rank receives in one step, at most."""
+    residents: Residents
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -72,6 +74,11 @@ def make_plan(config: Config, world_size: int) -> Plan:
         schedule,
         tuple(_memory(config, shape, chunk, assignments)),
         _exchange_bytes(config, shape, model),
+        Residents.of(
+            [chunk],
+            schedule,
+            lambda other: simulate(other[0], config.train.micro_batches, weights.overlap),
+        ),
     )
 
 
@@ -153,6 +160,8 @@ def print_plan(
     console.print(_mesh_table(plan.shape))
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
+    if plan.residents.blocks:
+        console.print(plan.residents.line(human))
     count = len(plan.schedule.actions)
     console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
     for action in plan.schedule.actions:
@@ -182,6 +191,9 @@ def _print_pipeline(
         table.add_row(name, *(human(value) for value in values))
     table.add_row("sum", *(human(sum(values)) for values in zip(*rows.values(), strict=True)))
     console.print(table)
+    for number, rank in enumerate(plan.ranks):
+        if rank.residents.blocks:
+            console.print(f"Pipeline rank {number}: {rank.residents.line(human)}")
     print_schedules(plan, console)
     console.print("Played with the messages between ranks: nobody waits for ever.")
     if picture is not None:

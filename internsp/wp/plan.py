@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError
 from internsp.mesh_shape import MeshShape
 from internsp.wp.assign import Assignment, require_experts
 from internsp.wp.blocks import Structure, anchor_position
 from internsp.wp.pool import aligned
-from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
+from internsp.wp.resident import fitting, spread
+from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan, slot_bytes
 from internsp.wp.shard import ShardLayout
 
 DTYPES = {
@@ -23,14 +26,35 @@ DTYPES = {
 
 
 def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
-    """The policy that a configuration asks for."""
+    """The policy that a configuration asks for; :func:`resident` adds which blocks stay whole."""
     return Policy(
         blocks,
         config.prefetch_depth,
         config.granularity == "module",
-        config.keep_between_micro_batches,
-        0 if config.granularity == "module" else config.together_bytes,
+        together_bytes=0 if config.granularity == "module" else config.together_bytes,
     )
+
+
+def resident(config: WeightParallelConfig, sizes: Sequence[int]) -> frozenset[int]:
+    """The blocks of a chunk that stay whole until the optimizer step.
+
+    Args:
+        sizes: bytes of each block's whole weights.
+
+    Raises:
+        ConfigError: two settings say which.
+    """
+    settings = ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
+    chosen = [name for name in settings if getattr(config, name)]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{' and '.join(chosen)} of weight_parallel each say which blocks stay whole: set one"
+        )
+    if config.keep_between_micro_batches:
+        return frozenset(range(len(sizes)))
+    if config.resident_bytes:
+        return frozenset(fitting(sizes, config.prefetch_depth, config.resident_bytes))
+    return frozenset(spread(len(sizes), min(config.resident_blocks, len(sizes))))
 
 
 def chunk_plan(
@@ -57,13 +81,19 @@ def chunk_plan(
         if assignment.unit is not None:
             members.setdefault(assignment.unit, []).append(assignment)
     dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
+    weights_of = {
+        name: tuple(_weight(a, shape, dtype, policy) for a in own)
+        for name, own in members.items()
+    }
+    sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
+    policy = replace(policy, resident=resident(config, sizes))
     units: dict[str, UnitPlan] = {}
-    slot = policy.slots if structure.blocks else 0
+    slot = policy.slots
     for name, own in members.items():
         block = own[0].block if own else next(
             i for i, b in enumerate(structure.blocks) if b.name == name
         )
-        weights = tuple(_weight(a, shape, dtype, policy) for a in own)
+        weights = weights_of[name]
         anchor = -1
         if block >= 0:
             inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
@@ -82,6 +112,26 @@ def chunk_plan(
         head,
         config.pending_blocks,
         tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
+    )
+
+
+def all_moving(chunk: ChunkPlan) -> ChunkPlan:
+    """The same chunk without resident blocks, to compare with."""
+    policy = replace(chunk.policy, resident=frozenset())
+    fewer = chunk.policy.slots - policy.slots
+    moved = {
+        unit.name: replace(
+            unit, slot=policy.slot(unit.block) if unit.block >= 0 else unit.slot - fewer
+        )
+        for unit in chunk.units
+    }
+    return replace(
+        chunk,
+        policy=policy,
+        blocks=tuple(moved[unit.name] for unit in chunk.blocks),
+        embedding=chunk.embedding and moved[chunk.embedding.name],
+        head=chunk.head and moved[chunk.head.name],
+        others=tuple(moved[unit.name] for unit in chunk.others),
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from internsp.wp.resident import reach, slot_of, slot_sizes
+
 T = TypeVar("T")
 Step = tuple[str, int] | None
 
@@ -26,14 +28,14 @@ class Policy:
         depth: blocks gathered ahead; the chunk has ``depth + 1`` slots.
         per_module: gather the next weight at each weight's use instead of the next block at the
             anchor (InternEvo's prefetch per module).
-        keep: a slot for every block, so that blocks stay whole between micro-batches.
+        resident: blocks with slots of their own, that stay whole until the optimizer step.
         together_bytes: whole weights up to this size are small: neighbours share one launch.
     """
 
     blocks: int
     depth: int = 1
     per_module: bool = False
-    keep: bool = False
+    resident: frozenset[int] = frozenset()
     together_bytes: int = 0
 
     def small(self, nbytes: int) -> bool:
@@ -42,12 +44,12 @@ class Policy:
 
     @property
     def slots(self) -> int:
-        """Slots of the chunk (WP-1)."""
-        return max(self.blocks, 1) if self.keep else min(self.depth + 1, max(self.blocks, 1))
+        """Slots of the chunk's blocks (WP-1)."""
+        return len(slot_sizes([0] * self.blocks, self.depth, self.resident))
 
     def slot(self, block: int) -> int:
         """The slot of a block, fixed: saved views alias it (DESIGN 4.1)."""
-        return block % self.slots
+        return slot_of(block, self.blocks, self.depth, self.resident)
 
     def ahead(self, block: int, phase: str) -> list[int]:
         """Blocks to have in flight once ``block``'s trigger fires, nearest first.
@@ -56,9 +58,8 @@ class Policy:
         """
         if self.per_module:
             return []
-        if phase == FORWARD:
-            return list(range(block + 1, min(block + self.depth, self.blocks) + 1))
-        return list(range(block - 1, max(block - self.depth, 0) - 1, -1))
+        coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
+        return reach(coming, self.depth, self.resident)
 
     def at_boundary(self, block: int, phase: str) -> bool:
         """Whether ``block``'s trigger is the pass's last: what follows is another pass's."""
@@ -121,7 +122,12 @@ class UnitPlan:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the unit's whole weights in a slot."""
-        return sum(w.slot_bytes for w in self.weights if not w.resident)
+        return slot_bytes(self.weights)
+
+
+def slot_bytes(weights: Sequence[WeightPlan]) -> int:
+    """Bytes of whole weights in a slot."""
+    return sum(w.slot_bytes for w in weights if not w.resident)
 
 
 @dataclass(frozen=True)
@@ -173,11 +179,16 @@ class ChunkPlan:
         """Gathered at the model's entry and reduced at the end of backward."""
         return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
 
+    @property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """All of them, each once (a tied head is the embedding)."""
+        head = () if self.head is None or self.head is self.embedding else (self.head,)
+        return (*self.blocks, *self.outer, *head)
+
     def slots(self) -> list[int]:
         """Bytes of each slot: the pool's exact size (WP-1)."""
-        largest = max((u.slot_bytes for u in self.blocks), default=0)
-        sizes = dict.fromkeys(range(self.policy.slots if self.blocks else 0), largest)
-        for unit in (self.embedding, self.head, *self.others):
-            if unit is not None:
-                sizes[unit.slot] = unit.slot_bytes
+        policy = self.policy
+        own = slot_sizes([u.slot_bytes for u in self.blocks], policy.depth, policy.resident)
+        sizes = dict(enumerate(own))
+        sizes |= {unit.slot: unit.slot_bytes for unit in self.units if unit.block < 0}
         return [sizes[i] for i in sorted(sizes)]

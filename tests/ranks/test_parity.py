@@ -42,6 +42,7 @@ COMMON: dict[str, list[Any]] = {
     "output": ["local", "gather", "vocabulary"],
     "family": ["llama", "internlm2"],
     "granularity": ["block", "module"],
+    "resident": [0, 1, 3],
 }
 
 
@@ -63,6 +64,7 @@ def case_of(c: Combination) -> Case:
             "memory_pool": c["pool"],
             "head_output": c["output"],
             "granularity": c["granularity"],
+            "resident_blocks": c["resident"],
         },
         checkpoint=CHECKPOINTS[c["checkpoint"]],
         packed=c["packed"],

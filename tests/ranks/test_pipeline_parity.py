@@ -22,13 +22,18 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
     "selective": {"mode": "selective"},
 }
+KEPT: dict[str, dict[str, Any]] = {
+    "none": {},
+    "all": {"keep_between_micro_batches": True},
+    "one": {"resident_blocks": 1},
+}
 OPTIONS: dict[str, list[Any]] = {
     "schedule": [
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
     ],
     "micro_batches": [4, 8],
     "checkpoint": list(CHECKPOINTS),
-    "kept": [False, True],
+    "kept": list(KEPT),
     "overlap": [True, False],
     "pool": [True, False],
     "layers": [8, 9, 13],
@@ -68,7 +73,7 @@ def case_of(c: Combination) -> Case:
         packed=c["packed"],
         static=c["static"],
         weights={
-            "keep_between_micro_batches": c["kept"],
+            **KEPT[c["kept"]],
             "overlap": c["overlap"],
             "memory_pool": c["pool"],
             "granularity": c["granularity"],

@@ -36,17 +36,23 @@ def live_storages(nbytes: int) -> int:
 
 def counted(rank: int, world_size: int) -> None:
     mesh = mesh_of_two()
-    for depth, reuse, checkpoint in ((1, True, None), (1, False, HALF), (2, False, None)):
-        count_blocks(mesh, depth, reuse, checkpoint)
+    for depth, reuse, checkpoint, resident in (
+        (1, True, None, 0), (1, False, HALF, 0), (2, False, None, 0),
+        (1, True, HALF, 2), (1, False, None, 1),
+    ):  # fmt: skip
+        count_blocks(mesh, depth, reuse, checkpoint, resident)
 
 
-def count_blocks(mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any) -> None:
+def count_blocks(
+    mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any, resident: int
+) -> None:
     gc.collect()  # the model before this one
     gc.freeze()  # what lives now is of no interest, and get_objects leaves it out
     # A block's bytes are like no other storage's: the count below cannot be confused.
     twin = Twin(
-        partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth
-    )
+        partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth,
+        resident_blocks=resident,
+    )  # fmt: skip
     pool = twin.communicator.state.pool
     block = twin.communicator.blocks[0].nbytes
     most, most_bytes = 0, 0
@@ -62,10 +68,11 @@ def count_blocks(mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any) -
             module.register_forward_hook(lambda m, a, out: out.register_hook(look) and None)
     for _ in range(2):
         twin.backward()
-    assert most == depth + 1, f"{most} whole blocks at depth {depth}, pool {reuse}"
+    allowed = depth + 1 + resident
+    assert most == allowed, f"{most} whole blocks at depth {depth}, pool {reuse}"
     assert most_bytes == pool.slot_nbytes, "the stated bytes are exact"
     # Outside the slots nothing of a block's whole size is left.
-    assert live_storages(block) <= depth + 1
+    assert live_storages(block) <= allowed
 
 
 def test_whole_block_weights_never_exceed_the_slots() -> None:

@@ -157,6 +157,10 @@ TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int
     (SOME, HALF, False, 1),
     (ALL | {"trigger": "mlp"}, None, True, 2),
     (ALL, FULL, False, 1),
+    ({"resident_blocks": 2}, None, False, 2),
+    ({"resident_blocks": 1, "granularity": "module"}, HALF, True, 2),
+    (SOME | {"resident_blocks": 3, "prefetch_depth": 2}, HALF, False, 1),
+    (ALL | {"resident_blocks": 1, "memory_pool": False}, FULL, False, 2),
 )
 
 

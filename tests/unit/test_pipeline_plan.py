@@ -106,7 +106,7 @@ def test_the_first_stage_leaves_all_to_the_weight_part() -> None:
 
 
 def chunk(blocks: int, keep: bool = False) -> ChunkPlan:
-    policy = Policy(blocks, keep=keep)
+    policy = Policy(blocks, resident=frozenset(range(blocks if keep else 0)))
     units = tuple(
         UnitPlan(f"b{i}", (WeightPlan(f"b{i}.w", 8, 8, 16, 8),), policy.slot(i), i)
         for i in range(blocks)

@@ -89,6 +89,24 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
     assert text.count("\n  AG ") == plan.schedule.count("AG")
 
 
+def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
+    two = config(weight_parallel={"min_shard_elements": 64, "resident_blocks": 2})
+    plan, usual = make_plan(two, 2), make_plan(config(), 2)
+    assert plan.chunk.policy.resident == {0, 2}
+    # Blocks 1 and 3 move and have two slots: all four are whole when backward begins.
+    assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - 2 * BLOCK // 2
+    whole = "whole weights (slots, exact)"
+    assert dict(plan.memory)[whole] == dict(usual.memory)[whole] + 2 * BLOCK
+    out = io.StringIO()
+    print_plan(two, 4, Console(file=out, width=160))
+    assert (
+        f"2 resident blocks (layers.0, layers.2): {human(2 * BLOCK)} more whole weights, "
+        f"{2 * 7} gathers ({human(BLOCK)}) fewer a step"
+    ) in out.getvalue()
+    by_memory = {"min_shard_elements": 64, "resident_bytes": 2 * BLOCK - 1}
+    assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.resident == {1}
+
+
 def test_bytes_read_well() -> None:
     assert [human(n) for n in (0, 9_999, 10_240, 5 * 2**20, 3 * 2**40, 5_000 * 2**40)] == [
         "0 B", "9999 B", "10.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",

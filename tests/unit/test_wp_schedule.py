@@ -31,8 +31,9 @@ def chunk(
     anchor: int = 1,
     pending: int = 2,
     resident: bool = False,
+    kept: frozenset[int] = frozenset(),
 ) -> ChunkPlan:
-    policy = Policy(blocks, depth, per_module)
+    policy = Policy(blocks, depth, per_module, kept & frozenset(range(blocks)))
     units = tuple(
         UnitPlan(
             f"b{i}",
@@ -58,6 +59,7 @@ chunks = st.builds(
     recomputed=st.frozensets(st.integers(0, 6)),
     anchor=st.integers(-1, 4),
     pending=st.integers(1, 3),
+    kept=st.frozensets(st.integers(0, 6)),
 )
 
 
@@ -152,11 +154,41 @@ def test_resident_weights_are_neither_gathered_nor_waited_for() -> None:
     assert {a.kind for a in schedule.actions} == {"USE", "FREE", "RS", "WAIT", "DRAIN"}
 
 
-@given(blocks=st.integers(1, 9), depth=st.integers(1, 4))
-def test_blocks_ahead_of_a_block_never_share_its_slot(blocks: int, depth: int) -> None:
-    policy = Policy(blocks, depth)
+@given(plan=chunks, micro_batches=st.integers(1, 3))
+def test_a_resident_block_is_gathered_once_and_the_others_as_if_it_were_not_there(
+    plan: ChunkPlan, micro_batches: int
+) -> None:
+    gathers = simulate(plan, micro_batches).lines(["AG"])
+    kept = plan.policy.resident
+    for block in kept:
+        for part in PARTS:
+            assert sum(f"b{block}.{part}" in line for line in gathers) == 1
+    fewer = chunk(len(plan.blocks) - len(kept), plan.policy.depth)
+    moving = sum(".q" in line for line in simulate(fewer, micro_batches).lines(["AG"]))
+    assert sum(".q" in line for line in gathers) == moving + len(kept)
+
+
+def test_past_a_resident_block_the_next_one_comes_early() -> None:
+    policy = Policy(6, resident=frozenset({1, 3, 4}))
+    assert [policy.ahead(b, FORWARD) for b in range(6)] == [
+        [1, 2], [2], [3], [4, 5], [5], [6],
+    ]  # fmt: skip
+    assert [policy.ahead(b, BACKWARD) for b in range(6)] == [
+        [], [0], [1, 0], [2], [3, 2], [4],
+    ]  # fmt: skip
+
+
+@given(
+    blocks=st.integers(1, 9), depth=st.integers(1, 4), kept=st.frozensets(st.integers(0, 8))
+)
+def test_blocks_ahead_of_a_block_never_share_its_slot(
+    blocks: int, depth: int, kept: frozenset[int]
+) -> None:
+    policy = Policy(blocks, depth, resident=kept & frozenset(range(blocks)))
     for block in range(blocks):
         for phase in (FORWARD, BACKWARD):
             ahead = [b for b in policy.ahead(block, phase) if b < blocks]
             slots = [policy.slot(b) for b in [block, *ahead]]
-            assert len(set(slots)) == len(slots) <= depth + 1
+            assert len(set(slots)) == len(slots)
+            assert max(slots) < policy.slots
+            assert sum(b not in policy.resident for b in ahead) <= depth

@@ -1,0 +1,50 @@
+"""What ``internsp plan`` says of resident blocks: which, their memory, the gathers saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from internsp.wp.plan import all_moving
+from internsp.wp.schedule import ChunkPlan, Schedule
+
+
+@dataclass(frozen=True)
+class Residents:
+    """Resident blocks of one rank, beside the same rank without any.
+
+    Attributes:
+        blocks: names, chunk by chunk.
+        nbytes: slots beyond those that it would need anyway.
+        gathers, gathered_bytes: saved in one step (bytes: payload that it receives).
+    """
+
+    blocks: tuple[str, ...]
+    nbytes: int
+    gathers: int
+    gathered_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[ChunkPlan],
+        schedule: Schedule,
+        simulate: Callable[[list[ChunkPlan]], Schedule],
+    ) -> Residents:
+        """Compare ``schedule`` with what ``simulate`` makes of chunks without resident blocks."""
+        others = [all_moving(chunk) for chunk in chunks]
+        without = simulate(others)
+        return cls(
+            tuple(c.blocks[i].name for c in chunks for i in sorted(c.policy.resident)),
+            sum(map(sum, (c.slots() for c in chunks))) - sum(map(sum, (c.slots() for c in others))),
+            without.count("AG") - schedule.count("AG"),
+            without.nbytes("AG") - schedule.nbytes("AG"),
+        )
+
+    def line(self, human: Callable[[int], str]) -> str:
+        """For a person."""
+        return (
+            f"{len(self.blocks)} resident blocks ({', '.join(self.blocks)}): "
+            f"{human(self.nbytes)} more whole weights, {self.gathers} gathers "
+            f"({human(self.gathered_bytes)}) fewer a step"
+        )
