@@ -247,59 +247,6 @@ def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
     run_ranks(boundaries, 2)
 
 
-def residents(rank: int, world_size: int) -> None:
-    """Resident blocks are gathered once a step, and again after whatever writes a weight."""
-    mesh = mesh_of()
-    for checkpoint in (None, FULL):
-        twin = Twin(partial(Tiny, layers=6), mesh, checkpoint, resident_blocks=2)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
-        plan = twin.communicator.plan
-        assert plan is not None
-        assert plan.policy.resident == {1, 3}
-
-        def gathers(twin: Twin = twin) -> list[str]:
-            """Resident blocks whose weights were gathered since the last call."""
-            lines = twin.lines("AG")
-            return [n for n in ("1", "3") for line in lines if f"layers.{n}.w1.weight" in line]
-
-        def passes(what: str, twin: Twin = twin) -> None:
-            """Two micro-batches, an evaluation between them, and their gradients."""
-            twin.backward()
-            assert gathers() == ["1", "3"], what
-            everybody, _ = twin.batch()
-            with torch.no_grad():
-                close(twin.ours(*everybody), twin.plain(*everybody), f"{what}: evaluation", 1e-9)
-            twin.backward()
-            assert gathers() == [], f"{what}: a further micro-batch"
-            twin.check_gradients(what)
-
-        passes("first")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        passes("after a step")
-        twin.zero_grad()
-        twin.ours.load_state_dict({k: v.clone() for k, v in twin.ours.state_dict().items()})
-        passes("after load_state_dict")
-        twin.zero_grad()
-        with torch.no_grad():
-            for model in (twin.plain, twin.ours):
-                model.get_parameter("layers.3.w1.weight").mul_(0.5)
-        twin.backward()
-        assert gathers() == ["3"], "one weight edited"
-        twin.check_gradients("edited")
-        twin.zero_grad()
-        for model in (twin.plain, twin.ours):
-            for parameter in model.parameters():
-                parameter.data.mul_(1.25)
-        twin.communicator.invalidate()
-        passes("after .data was written")
-
-
-def test_resident_blocks_are_gathered_once_a_step_and_never_stale() -> None:
-    run_ranks(residents, 2)
-
-
 def by_themselves(rank: int, world_size: int) -> None:
     """Blocks called one by one, as an early exit or a probe does."""
     mesh = mesh_of()

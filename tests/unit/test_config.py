@@ -236,6 +236,11 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "untie the embeddings",
         ),
         (
+            "[weight_parallel]\nresident_blocks = 2\nresident_bytes = 100",
+            1,
+            "weight_parallel.resident_blocks: each says which blocks stay whole; set one of them",
+        ),
+        (
             '[activation_checkpoint]\nmode = "selective"\nreentrant = true',
             1,
             "activation_checkpoint.reentrant: torch's reentrant form cannot be selective; set it "

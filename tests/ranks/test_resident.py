@@ -1,0 +1,71 @@
+"""WP-11, WP-14: resident blocks stay whole for a step's passes, and not a moment longer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from tests.support.models import Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+FULL = ActivationCheckpointConfig(mode="full")
+
+
+def residents(rank: int, world_size: int) -> None:
+    """Resident blocks are gathered once a step, and again after whatever writes a weight."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for checkpoint in (None, FULL):
+        twin = Twin(partial(Tiny, layers=6), mesh, checkpoint, resident_blocks=2)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+        plan = twin.communicator.plan
+        assert plan is not None
+        assert plan.policy.resident == {1, 3}
+
+        def gathers(twin: Twin = twin) -> list[str]:
+            """Resident blocks whose weights were gathered since the last call."""
+            lines = twin.lines("AG")
+            return [n for n in ("1", "3") for line in lines if f"layers.{n}.w1.weight" in line]
+
+        def passes(what: str, twin: Twin = twin) -> None:
+            """Two micro-batches, an evaluation between them, and their gradients."""
+            twin.backward()
+            assert gathers() == ["1", "3"], what
+            everybody, _ = twin.batch()
+            with torch.no_grad():
+                close(twin.ours(*everybody), twin.plain(*everybody), f"{what}: evaluation", 1e-9)
+            twin.backward()
+            assert gathers() == [], f"{what}: a further micro-batch"
+            twin.check_gradients(what)
+
+        passes("first")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        passes("after a step")
+        twin.zero_grad()
+        twin.ours.load_state_dict({k: v.clone() for k, v in twin.ours.state_dict().items()})
+        passes("after load_state_dict")
+        twin.zero_grad()
+        with torch.no_grad():
+            for model in (twin.plain, twin.ours):
+                model.get_parameter("layers.3.w1.weight").mul_(0.5)
+        twin.backward()
+        assert gathers() == ["3"], "one weight edited"
+        twin.check_gradients("edited")
+        twin.zero_grad()
+        for model in (twin.plain, twin.ours):
+            for parameter in model.parameters():
+                parameter.data.mul_(1.25)
+        twin.communicator.invalidate()
+        passes("after .data was written")
+    both = WeightParallelConfig(resident_blocks=1, resident_bytes=1)
+    raises(ConfigError, lambda: parallelize(Tiny(), mesh, both), "resident_blocks", "set one")
+
+
+def test_resident_blocks_are_gathered_once_a_step_and_never_stale() -> None:
+    run_ranks(residents, 2)
