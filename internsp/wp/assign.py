@@ -44,7 +44,7 @@ class Assignment:
         unit: name of its unit, or ``None``: small, replicated.
         block: index of its block, -1 outside the blocks.
         dim: the dimension that is cut.
-        expert: whether it is an expert's, and cut along the mesh's axis of experts.
+        expert: whether it is an expert's, and cut (if it is) along the mesh's axis of experts.
         autocasts: whether autocast decides its compute dtype (a linear layer's weight, or that of
             a module with the attribute ``autocasts``).
     """
@@ -106,7 +106,7 @@ def _assign(
     own = _is_expert(owners, config.experts)
     small = parameter.ndim < 2 or parameter.numel() < config.min_shard_elements
     if small and not (own and expert > 1):
-        return Assignment(parameter, owners, None, -1, 0, False, False)
+        return Assignment(parameter, owners, None, -1, 0, own, False)
     if parameter.ndim == 0:
         raise StructureError(
             f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "

@@ -38,6 +38,43 @@ def test_each_rank_finds_itself_in_the_declared_groups() -> None:
     assert found[3]["zero_replica"] == [1, 3]
 
 
+def expert_groups_of_this_rank(rank: int, world_size: int) -> dict[str, list[int]]:
+    mesh = ParallelMesh.create(
+        4, expert_weight=1, expert=2, device_type="cpu", timeout_seconds=30
+    )
+    axis = mesh.experts
+    assert axis.param_mesh.mesh_dim_names == ("replica", "expert", "weight")
+    assert axis.param_mesh.mesh.tolist() == [[[0], [1]], [[2], [3]]]
+    assert (axis.rank, axis.expert_rank, axis.replica_rank) == (0, rank % 2, rank // 2)
+    assert (mesh.expert, mesh.expert_rank) == (2, rank % 2)
+    assert mesh.axes == [mesh.dense, axis]
+    assert mesh.describe().endswith(
+        "expert replicas 2 x expert 2 x expert weight 1 (ZeRO over 2)"
+    )
+    found = {}
+    for kind in ("weight", "gradient", "replica", "zero", "zero_replica"):
+        group = getattr(axis, f"{kind}_group")
+        assert group not in (mesh.dense.weight_group, mesh.dense.gradient_group)
+        found[kind] = dist.get_process_group_ranks(group)
+    found["expert"] = dist.get_process_group_ranks(mesh.expert_group)
+    for group in mesh.pass_groups:
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(dist.get_process_group_ranks(group))
+    same = ParallelMesh.create(2, expert_weight=2, device_type="cpu", timeout_seconds=30)
+    assert same.experts is same.dense
+    assert dist.get_process_group_ranks(same.expert_group) == [rank]
+    return found
+
+
+def test_experts_have_groups_of_their_own_only_where_their_degrees_differ() -> None:
+    found = run_ranks(expert_groups_of_this_rank, 4)
+    assert found[3] == {
+        "weight": [3], "gradient": [3], "replica": [1, 3], "zero": [1, 3], "zero_replica": [3],
+        "expert": [2, 3],
+    }  # fmt: skip
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     texts = []
     for weight, sequence in ((3, 1), (1 + rank, 1)):

@@ -67,6 +67,10 @@ RUNS: dict[int, list[Changes]] = {
         pipelined("1F1B", weight=2, sequence=2),
         {**pipelined("InterleavedZeroBubble", 2, sequence=2), "train": {"seed": 0}},
         {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "1F1B"}},
+        {
+            **pipelined("1F1B", expert_weight=2),
+            "weight_parallel": {"experts": ["feed_forward"]},
+        },
     ],
 }
 

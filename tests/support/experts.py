@@ -164,6 +164,7 @@ class Case:
     micro_batches: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    timeout: int = 30
 
 
 class Pair:
@@ -175,7 +176,7 @@ class Pair:
             case.weight,
             zero=case.zero,
             device_type="cpu",
-            timeout_seconds=30,
+            timeout_seconds=case.timeout,
             expert_weight=case.expert_weight,
             expert=case.expert,
         )

@@ -28,6 +28,7 @@ class Case:
     pipeline: int = 2
     chunks: int = 1
     weight: int = 1
+    expert_weight: int | None = None
     sequence: int = 1
     micro_batches: int = 4
     layers: int = 5
@@ -80,7 +81,12 @@ def make(
 ) -> tuple[Pipeline, nn.Module]:
     """The pipeline of the calling rank, and the whole model on one process."""
     mesh = ParallelMesh.create(
-        case.weight, case.sequence, case.pipeline, device_type="cpu", timeout_seconds=case.timeout
+        case.weight,
+        case.sequence,
+        case.pipeline,
+        device_type="cpu",
+        timeout_seconds=case.timeout,
+        expert_weight=case.expert_weight,
     )
     tokens = case.tokens(mesh.data)
     width = case.mine(mesh, 0).input_ids.shape[1]

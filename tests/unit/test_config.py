@@ -207,6 +207,11 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "parallel.zero: 3 does not divide the 4 replicas of a weight (8 ranks / weight = 2)",
         ),
         (
+            "[parallel]\nweight = 2\nexpert_weight = 4\nexpert = 4",
+            8,
+            "parallel.expert_weight: 4 x expert = 4 does not divide the 8 ranks",
+        ),
+        (
             "[train]\nglobal_batch = 3\nmicro_batches = 2\n[parallel]\nsequence = 2",
             4,
             "train.global_batch: 3 sequences are too few for 4 (micro_batches = 2 x data degree "

@@ -69,6 +69,34 @@ def test_zero_cuts_the_optimizer_state_over_the_replicas() -> None:
     assert dict(make_plan(part, 8).memory)["optimizer state"] == whole // 2
 
 
+def test_experts_are_planned_over_their_own_groups() -> None:
+    """Here the feed-forward layers are named experts: cut over 4 ranks, the rest over 2."""
+    changes: dict[str, dict[str, object]] = {
+        "parallel": {"weight": 2, "sequence": 2, "expert_weight": 4},
+        "weight_parallel": {"min_shard_elements": 64, "experts": ["feed_forward"]},
+    }
+    plan = make_plan(config(**changes), 8)
+    dense, experts = 4 * 16 * 16 * 4, 3 * 16 * 48 * 4  # bytes of a block
+    assert plan.schedule.nbytes("AG") == 6 * (dense // 2 + experts * 3 // 4) + 2 * TABLE // 2
+    assert plan.schedule.nbytes("RS") == 4 * (dense // 2 + experts * 3 // 4) + 2 * TABLE // 2
+    memory = dict(plan.memory)
+    shards = (4 * dense + 2 * TABLE) // 2, 4 * experts // 4
+    small = 9 * 16 * 4
+    assert memory["weight shards"] == sum(shards)
+    assert memory["whole weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
+    # Four replicas of a dense shard, two of an expert's; adamw has two moments.
+    assert memory["optimizer state"] == 2 * ((shards[0] + small) // 4 + shards[1] // 2)
+    two_largest = TABLE + max(BLOCK, TABLE)
+    assert memory["reductions in flight (at most)"] == 2 * two_largest
+    out = io.StringIO()
+    print_plan(config(**changes), 8, Console(file=out, width=160, soft_wrap=True))
+    text = out.getvalue()
+    assert "expert weight" in text
+    assert "of it experts, over 4 ranks" in text
+    (row,) = [line for line in text.splitlines() if line.strip("│ ").startswith("6 ")]
+    assert " ".join(row.replace("│", " ").split()) == "6 0 3 0 3 3 0 1 1 0 2"
+
+
 def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:
     with pytest.raises(ConfigError) as refused:
         make_plan(config(parallel={"weight": 3, "sequence": 5}), 8)

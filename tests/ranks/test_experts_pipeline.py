@@ -1,0 +1,41 @@
+"""The third factoring inside pipeline stages: any weights, on a weight group of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from internsp.trace import Trace
+from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.ranks import run_ranks
+
+EXPERTS: dict[str, Any] = {"experts": ("feed_forward",)}
+CASES = [
+    Case("ZBVZeroBubble", chunks=2, expert_weight=2, weights=EXPERTS),
+    Case(
+        "1F1B",
+        weight=2,
+        expert_weight=1,
+        weights={**EXPERTS, "together_bytes": 0},
+        checkpoint={"mode": "full", "fraction": 0.5},
+    ),
+]
+
+
+def run(rank: int, world_size: int) -> list[tuple[Found, list[str], list[str]]]:
+    found = []
+    for case in CASES:
+        trace = Trace(enabled=True)
+        pipeline, plain = make(case, trace=trace)
+        losses = pipeline.step(batches(case, pipeline.mesh))
+        done, planned = (t.lines(("AG", "RS")) for t in (trace, pipeline.planned(True)))
+        found.append((compare(case, pipeline, plain, losses), done, planned))
+    return found
+
+
+def test_gradients_and_messages_in_a_pipeline_are_as_they_should_be() -> None:
+    for ranks in run_ranks(run, 4, timeout=90):
+        for case, (found, done, planned) in zip(CASES, ranks, strict=True):
+            assert found.loss < BOUND, case
+            assert found.gradient < BOUND, case
+            assert found.gradients > 0, case
+            assert done == planned, case

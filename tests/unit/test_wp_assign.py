@@ -1,0 +1,118 @@
+"""Which parameters are experts', by patterns of consecutive parts of a name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from internsp.config import WeightParallelConfig
+from internsp.errors import StructureError
+from internsp.mesh_shape import MeshShape
+from internsp.wp.assign import assign
+from internsp.wp.blocks import read
+from internsp.wp.plan import chunk_plan
+from internsp.wp.schedule import ChunkPlan
+from internsp.wp.simulate import simulate
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wo = nn.Linear(8, 8)
+        self.mlp = nn.ModuleDict(
+            {
+                "router": nn.Linear(8, 8, bias=False),
+                "shared_experts": nn.Linear(8, 16, bias=False),
+                "experts": nn.ModuleList(nn.Linear(8, 16) for _ in range(2)),
+            }
+        )
+
+
+def model() -> nn.Module:
+    made = nn.Module()
+    made.layers = nn.ModuleList([Block(), Block()])
+    return made
+
+
+def experts_of(*patterns: str, expert: int = 1) -> tuple[set[str], set[str]]:
+    """(experts, those of them that are cut) in the first block, without its name."""
+    config = WeightParallelConfig(min_shard_elements=64, experts=patterns or ("experts",))
+    made = model()
+    found = [a for a in assign(made, read(made), config, expert) if a.expert]
+    names = {a.name.removeprefix("layers.0.") for a in found if a.name.startswith("layers.0.")}
+    cut = {a.name.removeprefix("layers.0.") for a in found if a.unit == "layers.0"}
+    return names, cut
+
+
+LINEARS = {f"mlp.experts.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
+WEIGHTS = {name for name in LINEARS if name.endswith("weight")}
+
+
+def test_a_part_named_experts_is_enough_and_a_name_that_only_contains_it_is_not() -> None:
+    assert experts_of() == (LINEARS, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("mlp.experts", LINEARS),
+        ("layers.*.mlp.experts.?", LINEARS),
+        ("experts.0.weight", {"mlp.experts.0.weight"}),
+        ("*experts", LINEARS | {"mlp.shared_experts.weight"}),
+        ("mlp.*.0", {n for n in LINEARS if ".0." in n}),
+        ("layers.experts", set()),  # parts follow each other without a gap
+        ("layers.1", set()),  # the other block's
+        ("wo", {"wo.weight", "wo.bias"}),
+    ],
+)
+def test_patterns_match_consecutive_parts(pattern: str, names: set[str]) -> None:
+    assert experts_of(pattern)[0] == names
+
+
+def test_owned_experts_are_cut_whatever_their_size() -> None:
+    assert experts_of(expert=2) == (LINEARS, LINEARS)
+
+
+def plan(shape: MeshShape, **settings: Any) -> ChunkPlan:
+    config = WeightParallelConfig(**{"min_shard_elements": 64, "together_bytes": 0, **settings})
+    made = model()
+    structure = read(made)
+    assignments = assign(made, structure, config, shape.expert)
+    return chunk_plan(assignments, structure, config, shape, set())
+
+
+def test_bytes_of_experts_are_those_of_their_own_groups() -> None:
+    by_name = {w.name: w for w in plan(MeshShape(8, 2, expert_weight=4)).blocks[0].weights}
+    dense, expert = by_name["layers.0.wo.weight"], by_name["layers.0.mlp.experts.0.weight"]
+    assert (dense.gather_bytes, dense.shard_bytes, dense.expert) == (64 * 4 // 2, 128, False)
+    assert (expert.gather_bytes, expert.reduce_bytes) == (128 * 4 * 3 // 4, 128 * 4 * 3 // 4)
+    assert (expert.shard_bytes, expert.expert) == (128 * 4 // 4, True)
+    alone = {w.name: w for w in plan(MeshShape(8, 2, expert_weight=1)).blocks[0].weights}
+    assert alone["layers.0.mlp.experts.0.weight"].resident
+    assert not alone["layers.0.wo.weight"].resident
+    same = plan(MeshShape(8, 2, expert_weight=2))
+    assert not any(w.expert for w in same.blocks[0].weights)
+
+
+def test_small_weights_of_two_axes_do_not_share_a_launch() -> None:
+    """A synchronous step waits once for what was launched together."""
+    waits = []
+    for size in (2, 4):
+        chunk = plan(MeshShape(8, 2, expert_weight=size), together_bytes=65536)
+        schedule = simulate(chunk, overlap=False)
+        assert schedule.count("AG") == schedule.count("RS") == 2 * 5
+        waits.append(schedule.count("WAIT"))
+    # Two blocks, which stay in their slots for backward: a gather and a reduction of each, or of
+    # its dense weights and of its experts.
+    assert waits == [2 + 2, 4 + 4]
+
+
+def test_a_mesh_for_experts_and_a_model_without_any_is_an_error_that_lists_candidates() -> None:
+    with pytest.raises(StructureError) as caught:
+        plan(MeshShape(8, 2, expert=2), experts=("moe.*",))
+    assert "weight_parallel.experts = ['moe.*']" in str(caught.value)
+    assert "layers.*.mlp.experts.*, layers.*.mlp.router" in str(caught.value)
+    stage = plan(MeshShape(8, 2, pipeline=2, expert=2), experts=("moe.*",))
+    assert not any(w.expert for w in stage.blocks[0].weights), "a stage may have none"
