@@ -208,11 +208,14 @@ class ParallelMesh:
         """
         if not dist.is_initialized():
             _initialise(device_type, timeout_seconds)
+        device = _device(device_type)
+        if device.type == "cuda":  # NCCL sends objects from the current device, which starts as 0
+            torch.cuda.set_device(device)
         world, rank = dist.get_world_size(), dist.get_rank()
         shape = MeshShape(world, weight, sequence, pipeline, zero, expert_weight, expert)
         _agree((weight, sequence, pipeline, zero, expert_weight, expert), rank)
         groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
-        return cls(shape, rank, _device(device_type), groups, timeout_seconds)
+        return cls(shape, rank, device, groups, timeout_seconds)
 
     @property
     def axes(self) -> list[WeightAxis]:

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, LayoutError, StructureError
@@ -38,6 +41,7 @@ from internsp.wp.replicated import ReplicatedParameter, SmallParameters
 from internsp.wp.schedule import ChunkPlan
 from internsp.wp.shard import ShardedWeight, ShardLayout
 
+MakeCollectives = Callable[..., Collectives]
 Initialise = Callable[[str, Tensor, torch.Generator], None]
 
 
@@ -48,6 +52,7 @@ def parallelize(
     *,
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     trace: Trace | None = None,
+    collectives: MakeCollectives = Collectives,
 ) -> ISPCommunicator:
     """Cut ``model``'s weights over the weight group and attach communication to it, in place.
 
@@ -61,6 +66,8 @@ def parallelize(
         model: blocks, embedding and head are found by name patterns (WP-7).
         activation_checkpoint: blocks that recompute their activations.
         trace: where events of communication go.
+        collectives: makes what carries the messages of one group, with the arguments of
+            :class:`internsp.wp.collectives.Collectives` (a benchmark passes an emulated link).
 
     Returns:
         The communicator of the blocks, with ``head``, ``embedding``, ``small`` and ``state``.
@@ -78,7 +85,7 @@ def parallelize(
         )
     recomputed = _recomputed(activation_checkpoint, len(structure.blocks))
     trace = trace or Trace()
-    builder = _Builder(model, mesh, config, structure, recomputed)
+    builder = _Builder(model, mesh, config, structure, recomputed, collectives)
     communicator = builder.build(trace)
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
@@ -120,7 +127,9 @@ class _Builder:
         config: WeightParallelConfig,
         structure: Structure,
         recomputed: set[int],
+        collectives: MakeCollectives = Collectives,
     ) -> None:
+        self.make_collectives = collectives
         self.model, self.mesh, self.config = model, mesh, config
         self.structure = structure
         self.recomputed = recomputed
@@ -213,10 +222,10 @@ class _Builder:
         sizes = plan.slots()
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
-        ledger, overlap = Ledger(), self.config.overlap
+        ledger, overlap, device = Ledger(), self.config.overlap, self.mesh.device
         gathers, reductions = (
             {
-                axis: Collectives(group(axis), overlap, trace, counters, ledger)
+                axis: self.make_collectives(group(axis), overlap, trace, counters, ledger, device)
                 for axis in self.mesh.axes
             }
             for group in (attrgetter("weight_group"), attrgetter("gradient_group"))
@@ -289,7 +298,13 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
             if id(member.parameter) in written:
                 member.invalidate()
 
+    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = reference()
+        if alive is not None and alive.state.handles:
+            alive.settle_gathers()
+
     # Never removed: a finalizer could run while torch iterates over its hooks.
+    register_optimizer_step_pre_hook(stepping)
     register_optimizer_step_post_hook(stepped)
     model.register_state_dict_pre_hook(lambda *_: communicator.publish())
     for module in model.modules():

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened.
 
-    Times are ``time.perf_counter()`` seconds. For a collective, ``start`` is its launch and
-    ``end`` its completion (``None`` while in flight); for ``WAIT`` they bound the time in which
-    the computing thread waited; for instants they are equal.
+    Times are ``time.perf_counter()`` seconds (with a clock, after :meth:`Trace.resolve`). For a
+    collective, ``start`` is its launch and ``end`` its completion (``None`` while in flight); for
+    ``WAIT`` they bound the time in which computing waited; for instants they are equal.
     """
 
     kind: str
@@ -33,14 +34,82 @@ class Event:
         return f"{self.kind} {self.phase} {self.weight or self.unit}".rstrip()
 
 
-class Trace:
-    """Events in the order in which they were recorded. ``record`` costs nothing when disabled."""
+class Clock(Protocol):
+    """A clock whose times are known later only: that of a device which works behind the host."""
 
-    def __init__(self, enabled: bool = False) -> None:
+    def restart(self) -> None:
+        """Called when a step begins."""
+
+    def mark(self) -> Any:
+        """The point that the host is queueing at now."""
+
+    def seconds(self, mark: Any) -> float:
+        """When it was reached, on the scale of ``time.perf_counter()``. May block."""
+
+
+class Trace:
+    """Events in the order in which they were recorded. ``record`` costs nothing when disabled.
+
+    Args:
+        clock: times are its marks until :meth:`resolve`; by default ``time.perf_counter``, whose
+            are numbers at once.
+    """
+
+    def __init__(self, enabled: bool = False, clock: Clock | None = None) -> None:
         self.enabled = enabled
+        self.clock = clock
         self.events: list[Event] = []
-        self.exposed_seconds = 0.0
-        """Time the computing thread waited for communication; counted also when disabled."""
+        self._waits: list[tuple[Any, Any]] = []
+        self._exposed = 0.0
+
+    def now(self) -> Any:
+        """The time for an event: seconds, or the clock's mark."""
+        return time.perf_counter() if self.clock is None else self.clock.mark()
+
+    def waited(self, start: Any, end: Any) -> None:
+        """Count a wait between two results of :meth:`now`."""
+        if self.clock is None:
+            self._exposed += end - start
+        else:
+            self._waits.append((start, end))
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time that computing waited for communication; counted also when disabled.
+
+        With a clock, reading it blocks until the last wait is over.
+        """
+        for start, end in self._waits:
+            self._exposed += self._seconds(end) - self._seconds(start)
+        self._waits = []
+        return self._exposed
+
+    @exposed_seconds.setter
+    def exposed_seconds(self, seconds: float) -> None:
+        self._waits, self._exposed = [], seconds
+
+    def begin_step(self) -> None:
+        """Count exposed seconds anew."""
+        self._waits, self._exposed = [], 0.0
+        if self.clock is not None:
+            self.clock.restart()
+
+    def resolve(self) -> None:
+        """Turn marks into seconds. Call it before looking at times; blocks with a clock only."""
+        if self.clock is None:
+            return
+        self.events = [
+            replace(
+                e,
+                start=self._seconds(e.start),
+                end=None if e.end is None else self._seconds(e.end),
+            )
+            for e in self.events
+        ]
+
+    def _seconds(self, time: Any) -> float:
+        # A collective of a CPU backend is stamped by its own thread, in the host's time.
+        return time if self.clock is None or isinstance(time, float) else self.clock.seconds(time)
 
     def record(
         self,
@@ -61,7 +130,7 @@ class Trace:
         if not self.enabled:
             return -1
         if start is None:
-            start = time.perf_counter()
+            start = self.now()
         if end is None and not in_flight:
             end = start
         self.events.append(Event(kind, unit, weight, phase, start, end, nbytes))
@@ -70,7 +139,7 @@ class Trace:
     def finish(self, index: int, end: float | None = None) -> None:
         """Fill the end of the in-flight event ``index`` (no effect for -1 or after ``clear``)."""
         if 0 <= index < len(self.events) and self.events[index].end is None:
-            stamp = time.perf_counter() if end is None else end
+            stamp = self.now() if end is None else end
             self.events[index] = replace(self.events[index], end=stamp)
 
     def lines(self, kinds: tuple[str, ...] | None = None) -> list[str]:

@@ -94,7 +94,7 @@ class Reducer:
         self._state.touched.clear()
         self._communicator.small.reset()
         for weight in self._communicator.small.sharded:
-            weight.partial = None
+            weight.drop_partial()
 
     def _exchange(self, bucket: Bucket) -> _Exchange:
         zero, pool = bucket.axis.zero, self._state.pool
@@ -107,7 +107,7 @@ class Reducer:
                 place.zero_()
             else:
                 place.copy_(value.flatten())
-                member.partial = None  # type: ignore[union-attr]
+                member.drop_partial()  # type: ignore[union-attr]
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
         if zero == 1:
@@ -165,7 +165,7 @@ class Reducer:
             wide = torch.promote_types(member.dtype, torch.float32)
             if member.partial is None:
                 member.partial = torch.zeros_like(member.storage, dtype=wide)
-            member.local(member.partial).add_(local)
+            member.local(member.own_partial()).add_(local)
 
     def _launched(self, work: dist.Work | None, unit: str, nbytes: int = 0) -> Handle:
         if work is None:

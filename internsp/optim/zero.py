@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -221,10 +220,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         settings = self._settings()
         trace = self._communicator.state.trace
         for bucket in self._buckets:
-            start = time.perf_counter()
+            start = trace.now()
             bucket.adopt()
             bucket.update(self._used, factor, settings)
-            trace.record("STEP", bucket.name, start=start, end=time.perf_counter())
+            trace.record("STEP", bucket.name, start=start, end=trace.now())
             self._publish(bucket)
 
     def _publish(self, bucket: Bucket) -> None:
@@ -283,6 +282,7 @@ def step_together(optimizers: Sequence[ZeroOptimizer]) -> float:
     for optimizer in optimizers:
         optimizer.drain()
         optimizer._communicator.publish()  # nobody needed it since; the slices are about to change
+        optimizer._communicator.settle_gathers()
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
     norm = math.sqrt(squared_norm(buckets, first._communicator.mesh).item()) * first._unit()
     skipped = first.loss_scaler is not None and not math.isfinite(norm)

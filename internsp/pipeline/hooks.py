@@ -7,7 +7,6 @@ torch's shape inference before the first step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +109,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     def _enter(self, place: Place) -> None:
         """Compare what runs with what was planned (WP-2)."""
-        self._begun = time.perf_counter()
+        self._begun = self._communicators[place.stage].state.trace.now()
         if not self._places:
             return
         planned = self._places[self._at] if self._at < len(self._places) else None
@@ -121,12 +120,13 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     def _leave(self, place: Place) -> None:
         communicator = self._communicators[place.stage]
-        communicator.state.trace.record(
+        trace = communicator.state.trace
+        trace.record(
             "BACKWARD" if place.part else "FORWARD",
             f"stage {place.stage}, micro-batch {place.micro_batch}",
             phase=place.part,
             start=self._begun,
-            end=time.perf_counter(),
+            end=trace.now(),
         )
         communicator.at_boundary()
         communicator.at_boundary = _nothing

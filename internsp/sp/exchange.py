@@ -24,7 +24,6 @@ head dimension, all flattened into one tuple of ints. Ranges of different peers 
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -225,12 +224,12 @@ def _finish(
             f"Rank {home.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
             "waited for, or dropped after an exception. Start it again and wait for it once."
         )
-    begin = time.perf_counter()
-    flight.work.wait()
     trace = home.trace
+    begin = None if trace is None else trace.now()
+    flight.work.wait()
     if trace is not None:
-        end = time.perf_counter()
-        trace.exposed_seconds += end - begin
+        end = trace.now()
+        trace.waited(begin, end)
         trace.record("A2A_WAIT", unit, label, flight.phase, start=begin, end=end)
         trace.finish(flight.event, end)
     batch, _, _, depth = shape

@@ -5,7 +5,6 @@ Both tell the session's hooks the same things (:class:`internsp.pipeline.Schedul
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +40,7 @@ class Whole:
 
     def _one(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
         session, place = self.session, Place(0, 0, number)
-        begin = time.perf_counter()
+        begin = session.trace.now()
         for hook in session.hooks:
             hook.before_forward(place)
         output = self._loss(layout)
@@ -52,7 +51,7 @@ class Whole:
         loss = session.optimizer.scale(output / divisor)
         for hook in session.hooks:
             hook.after_criterion(place, loss)
-        middle = time.perf_counter()
+        middle = session.trace.now()
         session.trace.record("FORWARD", start=begin, end=middle)
         place = Place(0, 0, number, "full")
         for hook in session.hooks:
@@ -60,7 +59,7 @@ class Whole:
         loss.backward()
         for hook in session.hooks:
             hook.after_backward(place)
-        session.trace.record("BACKWARD", start=middle, end=time.perf_counter())
+        session.trace.record("BACKWARD", start=middle, end=session.trace.now())
         return output.detach().double().cpu()
 
     def _loss(self, layout: SequenceLayout) -> Tensor:

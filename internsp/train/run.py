@@ -110,6 +110,7 @@ class _Run:
             trace.clear()
             metrics, asked = self.runner.step(step, self.stop.requested)
             if step <= timeline:
+                trace.resolve()
                 self.events = list(trace.events)
             trace.enabled = False
             trace.clear()

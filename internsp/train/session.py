@@ -20,6 +20,7 @@ from internsp.trace import Trace
 from internsp.train.data import DataSource
 from internsp.train.factory import Model, build_model
 from internsp.wp.isp import ISPCommunicator
+from internsp.wp.streams import device_clock
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -86,7 +87,7 @@ class Session:
             )
         model = build_model(config)
         parameters = sum(p.numel() for p in model.parameters())
-        trace = Trace()
+        trace = Trace(clock=device_clock(mesh.device))
         if config.weight_parallel.head_output != "local":
             model.loss_options = {
                 "output": config.weight_parallel.head_output,

@@ -37,7 +37,7 @@ class StepRunner:
         counters = [communicator.state.counters for communicator in session.communicators]
         for counter in counters:
             counter.reset()
-        session.trace.exposed_seconds = 0.0
+        session.trace.begin_step()
         start = time.perf_counter()
         layouts = [self._layout(b) for b in self._micro_batches(number)]
         valid = sum(layout.valid_tokens for layout in layouts)

@@ -16,6 +16,7 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
     state.pending.drain()
     weights = list(state.touched)
     small.flag(state.touched)
+    _own(weights, mesh.replicas > 1)
     works = [small.reduce(mesh.stage_group, state.counters)]
     works += [
         all_reduce(w.partial, w.axis.replica_group, state.counters)
@@ -31,9 +32,21 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
     for weight, used in zip(small.sharded, used_sharded, strict=True):
         if used and weight.partial is not None:
             _accumulate(weight, weight.partial.div_(ranks) if mean else weight.partial)
-        weight.partial = None
+        weight.drop_partial()
     small.reset()
     state.touched.clear()
+
+
+def _own(weights: list[ShardedWeight], changed: bool) -> None:
+    """Copy lent gradients that are about to be changed, or that two weights were given."""
+    seen: set[int] = set()
+    for weight in weights:
+        if weight.partial is None or not weight.lent:
+            continue
+        place = weight.partial.data_ptr()
+        if changed or place in seen:
+            weight.own_partial()
+        seen.add(place)
 
 
 def _accumulate(member: ShardedWeight | ReplicatedParameter, value: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from internsp.errors import CollectiveError
 from internsp.trace import Trace
+from internsp.wp.streams import Stream, current_stream
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -57,14 +61,35 @@ class Ledger:
         return CollectiveError(message)
 
 
+class Work(Protocol):
+    """What is needed of ``dist.Work``."""
+
+    def wait(self) -> Any:
+        """Block (CPU) or make the current stream stand behind the collective."""
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
 @dataclass(slots=True)
 class Handle:
     """A collective in flight. ``wait`` is idempotent; on a device it orders streams only."""
 
-    work: dist.Work | None
+    work: Work | None
     events: list[int] = field(default_factory=list)
     keep: tuple[Tensor, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes: kept until the wait (WP-6)."""
+    stream: Stream | None = None
+    """The stream it was launched from, on a device that has streams."""
 
     @property
     def done(self) -> bool:
@@ -81,6 +106,7 @@ class Collectives:
         trace: where ``AG``, ``RS`` and ``WAIT`` events go.
         counters: shared by the communicators of a model.
         ledger: shared with the model's other groups; a new one by default.
+        device: where the tensors are.
     """
 
     def __init__(
@@ -90,6 +116,7 @@ class Collectives:
         trace: Trace,
         counters: Counters,
         ledger: Ledger | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
@@ -98,6 +125,11 @@ class Collectives:
         self.trace = trace
         self.counters = counters
         self.ledger = ledger or Ledger()
+        self._device = device
+        self._current = current_stream(device)
+        # On device tensors, gloo's threads copy through the host and its waits block the host.
+        self._blocking_waits = self._current is not None and dist.get_backend(group) == "gloo"
+        self._observer: torch.cuda.Stream | None = None
         # torch.distributed's functions check for every tensor what our layouts have settled, and
         # at a block's twenty-odd collectives that shows: call the group's own methods.
         self._gather = getattr(group, "all_gather_single", group._allgather_base)
@@ -120,7 +152,7 @@ class Collectives:
             output.copy_(shard)
             self.trace.finish(event)
             return Handle(None)
-        work = self._gather(output, shard, self._gather_options)
+        work = self._send_gather(output, shard)
         return self._launched(work, [event], (output, shard), unit, weight, phase)
 
     def gather_together(
@@ -139,7 +171,7 @@ class Collectives:
             self.counters.gathers += 1
             events.append(self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True))
         self.ledger.launched += 1
-        work = self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
+        work = self._send_gathers(outputs, shards)
         return self._launched(work, events, (*outputs, *shards), unit, weights[0], phase)
 
     def reduce(
@@ -165,7 +197,7 @@ class Collectives:
             for event in events:
                 self.trace.finish(event)
             return Handle(None, keep=(output, pieces))
-        work = self._exchange(output, pieces, [], [], self._exchange_options)
+        work = self._send_exchange(output, pieces)
         return self._launched(work, events, (output, pieces), unit, next(iter(weights)), phase)
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
@@ -177,22 +209,63 @@ class Collectives:
         if handle.work is None:
             return
         work, handle.work = handle.work, None
-        start = time.perf_counter()
+        start = self.trace.now()
         try:
             work.wait()
         except RuntimeError as error:
             raise self.ledger.failed(f"{weight or unit} ({phase})", error) from error
-        end = time.perf_counter()
-        self.trace.exposed_seconds += end - start
+        end = self.trace.now()
+        self.trace.waited(start, end)
+        self._outlive(handle)
         self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
         if not self.trace.enabled:
             return
         for event in handle.events:
             self.trace.finish(event, end)
 
+    # What really sends: another link overrides these three. They do not block; the transfer
+    # begins behind what the current stream has queued, and so does whoever waits behind it.
+
+    def _send_gather(self, output: Tensor, shard: Tensor) -> Work:
+        return self._gather(output, shard, self._gather_options)
+
+    def _send_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
+        if self._blocking_waits:  # gloo's coalesced form reads from the host what is on the device
+            return Works([self._send_gather(o, s) for o, s in zip(outputs, shards, strict=True)])
+        return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
+
+    def _send_exchange(self, output: Tensor, pieces: Tensor) -> Work:
+        return self._exchange(output, pieces, [], [], self._exchange_options)
+
+    def _outlive(self, handle: Handle) -> None:
+        """Waited for on another stream than it was launched from: memory must not go back early.
+
+        The allocator gives freed memory to the stream that it was taken on, and that one does not
+        stand behind the collective.
+        """
+        if handle.stream is None or self._current is None:
+            return
+        here = self._current()
+        if here != handle.stream:
+            for tensor in handle.keep:
+                tensor.record_stream(here)  # type: ignore[arg-type]
+
+    def _stamp(self, work: Work, events: list[int]) -> None:
+        """Note when the collective itself ended, without polling (DESIGN 8)."""
+        if self._current is not None and not self._blocking_waits:
+            if self._observer is None:
+                self._observer = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._observer):  # stands behind it, and nobody behind this
+                work.wait()
+                end = self.trace.now()
+            for event in events:
+                self.trace.finish(event, end)
+        elif isinstance(work, dist.Work):
+            _stamp(work, self.trace, events)
+
     def _launched(
         self,
-        work: dist.Work,
+        work: Work,
         events: list[int],
         keep: tuple[Tensor, ...],
         unit: str,
@@ -200,8 +273,10 @@ class Collectives:
         phase: str,
     ) -> Handle:
         handle = Handle(work, events, keep)
+        if self._current is not None:
+            handle.stream = self._current()
         if self.trace.enabled:
-            _stamp(work, self.trace, events)
+            self._stamp(work, events)
         if not self.overlap:
             self.wait(handle, unit, weight, phase)
         return handle
@@ -246,7 +321,7 @@ def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dis
 
 
 def _stamp(work: dist.Work, trace: Trace, events: list[int]) -> None:
-    """Note the time at which the collective itself ended, without polling (DESIGN 8)."""
+    """Let the thread that carries the collective note its end, in the host's time."""
     try:
         future = work.get_future()
     except RuntimeError:
@@ -254,7 +329,7 @@ def _stamp(work: dist.Work, trace: Trace, events: list[int]) -> None:
 
     def stamp(_: object) -> None:
         for event in events:
-            trace.finish(event)
+            trace.finish(event, time.perf_counter())
 
     future.add_done_callback(stamp)
 

@@ -178,6 +178,8 @@ class UnitCommunicator(WPCommunicator):
     def _gather(self, unit: Unit, slot: Slot, weights: list[ShardedWeight], phase: str) -> None:
         if not weights:
             return
+        for weight in weights:
+            slot.streams.before_overwrite(weight)
         outputs = [slot.flat(unit, w) for w in weights]
         shards = [w.to_send() for w in weights]
         collectives = self.state.gathers[weights[0].axis]
@@ -263,6 +265,8 @@ class UnitCommunicator(WPCommunicator):
         if not self.verified(unit, weight):
             self.fetch(unit, (weight,), phase)
         self._wait(unit, weight, phase)
+        if not weight.resident:
+            state.pool.slots[unit.slot].streams.read(weight)
         state.trace.record("USE", unit.name, weight.name, phase)
         self.follow(unit, weight, phase)
 

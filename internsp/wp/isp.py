@@ -229,11 +229,15 @@ class ISPCommunicator(BlockGathers):
                 ready, member.ready = member.ready, None
                 ready.wait()
 
-    def forget_slots(self) -> None:
-        """Let gathers in flight arrive; nothing that is whole now will be reused."""
+    def settle_gathers(self) -> None:
+        """Let gathers that nobody used arrive: the shards they read are about to be written."""
         for weight, handle in list(self.state.handles.items()):
             self.state.collectives.wait(handle, "", weight.name, "settle")
         self.state.handles.clear()
+
+    def forget_slots(self) -> None:
+        """Let gathers in flight arrive; nothing that is whole now will be reused."""
+        self.settle_gathers()
         self.state.pool.forget()
 
     def rest(self) -> None:
@@ -243,7 +247,7 @@ class ISPCommunicator(BlockGathers):
         self.state.touched.clear()
         self.state.split, self.small.apart = None, False
         for weight in self.small.sharded:
-            weight.partial = None
+            weight.drop_partial()
         self.small.reset()
         for outer in self.outer():
             outer.forget()

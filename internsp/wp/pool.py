@@ -17,6 +17,7 @@ from torch import Tensor
 
 from internsp.errors import PoolError
 from internsp.wp.shard import ShardedWeight, Tag
+from internsp.wp.streams import SlotStreams, Stream, current_stream
 
 ALIGNMENT = 256  # bytes: what allocators and vector loads like
 
@@ -73,6 +74,7 @@ class Slot:
         self.holder: Unit | None = None  # who has the lease
         self.purpose = ""
         self.tags: dict[ShardedWeight, Tag] = {}
+        self.streams = SlotStreams(current_stream(device))
         self._buffers: dict[Unit | None, Tensor] = {}
         self._places: dict[tuple[ShardedWeight, torch.dtype], tuple[Tensor, Tensor]] = {}
         if reuse:
@@ -131,6 +133,7 @@ class Slot:
     def _evict(self, unit: Unit) -> None:
         if not self.reuse:
             if self.owner is not None:
+                self.streams.before_overwrite()
                 self._buffers[self.owner].untyped_storage().resize_(0)
             if unit not in self._buffers:
                 with torch.inference_mode(False):
@@ -162,7 +165,9 @@ class MemoryPool:
         self.device = device
         self.reuse = reuse
         self.poison = poison
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Stream | None]]]
+        self._free = defaultdict(list)
+        self._current = current_stream(device)
         self.buffer_nbytes = 0
         self.buffer_allocations = 0
 
@@ -198,7 +203,12 @@ class MemoryPool:
         """A flat buffer with undefined contents; give it back with :meth:`give`."""
         free = self._free[(numel, dtype)]
         if free:
-            return free.pop()
+            buffer, stream = free.pop()
+            if stream is not None and self._current is not None:
+                here = self._current()
+                if here != stream:  # what was queued there may still read it
+                    here.wait_stream(stream)
+            return buffer
         self.buffer_allocations += 1
         self.buffer_nbytes += numel * dtype.itemsize
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -206,6 +216,7 @@ class MemoryPool:
     def give(self, buffer: Tensor) -> None:
         """Return a buffer of :meth:`take` that no collective uses any more."""
         if self.reuse:
-            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+            stream = None if self._current is None else self._current()
+            self._free[(buffer.numel(), buffer.dtype)].append((buffer, stream))
         else:
             self.buffer_nbytes -= buffer.numel() * buffer.element_size()

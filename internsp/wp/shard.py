@@ -117,7 +117,8 @@ class ShardedWeight:
         name: fully qualified, of the first owner when several modules share the weight.
         axis: along which it is cut; dense weights and experts may have different ones.
         partial: the gradient sum drained so far in this backward, like ``storage`` but fp32 or
-            wider; ``None`` before the first drain.
+            wider (unless ``lent``); ``None`` before the first drain.
+        lent: ``partial`` is autograd's own tensor; see :meth:`own_partial`.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
@@ -144,6 +145,7 @@ class ShardedWeight:
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
         self._device = device.type
         self.partial: Tensor | None = None
+        self.lent = False
         self.ready: Ready | None = None
         self._generation = 0
         self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
@@ -234,7 +236,8 @@ class ShardedWeight:
                 )
             self.local(self.storage).copy_(local)
         if self.dtype != self.compute_dtype:
-            return self._flat.to(self.compute_dtype)
+            # With nobody to send to, the copy into the slot casts.
+            return self._flat if self.layout.size == 1 else self._flat.to(self.compute_dtype)
         return self._flat
 
     def take(self, values: Tensor) -> None:
@@ -257,7 +260,26 @@ class ShardedWeight:
     def add_partial(self, total: Tensor) -> None:
         """Add ``total`` (flat, like ``storage``, fp32 or wider), which is given away."""
         total = total.view(self.layout.shard_shape)
-        self.partial = total if self.partial is None else self.partial.add_(total)
+        self.partial = total if self.partial is None else self.own_partial().add_(total)
+
+    def lend_partial(self, gradient: Tensor) -> None:
+        """:meth:`add_partial` of autograd's own tensor, not copied until it is changed."""
+        if self.partial is not None:
+            self.own_partial().add_(gradient.view(self.layout.shard_shape))
+            return
+        self.partial, self.lent = gradient.view(self.layout.shard_shape), True
+
+    def own_partial(self) -> Tensor:
+        """``partial``, to be changed in place: fp32 or wider, and nobody else's memory."""
+        assert self.partial is not None, "the caller has looked"
+        if self.lent:
+            wide = torch.promote_types(self.partial.dtype, torch.float32)
+            self.partial, self.lent = self.partial.to(wide, copy=True), False
+        return self.partial
+
+    def drop_partial(self) -> None:
+        """Forget the sum."""
+        self.partial, self.lent = None, False
 
 
 def version_of(parameter: nn.Parameter) -> int:

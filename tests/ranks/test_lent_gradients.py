@@ -1,0 +1,114 @@
+"""With a weight group of one, a gradient stays autograd's own tensor: no copy, and no mix-up."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
+from tests.support.models import Tiny, Twin
+from tests.support.ranks import run_ranks
+
+
+class Added(nn.Module):
+    """Adds two large weights, so that autograd gives both the very same gradient tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2))
+        self.wo = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.wo(torch.tanh(x @ (self.a + self.b)))
+
+
+def gradients(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
+    for make in (Tiny, partial(Tiny, block=Added)):
+        for checked in ("each", "sum"):
+            twin = Twin(make, mesh)
+            for step in range(3):
+                twin.backward()
+                if checked == "each" or step == 2:
+                    twin.check_gradients(f"{make}, {checked} {step}")
+                if checked == "each":
+                    twin.zero_grad()
+            storages = [w.storage.data_ptr() for w in twin.communicator.small.sharded]
+            assert len(set(storages)) == len(storages)
+
+
+def changed_in_place(rank: int, world_size: int) -> None:
+    """A user scales ``.grad``; no other parameter's may change with it."""
+    mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
+    twin = Twin(partial(Tiny, block=Added), mesh)
+    twin.backward()
+    for model in (twin.plain, twin.ours):
+        for name, parameter in model.named_parameters():
+            if name.endswith(".a") and parameter.grad is not None:
+                parameter.grad.mul_(3.0)
+    twin.check_gradients("scaled")
+
+
+def accumulated(rank: int, world_size: int) -> None:
+    """A sum in ``partial`` over micro-batches, in bf16 too, is what fp32 sums are."""
+    mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
+    for dtype in (torch.float64, torch.bfloat16):
+        twin = Twin(partial(Tiny, block=Added), mesh, dtype=dtype)
+        sums: dict[str, Tensor] = {}
+        optimizer = ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            twin.backward()
+            for name, parameter in twin.plain.named_parameters():
+                wide = torch.promote_types(dtype, torch.float32)
+                assert parameter.grad is not None
+                part = parameter.grad.to(wide)
+                sums[name] = sums[name] + part if name in sums else part
+            twin.plain.zero_grad()
+        found = optimizer.gather_gradients()
+        for name, wanted in sums.items():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def no_copy(rank: int, world_size: int) -> None:
+    """The gradient that autograd made is the one in ``.grad``."""
+    mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Tiny, mesh)
+    born: dict[str, int] = {}
+    communicator = twin.communicator
+    launch = communicator.state.pending.launch
+
+    def spy(unit: object, weight: object, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            born[weight.name] = gradient.data_ptr()  # type: ignore[attr-defined]
+        launch(unit, weight, gradient)  # type: ignore[arg-type]
+
+    communicator.state.pending.launch = spy  # type: ignore[method-assign]
+    twin.backward()
+    twin.check_gradients("spied")
+    kept = {
+        name: p.grad.to_local().data_ptr()  # type: ignore[union-attr]
+        for name, p in twin.ours.named_parameters()
+        if name in born
+    }
+    assert born
+    assert kept == born
+
+
+def test_gradients_of_a_weight_group_of_one_equal_one_process() -> None:
+    run_ranks(gradients, 1)
+    run_ranks(gradients, 2)
+
+
+def test_two_weights_with_one_gradient_tensor_get_one_each() -> None:
+    run_ranks(changed_in_place, 1)
+
+
+def test_a_lent_gradient_that_grows_is_summed_in_fp32() -> None:
+    run_ranks(accumulated, 1)
+
+
+def test_a_lent_gradient_is_not_copied() -> None:
+    run_ranks(no_copy, 1)

@@ -1,0 +1,189 @@
+"""WP-4 on a device with streams, with streams and clocks made by hand: who stands behind whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from internsp.trace import Trace
+from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.pool import MemoryPool
+from internsp.wp.streams import SlotStreams, current_stream, device_clock
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """Remembers, transitively, what it stands behind."""
+
+    name: str
+    behind: set[str] = field(default_factory=set)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.behind |= {stream.name, *stream.behind}
+
+
+class Device:
+    """Streams and which of them is current."""
+
+    def __init__(self) -> None:
+        self.a, self.b, self.c = FakeStream("a"), FakeStream("b"), FakeStream("c")
+        self.here = self.a
+
+    def current(self) -> FakeStream:
+        return self.here
+
+
+def on(device: Device, stream: FakeStream, action: Callable[..., None], *args: Any) -> None:
+    device.here = stream
+    action(*args)
+
+
+def test_a_gather_stands_behind_every_stream_that_read_the_slot() -> None:
+    device = Device()
+    streams = SlotStreams(device.current)
+    on(device, device.a, streams.read, "w")
+    on(device, device.b, streams.read, "w")
+    on(device, device.c, streams.before_overwrite, "v")
+    assert device.c.behind == {"a", "b"}
+    assert device.a.behind == set(), "only the one that overwrites waits"
+
+
+def test_with_one_stream_nothing_waits() -> None:
+    device = Device()
+    streams = SlotStreams(device.current)
+    for _ in range(2):
+        streams.before_overwrite("w")
+        streams.read("w")
+        streams.read("v")
+    assert device.a.behind == set()
+
+
+def test_a_second_stream_stands_behind_the_one_that_waited_for_the_gather() -> None:
+    device = Device()
+    streams = SlotStreams(device.current)
+    on(device, device.a, streams.before_overwrite, "w")
+    on(device, device.b, streams.read, "other")  # b is a reader of the slot, but not of w
+    on(device, device.a, streams.read, "w")
+    on(device, device.b, streams.read, "w")
+    assert "a" in device.b.behind
+
+
+def test_after_a_refill_a_stream_that_read_before_waits_again() -> None:
+    device = Device()
+    streams = SlotStreams(device.current)
+    on(device, device.b, streams.read, "w")
+    on(device, device.a, streams.before_overwrite, "w")
+    assert device.a.behind == {"b"}
+    on(device, device.a, streams.read, "w")
+    on(device, device.b, streams.read, "w")
+    assert "a" in device.b.behind
+
+
+def test_who_stands_behind_one_overwriter_stands_behind_the_readers_before_it() -> None:
+    device = Device()
+    streams = SlotStreams(device.current)
+    on(device, device.b, streams.read, "w")
+    on(device, device.a, streams.before_overwrite, "w")
+    on(device, device.c, streams.before_overwrite, "v")
+    assert device.c.behind == {"a", "b"}
+
+
+def test_a_pooled_buffer_taken_on_another_stream_stands_behind_its_last_use() -> None:
+    device, pool = Device(), MemoryPool([], torch.device("cpu"))
+    pool._current = device.current
+    buffer = pool.take(4, torch.float32)
+    on(device, device.b, pool.give, buffer)
+    device.here = device.a
+    assert pool.take(4, torch.float32) is buffer
+    assert device.a.behind == {"b"}
+    pool.give(buffer)
+    assert pool.take(4, torch.float32) is buffer
+    assert device.a.behind == {"b"}, "the same stream needs no wait"
+
+
+@dataclass
+class Recorded:
+    """Stands for a tensor of a device."""
+
+    streams: list[FakeStream] = field(default_factory=list)
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.streams.append(stream)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_memory_of_a_collective_waited_for_on_another_stream_is_not_freed_early(
+    elsewhere: bool,
+) -> None:
+    device, kept = Device(), Recorded()
+    collectives = object.__new__(Collectives)
+    collectives.trace, collectives._current = Trace(), device.current
+
+    class Work:
+        def wait(self) -> None:
+            return
+
+    handle = Handle(Work(), keep=cast(Any, (kept,)), stream=device.a)
+    device.here = device.b if elsewhere else device.a
+    collectives.wait(handle, "unit", "weight", "forward")
+    assert kept.streams == ([device.b] if elsewhere else [])
+
+
+def test_the_cpu_has_neither_streams_nor_a_clock_of_its_own() -> None:
+    cpu = torch.device("cpu")
+    assert current_stream(cpu) is None
+    assert device_clock(cpu) is None
+    streams = SlotStreams(None)
+    streams.before_overwrite("w")
+    streams.read("w")
+
+
+class LateClock:
+    """Marks are numbers of a list; their times are told later."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times, self.marks, self.restarts = times, 0, 0
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def mark(self) -> tuple[str, int]:
+        self.marks += 1
+        return "mark", self.marks - 1
+
+    def seconds(self, mark: tuple[str, int]) -> float:
+        return self.times[mark[1]]
+
+
+def test_a_trace_with_a_clock_gives_the_devices_times_once_they_are_known() -> None:
+    clock = LateClock([10.0, 11.0, 11.5, 14.0, 15.0])
+    trace = Trace(enabled=True, clock=clock)
+    trace.begin_step()
+    gather = trace.record("AG", "layers.1", "w", "forward", 8, in_flight=True)  # 10
+    other = trace.record("RS", "layers.0", "w", "backward", 8, in_flight=True)  # 11
+    start, end = trace.now(), trace.now()  # 11.5, 14
+    trace.waited(start, end)
+    trace.record("WAIT", "layers.1", "w", "forward", start=start, end=end)
+    trace.finish(gather)  # 15
+    trace.finish(other, 13.0)  # a CPU backend's thread tells the host's time
+    assert trace.exposed_seconds == pytest.approx(2.5)
+    trace.resolve()
+    assert [(e.kind, e.start, e.end) for e in trace.events] == [
+        ("AG", 10.0, 15.0), ("RS", 11.0, 13.0), ("WAIT", 11.5, 14.0),
+    ]  # fmt: skip
+    assert clock.restarts == 1
+    trace.begin_step()
+    assert trace.exposed_seconds == 0.0
+
+
+def test_a_wait_counts_once_however_often_it_is_asked_for() -> None:
+    trace = Trace()
+    trace.waited(1.0, 1.5)
+    trace.waited(2.0, 2.25)
+    assert trace.exposed_seconds == trace.exposed_seconds == 0.75
+    trace.exposed_seconds = 0.0
+    assert trace.exposed_seconds == 0.0
