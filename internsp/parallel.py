@@ -101,6 +101,7 @@ def parallelize(
                 block.module,
                 activation_checkpoint.reentrant,
                 checkpoint_context_fn if selective else None,
+                partial(trace.record, "BACKWARD", communicator.blocks[index].name),
             )
     _watch(model, communicator)
     return communicator

@@ -2,7 +2,7 @@
 
 Kinds for weights: ``AG`` (gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS`` (reduction
 launched), ``DRAIN``; for sequences ``A2A``; for the optimizer ``STEP`` and ``PUBLISH``; for the
-timeline ``FORWARD`` and ``BACKWARD``.
+timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute is over).
 """
 
 from __future__ import annotations

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from internsp.errors import StructureError
-from internsp.wp.communicator import tensors
+from internsp.wp.communicator import in_backward, tensors
 
 ContextFn = Callable[[], tuple[Any, Any]]
 
 
 def checkpoint_block(
-    block: nn.Module, reentrant: bool = False, context_fn: ContextFn | None = None
+    block: nn.Module,
+    reentrant: bool = False,
+    context_fn: ContextFn | None = None,
+    recomputed: Callable[[], object] | None = None,
 ) -> None:
     """Make ``block`` recompute its activations in backward.
 
@@ -29,8 +32,9 @@ def checkpoint_block(
         reentrant: torch's reentrant form. It carries gradients through positional tensors only;
             a call with others, or with none that needs a gradient, takes the other form.
         context_fn: what to keep all the same (selective checkpointing); not reentrant.
+        recomputed: called when a recompute is over and the block's backward proper begins.
     """
-    inner = block.forward
+    inner = block.forward if recomputed is None else _telling(block.forward, recomputed)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if reentrant and _positional(args, kwargs):
@@ -48,6 +52,17 @@ def checkpoint_block(
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _telling(inner: Callable[..., Any], recomputed: Callable[[], object]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        finally:  # torch's early stop leaves by an exception
+            if in_backward():
+                recomputed()
+
+    return forward
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

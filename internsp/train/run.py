@@ -13,6 +13,7 @@ from internsp.pipeline import SchedulerHook
 from internsp.stop import StopRequest
 from internsp.trace import Event
 from internsp.train import checkpoint
+from internsp.train.advice import Setting, advise
 from internsp.train.chrome import write_chrome_trace
 from internsp.train.display import Display, make_display
 from internsp.train.memory import components
@@ -175,6 +176,15 @@ class _Run:
         everyone = [g for g in gathered if g is not None]
         notes = ["The run was stopped before its last step."] if self.interrupted else []
         shape = mesh.shape
+        timeline = {row["rank"]: events for row, events in everyone}
+        setting = Setting(
+            self.config.weight_parallel,
+            weight=shape.weight,
+            sequence=shape.sequence,
+            zero=shape.zero_size,
+            micro_batches=self.config.train.micro_batches,
+            blocks=len(self.session.communicators[0].blocks),
+        )
         write_report(
             self.output / "report.html",
             title=self.config.train.name,
@@ -191,10 +201,11 @@ class _Run:
             },
             ranks=[row for row, _ in everyone],
             memory=components(self.session),
-            timeline={row["rank"]: events for row, events in everyone},
+            timeline=timeline,
             sample=text,
             notes=notes,
             schedule=self._schedule(),
+            advice=advise(timeline, setting),
         )
 
     def _schedule(self) -> str:

@@ -121,6 +121,13 @@ def test_what_a_user_or_a_model_wrote_is_escaped():
     assert "gather layers.<0>.wq · forward · 0.00 to 4.00 ms · 4.00 ms · 2 KiB" in titles
 
 
+def test_advice_stands_after_the_figures_it_comes_from_and_is_escaped():
+    text = page(advice=["First <this>.", "Then that."])
+    assert "<h2>What to change</h2></div><ul><li>First &lt;this&gt;.</li><li>Then that.</li>" in text
+    assert text.index("Communication hidden and exposed") < text.index("What to change")
+    assert "What to change" not in page()
+
+
 def test_the_loss_curve_shows_the_losses_at_their_steps():
     root = svg(page())
     across, down = axis(root, "middle"), axis(root, "end")

@@ -154,3 +154,20 @@ def test_interval_arithmetic_equals_sets_of_points(a, b):
         assert all(start < end for start, end in result)
         assert all(one[1] <= two[0] for one, two in itertools.pairwise(result))
     assert measure(intersect(a, b)) + measure(subtract(a, b)) == pytest.approx(measure(a))
+
+
+def test_what_follows_a_recompute_is_backward():
+    events = [
+        event("USE", 0, 0, "layers.1", "wq", "recompute"),
+        event("USE", 2, 2, "layers.1", "w2", "recompute"),
+        event("BACKWARD", 3, 3, "layers.1"),
+        event("RS", 5, 9, "layers.1", "w2", "backward"),
+        event("USE", 8, 8, "layers.0", "w2", "backward"),
+        event("STEP", 10, 10),
+    ]
+    bars = build_timeline(events, (0.0, 10.0)).lanes["compute"]
+    assert [(b.start, b.end, b.unit, b.phase) for b in bars] == [
+        (0, 3, "layers.1", "recompute"),
+        (3, 8, "layers.1", "backward"),
+        (8, 10, "layers.0", "backward"),
+    ]

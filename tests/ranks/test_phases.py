@@ -1,0 +1,39 @@
+"""A step's compute is coloured by phase: what a recomputed block does after its recompute too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.mesh import ParallelMesh
+from internsp.train.timeline import build_timeline
+from tests.support.models import ALL, Tiny, Twin
+from tests.support.ranks import run_ranks
+
+
+def phases(rank: int, world_size: int, reentrant: bool) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    checkpoint = ActivationCheckpointConfig(mode="full", blocks=[0, 2], reentrant=reentrant)
+    for config in ({}, ALL):
+        twin = Twin(partial(Tiny, layers=4), mesh, checkpoint, **config)
+        twin.backward()
+        twin.trace.clear()
+        twin.backward()
+        lane = build_timeline(twin.trace.events).lanes["compute"]
+        found = [(bar.unit, bar.phase) for bar in lane if bar.kind == "COMPUTE"]
+        order = [place for i, place in enumerate(found) if place not in found[:i]]
+        wanted = [(f"layers.{i}", "forward") for i in range(4)]
+        for block in (3, 2, 1, 0):
+            wanted += [(f"layers.{block}", "recompute")] * (block in (0, 2))
+            wanted.append((f"layers.{block}", "backward"))
+        order = [place for place in order if place[0].startswith("layers.")]
+        assert order == wanted, f"{config}: {order}"
+        last = {unit: phase for unit, phase in found if unit.startswith("layers.")}
+        assert set(last.values()) == {"backward"}, "nothing follows a block's backward"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_every_recomputed_block_has_a_recompute_and_then_a_backward(reentrant: bool) -> None:
+    run_ranks(phases, 2, reentrant)

@@ -1,0 +1,169 @@
+"""What the report advises, from traces made by hand: each situation gets its own remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from internsp.config import WeightParallelConfig
+from internsp.trace import Event
+from internsp.train.advice import Setting, advise
+
+MIB = 1 << 20
+
+
+def event(
+    kind: str, start: float, end: float | None = None, unit: str = "", phase: str = "",
+    nbytes: int = 0, weight: str = "w",
+) -> Event:  # fmt: skip
+    return Event(kind, unit, weight, phase, start, start if end is None else end, nbytes)
+
+
+def step(gathers: dict[str, tuple[float, float, float]], end: float = 10.0) -> list[Event]:
+    """Blocks used one after another: unit -> (launch of its gather, arrival, when it is wanted)."""
+    events = []
+    for unit, (launch, arrival, wanted) in gathers.items():
+        events.append(event("AG", launch, arrival, unit, "forward", MIB))
+        if arrival > wanted:
+            events.append(event("WAIT", wanted, arrival, unit, "forward"))
+        events.append(event("USE", max(arrival, wanted), unit=unit, phase="forward"))
+    return [*events, event("STEP", end, end, weight="")]
+
+
+def setting(**values: Any) -> Setting:
+    weights = WeightParallelConfig(**values.pop("weights", {}))
+    return Setting(weights, **({"weight": 2, "blocks": 8} | values))
+
+
+def the_only(sentences: list[str]) -> str:
+    assert len(sentences) == 1, sentences
+    return sentences[0]
+
+
+LATE = step({"layers.0": (0, 0.02, 0), "layers.1": (2, 4, 3), "layers.2": (5, 7, 6)})
+
+
+def test_late_gathers_name_the_worst_block_and_a_deeper_prefetch() -> None:
+    text = the_only(advise({0: LATE}, setting()))
+    assert text.startswith("Gathers start too late: blocks waited 2 s")
+    assert "most layers.1 in forward (1 s)" in text
+    assert "prefetch_depth = 2 (one more slot, about 2 MiB)" in text
+    assert 'trigger = "qkv"' in text
+    assert "the link was free for 5.98 s" in text
+
+
+def test_remedies_that_are_taken_already_are_not_advised() -> None:
+    taken = {"prefetch_depth": 7, "trigger": "qkv", "granularity": "module"}
+    text = the_only(advise({0: LATE}, setting(weights=taken)))
+    assert "prefetch_depth" not in text, "there are no more blocks to gather ahead"
+    assert "trigger" not in text
+
+
+def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
+    events = step({f"layers.{i}": (2 * i, 2 * i + 2, 2 * i + 0.5) for i in range(5)})
+    text = advise({0: events}, setting(weight=4, micro_batches=2))[0]
+    assert text.startswith("The link is too slow for this size: 5 MiB")
+    assert "in flight for 10 s (512 KiB/s)" in text
+    assert "2.5 s of compute" in text
+    assert "4 times as long" in text
+    assert "keep_between_micro_batches" in text
+    assert "parallel.weight = 2, which sends 33% less" in text
+    assert not any("too late" in t for t in advise({0: events}, setting()))
+
+
+def test_ways_that_do_not_exist_are_left_out_of_them() -> None:
+    events = step({f"layers.{i}": (2 * i, 2 * i + 2, 2 * i + 0.5) for i in range(5)})
+    one = advise({0: events}, setting())[0]
+    assert "keep_between_micro_batches" not in one, "with one micro-batch nothing is kept"
+    assert "parallel.weight =" not in one, "a group of two has no smaller one that still cuts"
+    kept = setting(micro_batches=2, weights={"keep_between_micro_batches": True})
+    assert "keep_between_micro_batches" not in advise({0: events}, kept)[0]
+
+
+def test_without_overlap_the_first_advice_is_to_turn_it_on() -> None:
+    text = the_only(advise({0: LATE}, setting(weights={"overlap": False})))
+    assert text.startswith("Set weight_parallel.overlap = true")
+    assert "2.02 s of a step of 10 s" in text
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "kept", "word"),
+    [(1, False, "More tokens"), (4, False, "instead of 4 times"), (4, True, "More tokens")],
+)
+def test_the_first_gather_cannot_be_hidden_only_paid_less_often(
+    micro_batches: int, kept: bool, word: str
+) -> None:
+    events = step({"layers.0": (0, 1, 0), "layers.1": (2, 3, 4)})
+    weights = {"keep_between_micro_batches": kept}
+    text = the_only(advise({0: events}, setting(micro_batches=micro_batches, weights=weights)))
+    assert "The first gathers of a forward have nothing to hide behind: 1 s" in text
+    assert "layers.0" in text
+    assert word in text
+
+
+def test_gradients_waited_for_within_backward_and_after_it_are_told_apart() -> None:
+    events = [
+        event("USE", 0, unit="layers.2", phase="backward"),
+        event("RS", 1, 4, "layers.2", "backward", MIB),
+        event("WAIT", 3, 4, "layers.2", "drain"),
+        event("USE", 6, unit="layers.0", phase="backward"),
+        event("RS", 8, 10, "layers.0", "backward", MIB),
+        event("WAIT", 8.5, 10, "layers.0", "drain"),
+    ]
+    after, inside = advise({0: events}, setting(weights={"pending_blocks": 3}, zero=2))
+    assert after.startswith("After backward 1.5 s went by")
+    assert "parallel.zero" in after
+    assert inside.startswith("Backward waited 1 s for gradients")
+    assert "no more than 3 blocks'" in inside
+    assert "pending_blocks = 4" in inside
+
+
+def test_exchanges_name_their_block_and_leave_the_link_to_them() -> None:
+    events = [
+        event("A2A", 1, 3, "layers.1", "backward", MIB),
+        event("A2A_WAIT", 1, 3, "layers.1", "backward"),
+        event("USE", 10, unit="layers.1", phase="backward"),
+        event("USE", 0, unit="layers.1", phase="forward"),
+    ]
+    text = the_only(advise({0: events}, setting(sequence=4, weights={"trigger": "qkv"})))
+    assert "waited for 2 s, most in layers.1 in backward" in text
+    assert "parallel.sequence from 4" in text
+    assert 'trigger = "out_proj"' in text
+
+
+def test_parameters_on_their_way_are_the_optimizers() -> None:
+    events = [
+        event("PUBLISH", 0, 2, "bucket", "step", MIB, ""),
+        event("WAIT", 1, 2, "bucket", "publish", 0, ""),
+        event("USE", 10, unit="layers.1", phase="forward"),
+    ]
+    assert "parallel.zero (now 8)" in the_only(advise({0: events}, setting(zero=8)))
+
+
+def test_a_slow_rank_comes_first_and_is_named() -> None:
+    fast = [event("WAIT", 4, 10, "layers.1", "forward"), event("USE", 0, unit="layers.1")]
+    slow = [event("USE", 0, unit="layers.1"), event("USE", 10, unit="layers.1")]
+    text = advise({0: fast, 3: slow}, setting())[0]
+    assert text.startswith("Rank 3 computes 6 s longer than rank 0")
+
+
+def test_means_are_taken_over_the_ranks() -> None:
+    one, two = advise({0: LATE, 1: LATE}, setting()), advise({0: LATE}, setting())
+    assert one == two
+
+
+def test_a_step_that_hides_everything_has_nothing_to_change() -> None:
+    events = step({"layers.0": (0, 0.01, 0), "layers.1": (2, 3, 4)})
+    assert the_only(advise({0: events}, setting())).startswith("Nothing to change: computing stood")
+    assert "0.1%" in the_only(advise({0: events}, setting()))
+    assert advise({}, setting()) == advise({0: []}, setting()) == []
+
+
+def test_the_most_seconds_at_stake_come_first() -> None:
+    events = [
+        *step({"layers.0": (0, 1, 0), "layers.1": (2, 5.5, 3)}),
+    ]
+    first, second = advise({0: events}, setting())
+    assert first.startswith("Gathers start too late")
+    assert second.startswith("The first gathers")
