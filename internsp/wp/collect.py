@@ -16,7 +16,7 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
     state.pending.drain()
     weights = list(state.touched)
     small.flag(state.touched)
-    _own(weights, mesh.replicas > 1)
+    _own(weights)
     works = [small.reduce(mesh.stage_group, state.counters)]
     works += [
         all_reduce(w.partial, w.axis.replica_group, state.counters)
@@ -37,14 +37,14 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
     state.touched.clear()
 
 
-def _own(weights: list[ShardedWeight], changed: bool) -> None:
+def _own(weights: list[ShardedWeight]) -> None:
     """Copy lent gradients that are about to be changed, or that two weights were given."""
     seen: set[int] = set()
     for weight in weights:
         if weight.partial is None or not weight.lent:
             continue
         place = weight.partial.data_ptr()
-        if changed or place in seen:
+        if weight.axis.replicas > 1 or place in seen:
             weight.own_partial()
         seen.add(place)
 

@@ -145,7 +145,7 @@ class PendingGradients:
         received = pending.received
         if weights[0].layout.size == 1 and pending.packed is None:
             weights[0].lend_partial(received)  # nobody else has a part: the gradient is the sum
-            self._collectives.trace.record("DRAIN", unit.name, weights[0].name, "drain")
+            self._trace.record("DRAIN", unit.name, weights[0].name, "drain")
             return
         wide = torch.promote_types(received.dtype, torch.float32)
         total = received.view(weights[0].layout.size, -1).sum(0, dtype=wide)

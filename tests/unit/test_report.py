@@ -123,7 +123,8 @@ def test_what_a_user_or_a_model_wrote_is_escaped():
 
 def test_advice_stands_after_the_figures_it_comes_from_and_is_escaped():
     text = page(advice=["First <this>.", "Then that."])
-    assert "<h2>What to change</h2></div><ul><li>First &lt;this&gt;.</li><li>Then that.</li>" in text
+    items = "<ul><li>First &lt;this&gt;.</li><li>Then that.</li></ul>"
+    assert f"<h2>What to change</h2></div>{items}" in text
     assert text.index("Communication hidden and exposed") < text.index("What to change")
     assert "What to change" not in page()
 
