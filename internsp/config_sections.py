@@ -169,6 +169,8 @@ class WeightParallelConfig(Section):
     """Blocks of each pipeline chunk that stay whole until the optimizer step, spread evenly."""
     resident_bytes: Natural = 0
     """In place of resident_blocks: as many as take no more than this memory beside the slots."""
+    accumulation: Literal["sharded", "full"] = "sharded"
+    """Gradients of micro-batches: reduced in each into shards, or summed whole and reduced once."""
     min_shard_elements: Natural = 2048
     """Parameters with fewer elements are replicated, not cut."""
     together_bytes: Natural = 65536

@@ -57,12 +57,14 @@ class Reducer:
         """Add everything born on any rank to the slices. Collective, always all of it; blocks.
 
         The launch order is the same on every rank (WP-2): what is pending, in its own order, then
-        the small parameters, then the buckets in forward order.
+        the small parameters, then the buckets in forward order. Whole sums that no backward has
+        reduced (``no_sync``) come before all.
 
         Returns:
             The parameters that some rank used.
         """
         small = self._communicator.small
+        self._state.pending.launch_accumulated()
         self._state.pending.drain()
         for bucket in self._buckets:
             for member in bucket.offsets:
@@ -90,6 +92,7 @@ class Reducer:
 
     def discard(self) -> None:
         """Let what is pending arrive and drop every sum, without a message."""
+        self._state.pending.whole.discard()
         self._state.pending.drain()
         self._state.touched.clear()
         self._communicator.small.reset()

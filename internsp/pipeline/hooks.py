@@ -73,11 +73,18 @@ def following(places: Sequence[Place], index: int) -> Place | None:
     return next(rest, None)
 
 
+def last_births(places: Sequence[Place]) -> frozenset[int]:
+    """Positions of each chunk's last pass that gives weights gradients."""
+    births = (i for i, p in enumerate(places) if p.part in (FULL, WEIGHT))
+    return frozenset({places[i].stage: i for i in births}.values())
+
+
 class ISPCommunicatorSchedulerHook(SchedulerHook):
     """Makes weights follow a schedule, each chunk's by its own communicator.
 
     It tells the communicator which part of a backward runs, prefetches for the next pass across
-    chunk and micro-batch boundaries, and drains gradients after each micro-batch.
+    chunk and micro-batch boundaries, and drains gradients after each micro-batch, or after the
+    last one of the chunk where whole gradients accumulate.
 
     Args:
         communicators: by stage index.
@@ -87,11 +94,13 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self._communicators = dict(communicators)
         self._places: Sequence[Place] = ()
         self._at = 0
+        self._reducing: frozenset[int] = frozenset()
         self._begun = 0.0
 
     def begin(self, places: Sequence[Place]) -> None:
         """A step begins, of which these are the passes of this rank; empty: nobody knows."""
         self._places, self._at = places, 0
+        self._reducing = last_births(places)
 
     def before_forward(self, place: Place) -> None:
         """The next pass is known: prefetch for it as soon as this one gathers no more."""
@@ -116,7 +125,12 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         if planned != place:
             raise OrderError(f"the schedule runs {place} where the plan has {planned}")
         coming = following(self._places, self._at)
-        self._communicators[place.stage].at_boundary = partial(self._expect, coming)
+        communicator = self._communicators[place.stage]
+        communicator.at_boundary = partial(self._expect, coming)
+        state = communicator.state
+        state.pending.accumulating = (
+            state.policy.accumulate_whole and self._at not in self._reducing
+        )
 
     def _leave(self, place: Place) -> None:
         communicator = self._communicators[place.stage]
@@ -130,6 +144,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         )
         communicator.at_boundary()
         communicator.at_boundary = _nothing
+        communicator.state.pending.accumulating = False
         self._at += 1
 
     def _expect(self, coming: Place | None) -> None:
@@ -139,7 +154,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             self._communicators[coming.stage].expect(phase)
 
     def after_backward(self, place: Place) -> None:
-        """Whole gradients do not outlive their micro-batch (WP-6)."""
+        """Whole gradients do not outlive their micro-batch (WP-6), unless they accumulate."""
         communicator = self._communicators[place.stage]
         if place.part != FULL:
             end_part(communicator)

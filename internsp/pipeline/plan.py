@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from internsp.errors import OrderError
-from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, following, phase_of
+from internsp.pipeline.hooks import (
+    FULL,
+    INPUT,
+    WEIGHT,
+    Place,
+    following,
+    last_births,
+    phase_of,
+)
 from internsp.pipeline.schedules import Order, Step, computations
 from internsp.wp.schedule import (
     FORWARD,
@@ -115,6 +123,7 @@ def simulate_each(
     out = Schedule()
     chunks = [_ChunkSimulator(plan, overlap, out) for plan in plans]
     launched = []
+    reducing = last_births(places)
     for index, place in enumerate(places):
         before = out.count("AG"), out.count("RS")
         coming = following(places, index)
@@ -123,8 +132,10 @@ def simulate_each(
             if coming is not None:
                 chunks[coming.chunk].expect(phase_of(coming) or FORWARD)
 
-        chunks[place.chunk].at_boundary = expect
-        chunks[place.chunk].run_pass(place)
+        chunk = chunks[place.chunk]
+        chunk.at_boundary = expect
+        chunk.accumulating = chunk.plan.policy.accumulate_whole and index not in reducing
+        chunk.run_pass(place)
         expect()
         launched.append((out.count("AG") - before[0], out.count("RS") - before[1]))
     return out, launched

@@ -6,6 +6,7 @@ Both tell the session's hooks the same things (:class:`internsp.pipeline.Schedul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -28,8 +29,12 @@ class Whole:
             divisor: valid tokens of the step over all ranks (DESIGN 6).
         """
         total = torch.zeros((), dtype=torch.float64)
+        communicator = self.session.communicators[0]
+        whole = communicator.state.policy.accumulate_whole
         for number, layout in enumerate(layouts):
-            total += self._one(number, layout, divisor)
+            last = number == len(layouts) - 1
+            with communicator.no_sync() if whole and not last else nullcontext():
+                total += self._one(number, layout, divisor)
         for hook in self.session.hooks:
             hook.after_last_micro_batch(Place(0, 0, -1))
         return float(total)

@@ -102,12 +102,15 @@ def _memory(
     masters = int(size < 4)
     owned = -(-(elements - experts // size) // shape.zero_size)
     owned += -(-(experts // size) // shape.experts.zero)
+    summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
+    whole = sum(w.sum_bytes for w in weights if w.trainable) if summed else 0
     return [
         ("weight shards", shards),
         ("small parameters (replicated)", small_bytes),
         ("whole weights (slots, exact)", sum(chunk.slots())),
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
+        ("whole gradient sums (full accumulation)", whole),
         ("optimizer state", owned * wide * (moments + masters)),
     ]
 

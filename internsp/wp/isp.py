@@ -7,7 +7,8 @@ called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -207,13 +208,32 @@ class ISPCommunicator(BlockGathers):
 
     def finish_backward(self) -> None:
         """Everything is born: launch the rest; complete ``.grad``, unless an optimizer does."""
-        self.state.pending.flush()
+        pending = self.state.pending
+        if not pending.accumulating:
+            pending.launch_accumulated()  # of what this backward has passed over
+        pending.flush()
         self.state.pool.release_all()
-        if self.collects_itself:
+        if self.collects_itself and not pending.accumulating:
             collect(self.state, self.small, self.mesh, self.mean)
         self._backward_task = -1
         for callback in self.after_backward:
             callback()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Full accumulation: backwards inside sum whole gradients on this rank and send nothing.
+
+        The first backward outside takes the sums along, so that a loop over micro-batches reduces
+        once: put all but the last inside (as with torch's DDP). ``.grad`` is complete again after
+        that one, or drained by a ZeroOptimizer's next step, which takes what is left. Costs the
+        memory of every whole gradient in fp32 or wider.
+        """
+        pending = self.state.pending
+        before, pending.accumulating = pending.accumulating, True
+        try:
+            yield
+        finally:
+            pending.accumulating = before
 
     # at rest
 

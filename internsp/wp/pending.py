@@ -11,6 +11,7 @@ from torch import Tensor
 
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
+from internsp.wp.accumulation import WholeGradients
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.shard import ShardedWeight
@@ -41,6 +42,10 @@ class PendingGradients:
         pool: where received and packed pieces lie.
         limit: units whose whole gradients may be in flight; the oldest unit is drained first.
         small: whether a weight of so many bytes is small.
+
+    Attributes:
+        accumulating: whole gradients are summed in ``whole`` instead of being reduced; the next
+            launch of each weight without it takes its sum along.
     """
 
     def __init__(
@@ -59,13 +64,27 @@ class PendingGradients:
         self._queue: deque[PendingGradient] = deque()
         self._together: list[tuple[ShardedWeight, Tensor | None]] = []
         self._unit: Unit | None = None  # of what is kept to travel together
+        self.accumulating = False
+        self.whole = WholeGradients(pool)
 
     def __len__(self) -> int:
         return len(self._queue) + bool(self._together)
 
     def launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
         """Start the reduction of ``weight``'s whole gradient; ``None`` stands for zeros (WP-2)."""
-        if gradient is not None and gradient.dtype != weight.compute_dtype:
+        if self.accumulating:
+            self.whole.add(unit, weight, gradient)
+            return
+        self._launch(unit, weight, gradient)
+
+    def launch_accumulated(self) -> None:
+        """Start the reductions of every sum that is left, in the declared order."""
+        for unit, weight in self.whole:
+            self._launch(unit, weight, None)
+
+    def _launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
+        summed = weight in self.whole  # and then added to in the sum's own dtype
+        if gradient is not None and not summed and gradient.dtype != weight.compute_dtype:
             gradient = gradient.to(weight.compute_dtype)
         if self._small(weight.slot_nbytes) and weight.layout.size > 1:
             first = self._together[0][0] if self._together else weight
@@ -102,6 +121,10 @@ class PendingGradients:
         self, weight: ShardedWeight, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """A whole gradient as it travels, flat, and the pool's buffer where it needed a copy."""
+        if weight in self.whole:
+            total = self.whole.take(weight, gradient)
+            if total is not None:
+                return total, total
         pieces = None if gradient is None else weight.layout.packed_as_is(gradient)
         if pieces is not None:
             return pieces, None
@@ -164,6 +187,7 @@ class PendingGradients:
     def discard(self) -> None:
         """After a failure that all ranks met: let everything arrive, keep nothing (WP-10)."""
         self._together.clear()
+        self.whole.discard()
         while self._queue:
             pending = self._queue.popleft()
             first = pending.weights[0]

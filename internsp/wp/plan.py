@@ -32,6 +32,7 @@ def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
         config.prefetch_depth,
         config.granularity == "module",
         together_bytes=0 if config.granularity == "module" else config.together_bytes,
+        accumulate_whole=config.accumulation == "full",
     )
 
 
@@ -164,4 +165,5 @@ def _weight(
         resident=size == 1 and compute == parameter.dtype,
         small=size > 1 and policy.small(layout.padded_numel * compute.itemsize),
         expert=assignment.expert and shape.separate,
+        sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

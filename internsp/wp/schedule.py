@@ -30,6 +30,7 @@ class Policy:
             anchor (InternEvo's prefetch per module).
         resident: blocks with slots of their own, that stay whole until the optimizer step.
         together_bytes: whole weights up to this size are small: neighbours share one launch.
+        accumulate_whole: sum whole gradients and reduce them in the last micro-batch only.
     """
 
     blocks: int
@@ -37,6 +38,7 @@ class Policy:
     per_module: bool = False
     resident: frozenset[int] = frozenset()
     together_bytes: int = 0
+    accumulate_whole: bool = False
 
     def small(self, nbytes: int) -> bool:
         """Whether a whole weight of so many bytes travels together with its small neighbours."""
@@ -103,6 +105,8 @@ class WeightPlan:
     """Travels together with its small neighbours."""
     expert: bool = False
     """Travels over the experts' weight group, which is not the dense weights'."""
+    sum_bytes: int = 0
+    """Of its whole gradient, summed over micro-batches in fp32 or wider."""
 
 
 @dataclass(frozen=True)

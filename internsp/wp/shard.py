@@ -96,6 +96,11 @@ class ShardLayout:
         flat[: self.shape[self.dim]].copy_(gradient.movedim(self.dim, 0))
         flat[self.shape[self.dim] :].zero_()
 
+    def add(self, gradient: Tensor, out: Tensor) -> None:
+        """Add a whole gradient to ``out``, as :meth:`pack` has made it."""
+        flat = out.view(self.size * self.rows, *self.front[1:])
+        flat[: self.shape[self.dim]].add_(gradient.movedim(self.dim, 0))
+
     def packed_as_is(self, gradient: Tensor) -> Tensor | None:
         """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
         if self.size * self.rows != self.shape[self.dim]:

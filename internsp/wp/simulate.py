@@ -29,6 +29,7 @@ class Simulator:
         self.pending: deque[tuple[UnitPlan, list[WeightPlan]]] = deque()
         self.kept: list[WeightPlan] = []  # small weights of one unit, born and not yet launched
         self.kept_unit: UnitPlan | None = None
+        self.accumulating = False  # whole gradients are summed, not reduced
 
     def add(self, kind: str, phase: str, weight: WeightPlan, nbytes: int = 0) -> None:
         """Append one action."""
@@ -151,6 +152,9 @@ class Simulator:
         """As ``ISPCommunicator.gradient_hook``."""
         if not weight.trainable:
             return
+        if self.accumulating:
+            self.add("FREE", BACKWARD, weight)
+            return
         alike = unit is self.kept_unit and all(w.expert == weight.expert for w in self.kept)
         if not (weight.small and alike):
             self.flush()
@@ -227,7 +231,9 @@ def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> S
         overlap: false for the synchronous path, which waits at each launch.
     """
     simulator = Simulator(plan, overlap)
-    for _ in range(micro_batches):
+    for number in range(micro_batches):
+        last = number == micro_batches - 1
+        simulator.accumulating = plan.policy.accumulate_whole and not last
         simulator.forward()
         simulator.backward()
         simulator.drain()
