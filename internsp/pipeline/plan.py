@@ -66,10 +66,22 @@ class _ChunkSimulator(Simulator):
 
     def ahead(self, block: int, phase: str) -> None:
         super().ahead(block, phase)
-        if self.plan.policy.at_boundary(block, phase):
-            self.held = self.plan.policy.slot(block)
-            self.at_boundary()
-            self.held = None
+        policy = self.plan.policy
+        if not policy.per_module and policy.at_boundary(block, phase):
+            self._boundary(block)
+
+    def follow(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
+        super().follow(unit, weight, phase)
+        policy = self.plan.policy
+        order = policy.order(unit.weights, phase, unit.recomputed)
+        position = order.index(weight)
+        if policy.exhausted(position, len(order), unit.block, phase, unit.recomputed):
+            self._boundary(unit.block)
+
+    def _boundary(self, block: int) -> None:
+        self.held = self.plan.policy.slot(block)
+        self.at_boundary()
+        self.held = None
 
     def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
         if self.giving:
@@ -79,7 +91,7 @@ class _ChunkSimulator(Simulator):
         if phase == FORWARD:
             for outer in self.plan.outer:
                 self.fetch(outer, FORWARD)
-        if self.plan.blocks and not self.plan.policy.per_module:
+        if self.plan.blocks:
             first = self.plan.blocks[0 if phase == FORWARD else -1]
             owner = self.slots.get(first.slot, (first,))[0]
             if first.slot != self.held or owner is first:

@@ -64,9 +64,16 @@ class BlockGathers(UnitCommunicator):
     def _follow(
         self, unit: Unit, order: list[ShardedWeight], position: int, phase: str
     ) -> None:
-        step = self.state.policy.follow(position, len(order), unit.block, phase, unit.recomputed)
-        if step is None:
-            return
+        policy, count = self.state.policy, len(order)
+        step = policy.follow(position, count, unit.block, phase, unit.recomputed)
+        if step is not None:
+            self._launch(unit, order, step, phase)
+        if policy.exhausted(position, count, unit.block, phase, unit.recomputed):
+            self.at_boundary()
+
+    def _launch(
+        self, unit: Unit, order: list[ShardedWeight], step: tuple[str, int], phase: str
+    ) -> None:
         kind, index = step
         if kind == "weight":
             self.fetch(unit, (order[index],), phase)
@@ -102,7 +109,7 @@ class BlockGathers(UnitCommunicator):
         if phase == FORWARD:
             for unit in self.outer():
                 unit.prefetch()
-        if self.blocks and not self.state.policy.per_module:
+        if self.blocks:
             first = self.blocks[0 if phase == FORWARD else -1]
             if self.state.pool.slots[first.slot].holder in (None, first):
                 self.fetch_first(first, phase)
@@ -117,7 +124,8 @@ class BlockGathers(UnitCommunicator):
                 unit, then = self.blocks[target], FORWARD if phase == FORWARD else BACKWARD
                 order = self.state.policy.order(unit.weights, then, unit.recomputed)
                 self.fetch(unit, order, then)
-        if self.state.policy.at_boundary(block, phase):
+        policy = self.state.policy
+        if not policy.per_module and policy.at_boundary(block, phase):
             self.at_boundary()
 
     def _may_lease(self, unit: Unit) -> bool:

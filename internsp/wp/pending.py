@@ -79,13 +79,11 @@ class PendingGradients:
 
     def launch_accumulated(self) -> None:
         """Start the reductions of every sum that is left, in the declared order."""
+        self.flush()  # small ones take their sums only now
         for unit, weight in self.whole:
             self._launch(unit, weight, None)
 
     def _launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
-        summed = weight in self.whole  # and then added to in the sum's own dtype
-        if gradient is not None and not summed and gradient.dtype != weight.compute_dtype:
-            gradient = gradient.to(weight.compute_dtype)
         if self._small(weight.slot_nbytes) and weight.layout.size > 1:
             first = self._together[0][0] if self._together else weight
             alike = first.axis is weight.axis and first.compute_dtype == weight.compute_dtype
@@ -125,6 +123,8 @@ class PendingGradients:
             total = self.whole.take(weight, gradient)
             if total is not None:
                 return total, total
+        if gradient is not None and gradient.dtype != weight.compute_dtype:
+            gradient = gradient.to(weight.compute_dtype)
         pieces = None if gradient is None else weight.layout.packed_as_is(gradient)
         if pieces is not None:
             return pieces, None

@@ -64,8 +64,16 @@ class Policy:
         return reach(coming, self.depth, self.resident)
 
     def at_boundary(self, block: int, phase: str) -> bool:
-        """Whether ``block``'s trigger is the pass's last: what follows is another pass's."""
+        """Whether ``block`` is the pass's last: what follows its trigger is another pass's."""
         return block == (self.blocks - 1 if phase == FORWARD else 0)
+
+    def exhausted(
+        self, position: int, count: int, block: int, phase: str, recomputed: bool
+    ) -> bool:
+        """With prefetch per module: whether a pass gathers nothing after weight ``position``."""
+        if not self.per_module or block < 0 or (phase == BACKWARD and recomputed):
+            return False  # recompute has been there before
+        return position + 1 == count and self.at_boundary(block, phase)
 
     def follow(self, position: int, count: int, block: int, phase: str, recomputed: bool) -> Step:
         """With prefetch per module: what to gather once weight ``position`` of the order is used.

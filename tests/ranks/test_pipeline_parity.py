@@ -36,22 +36,29 @@ OPTIONS: dict[str, list[Any]] = {
     "kept": list(KEPT),
     "overlap": [True, False],
     "pool": [True, False],
-    "layers": [8, 9, 13],
+    "layers": ["one", "uneven", "more"],
     "packed": [False, True],
     "bias": [False, True],
     "family": ["llama", "internlm2"],
     "granularity": ["block", "module"],
+    "accumulation": ["sharded", "full"],
     "output": ["local", "vocabulary"],
     "static": [True, False],
 }  # fmt: skip
-DEGREES = {
-    2: {"mesh": [(2, 1, 1)]},
+# Blocks by the number of stages: one each, and two uneven cuts, of which one re-gathers.
+LAYERS = {
+    2: {"one": 2, "uneven": 5, "more": 7},
+    4: {"one": 4, "uneven": 5, "more": 9},
+    8: {"one": 8, "uneven": 9, "more": 13},
+}
+DEGREES: dict[int, dict[str, list[Any]]] = {
+    2: {"mesh": [(2, 1, 1)], "checkpoint": ["none", "full"]},
     4: {"mesh": [(2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 1, 1)]},
 }
 
 
 def options(world: int) -> dict[str, list[Any]]:
-    return {**DEGREES[world], **OPTIONS}
+    return {**OPTIONS, **DEGREES[world]}
 
 
 def possible(c: Combination) -> bool:
@@ -62,14 +69,15 @@ def possible(c: Combination) -> bool:
 
 def case_of(c: Combination) -> Case:
     pipeline, weight, sequence = c["mesh"]
+    chunks = CHUNKS.get(c["schedule"], 2)
     return Case(
         schedule=c["schedule"],
         pipeline=pipeline,
-        chunks=CHUNKS.get(c["schedule"], 2),
+        chunks=chunks,
         weight=weight,
         sequence=sequence,
         micro_batches=c["micro_batches"],
-        layers=c["layers"],
+        layers=LAYERS[pipeline * chunks][c["layers"]],
         packed=c["packed"],
         static=c["static"],
         weights={
@@ -77,6 +85,7 @@ def case_of(c: Combination) -> Case:
             "overlap": c["overlap"],
             "memory_pool": c["pool"],
             "granularity": c["granularity"],
+            "accumulation": c["accumulation"],
             "head_output": c["output"],
         },
         checkpoint=CHECKPOINTS[c["checkpoint"]],

@@ -65,7 +65,10 @@ RUNS: dict[int, list[Changes]] = {
     4: [
         pipelined("DualPipeV", 2, weight=2),
         pipelined("1F1B", weight=2, sequence=2),
-        {**pipelined("InterleavedZeroBubble", 2, sequence=2), "train": {"seed": 0}},
+        {
+            **pipelined("InterleavedZeroBubble", 2, sequence=2, weight=2),
+            "weight_parallel": {"accumulation": "full"},
+        },
         {"parallel": {"pipeline": 4}, "pipeline": {"schedule": "1F1B"}},
         {
             **pipelined("1F1B", expert_weight=2),

@@ -97,6 +97,19 @@ def test_fifty_steps_equal_one_process_on_every_mesh(tmp_path: Path) -> None:
             assert rows[-1].eval_loss == pytest.approx(wanted[i % 2][-1].eval_loss, rel=1e-5)
 
 
+def test_full_accumulation_gives_the_same_steps_and_sends_less(tmp_path: Path) -> None:
+    base: Changes = {
+        "parallel": {"weight": 2, "sequence": 2}, "train": {"steps": 10, "micro_batches": 4},
+    }  # fmt: skip
+    full: Changes = {**base, "weight_parallel": {"accumulation": "full"}}
+    wanted, rows = rows_of_runs(tmp_path, 2, [base, full])
+    assert max(gap(rows, wanted)) < 1e-5
+    plans = [make_plan(config(**changes), 2).schedule for changes in (base, full)]
+    assert plans[0].nbytes("RS") == 4 * plans[1].nbytes("RS")
+    saved = plans[0].nbytes("RS") - plans[1].nbytes("RS")
+    assert wanted[1].reduced_bytes - rows[1].reduced_bytes == saved
+
+
 def test_bf16_with_fp32_master_weights_stays_within_two_percent_of_fp32(tmp_path: Path) -> None:
     parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}}
     short = {"steps": 30}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,12 +53,19 @@ class Case:
 
     def layout(self, number: int, rows: slice, rank: int = 0, size: int = 1) -> SequenceLayout:
         """Micro-batch ``number`` of all data ranks, cut to ``rows`` and to one sequence rank."""
-        ids, boundaries = self._batch(number, 4)
+        return self.layouts([number], rows, rank, size)
+
+    def layouts(
+        self, numbers: Iterable[int], rows: slice, rank: int = 0, size: int = 1
+    ) -> SequenceLayout:
+        """:meth:`layout` of several micro-batches, one below the other."""
+        batches = [self._batch(number, 4) for number in numbers]
+        boundaries = [row for _, documents in batches for row in (documents or [])[rows]]
         return SequenceLayout.create(
-            ids[rows],
+            torch.cat([ids[rows] for ids, _ in batches]),
             rank=rank,
             size=size,
-            boundaries=None if boundaries is None else boundaries[rows],
+            boundaries=boundaries or None,
         )
 
     def _batch(self, number: int, rows: int) -> tuple[Tensor, list[list[int]] | None]:
@@ -72,8 +80,7 @@ class Case:
 
     def tokens(self, data: int) -> int:
         """Valid tokens of a step over all ranks."""
-        layouts = [self.layout(m, slice(0, data)) for m in range(self.micro_batches)]
-        return sum(layout.valid_tokens for layout in layouts)
+        return self.layouts(range(self.micro_batches), slice(0, data)).valid_tokens
 
 
 def make(
@@ -123,12 +130,10 @@ def batches(case: Case, mesh: ParallelMesh) -> list[MicroBatch]:
 
 
 def plain_loss(case: Case, model: nn.Module, data: int) -> Tensor:
-    """The loss of one step on one process."""
-    total = torch.zeros((), dtype=torch.float64)
-    for number in range(case.micro_batches):
-        at = case.layout(number, slice(0, data))
-        total = total + model(at.input_ids, layout=at, labels=at.labels)[0]
-    return total / case.tokens(data)
+    """The loss of one step on one process, all micro-batches as one."""
+    at = case.layouts(range(case.micro_batches), slice(0, data))
+    loss: Tensor = model(at.input_ids, layout=at, labels=at.labels)[0]
+    return loss / at.valid_tokens
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,46 @@ def test_gathers_of_a_step_are_those_counted_by_hand() -> None:
     assert gathers("ZBVZeroBubble", 2) == 4
 
 
+def lines(name: str, blocks: int, **policy: bool) -> list[str]:
+    """Gathers and uses of rank 0 of two, weights ``b0.u`` and ``b0.v`` in each block."""
+    order, chunks = order_of(name)
+    stages = SCHEDULES[name].stages_of(0, 2, chunks)
+    places = passes(computations(order, 0), stages, dict.fromkeys(stages, True))
+    rule = Policy(blocks, **policy)
+    units = tuple(
+        UnitPlan(
+            f"b{i}",
+            tuple(WeightPlan(f"b{i}.{w}", 8, 8, 16, 8) for w in "uv"),
+            rule.slot(i),
+            i,
+        )
+        for i in range(blocks)
+    )
+    plan = ChunkPlan(rule, units, None, None, 2)
+    return simulate_passes(places, [plan] * len(stages)).lines(("AG", "USE"))
+
+
+def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
+    found = lines("GPipe", 3)  # the second forward's first block needs the slot of the last
+    assert found.index("AG forward b2.u") < found.index("USE forward b1.u")
+    backwards = found[found.index("USE backward b2.v") :]
+    again = backwards[backwards.index("USE backward b0.v") :]
+    assert again[:2] == ["USE backward b0.v", "USE backward b0.u"]
+    four = lines("GPipe", 4)
+    last = four.index("USE backward b0.v")
+    assert "AG backward b3.v" in four[last - 2 : last]
+
+
+def test_with_prefetch_per_module_too_weight_by_weight() -> None:
+    found = lines("GPipe", 4, per_module=True)
+    # The next forward's first weight comes with the use of this one's last...
+    at = found.index("USE forward b3.v")
+    assert found[at + 1 : at + 3] == ["AG forward b0.u", "USE forward b0.u"]
+    # ...and the next backward's with the last use of this one's.
+    at = found.index("USE backward b0.u")
+    assert found[at + 1 : at + 3] == ["AG backward b3.v", "USE backward b3.v"]
+
+
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_kept_blocks_are_gathered_once(name: str) -> None:
     chunks = SCHEDULES[name].chunks or 2

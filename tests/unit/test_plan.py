@@ -9,7 +9,7 @@ from rich.console import Console
 
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.train.plan import human, make_plan, print_plan
+from internsp.train.plan import Plan, human, make_plan, print_plan
 
 
 def config(**changes: dict[str, object]) -> Config:
@@ -60,6 +60,24 @@ def test_memory_is_counted_by_component() -> None:
     half = dict(make_plan(config(train={"dtype": "bfloat16"}), 2).memory)
     assert half["whole weights (slots, exact)"] == BLOCK + TABLE
     assert half["optimizer state"] == 3 * memory["optimizer state"] // 2  # and fp32 masters
+
+
+def test_full_accumulation_costs_every_whole_gradient_and_reduces_once() -> None:
+    def plan(accumulation: str, micro_batches: int, dtype: str = "float32") -> Plan:
+        train = {"micro_batches": micro_batches, "global_batch": 6, "dtype": dtype}
+        return make_plan(config(train=train, weight_parallel={
+            "min_shard_elements": 64, "accumulation": accumulation,
+        }), 2)  # fmt: skip
+
+    name = "whole gradient sums (full accumulation)"
+    once, full = plan("full", 1), plan("full", 3)
+    assert full.schedule.nbytes("RS") == once.schedule.nbytes("RS")
+    assert full.schedule.count("RS") == once.schedule.count("RS")
+    assert full.schedule.nbytes("AG") == plan("sharded", 3).schedule.nbytes("AG")
+    assert plan("sharded", 3).schedule.nbytes("RS") == 3 * once.schedule.nbytes("RS")
+    whole = 4 * BLOCK + 2 * TABLE
+    assert dict(full.memory)[name] == dict(plan("full", 3, "bfloat16").memory)[name] == whole
+    assert dict(once.memory)[name] == dict(plan("sharded", 3).memory)[name] == 0
 
 
 def test_zero_cuts_the_optimizer_state_over_the_replicas() -> None:

@@ -1,0 +1,183 @@
+"""Full accumulation: whole gradients are summed over micro-batches and reduced once, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.mesh import ParallelMesh
+from internsp.pipeline import Place, SchedulerHook
+from internsp.trace import Trace
+from internsp.wp.simulate import simulate
+from tests.support.models import ALL, SOME, Tiny, Twin, raises
+from tests.support.pipeline import BOUND, batches, compare, make
+from tests.support.pipeline import Case as PipelineCase
+from tests.support.ranks import run_ranks
+from tests.support.zero import Case, batch, furthest, setup, share, train
+
+FULL = ActivationCheckpointConfig(mode="full")
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+CASES: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
+    ({}, None), ({"granularity": "module"}, HALF), ({"overlap": False, "pending_blocks": 1}, FULL),
+    (SOME, REENTRANT), (ALL, None), ({"memory_pool": False}, None),
+)  # fmt: skip
+
+
+def step(twin: Twin, micro_batches: int = 3) -> None:
+    for _ in range(micro_batches - 1):
+        with twin.communicator.no_sync():
+            twin.backward()
+        assert all(p.grad is None for p in twin.ours.parameters())
+    twin.backward()
+
+
+def plain_loop(rank: int, world_size: int, weight: int) -> None:
+    mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+    for config, checkpoint in CASES:
+        twin = Twin(Tiny, mesh, checkpoint, accumulation="full", **config)
+        communicator, kinds = twin.communicator, ("AG", "RS", "DRAIN")
+        assert communicator.plan is not None
+        planned = simulate(communicator.plan, 3, config.get("overlap", True)).lines(kinds)
+        pool = communicator.state.pool
+        allocations = []
+        for number in range(3):
+            step(twin)
+            twin.check_gradients(f"{config}, step {number}")
+            if number == 0:
+                assert twin.lines(*kinds) == planned, config
+            allocations.append(pool.buffer_allocations)
+            assert not communicator.state.pending.whole.nbytes
+            twin.zero_grad()
+            communicator.invalidate()
+        if pool.reuse:
+            assert allocations[2] == allocations[1], "a step allocates nothing after the second"
+        cut = sum(weight.requires_grad for weight in communicator.small.sharded)
+        assert sum(line.startswith("RS") for line in planned) == cut
+
+
+@pytest.mark.parametrize(("world", "weight"), [(2, 2), (2, 1), (4, 2)])
+def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
+    world: int, weight: int
+) -> None:
+    run_ranks(plain_loop, world, weight)
+
+
+def failing(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Tiny, mesh, accumulation="full")
+
+    def explode(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    with twin.communicator.no_sync():
+        twin.backward()
+        hook = twin.ours.layers[1].register_full_backward_hook(explode)  # type: ignore[union-attr]
+        raises(RuntimeError, twin.backward, "boom")
+        hook.remove()
+    twin.zero_grad()
+    step(twin)
+    twin.check_gradients("after a failure")
+
+
+def test_a_failed_step_leaves_no_sum_behind() -> None:
+    run_ranks(failing, 2)
+
+
+def optimized(rank: int, world: int) -> tuple[float, float, int]:
+    """ZeroOptimizer takes what no backward has reduced, and drops it when asked to."""
+    case = Case(weight=2, micro_batches=3, steps=3, config={"accumulation": "full"})
+    plain, whole = setup(case), setup(case)
+    wanted = train(plain, case, rank, world)
+    with whole.communicator.no_sync():  # of a batch that is dropped
+        whole.model(*(share(tensor, rank) for tensor in batch(99, world))).backward()
+    whole.optimizer.zero_grad()
+    with whole.communicator.no_sync():
+        found = train(whole, case, rank, world)
+        whole.model(*(share(tensor, rank) for tensor in batch(98, world)), side=True).backward()
+    plain.model(*(share(tensor, rank) for tensor in batch(98, world)), side=True).backward()
+    mine, theirs = whole.optimizer.gather_gradients(), plain.optimizer.gather_gradients()
+    assert mine.keys() == theirs.keys()
+    gap = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+    return furthest(wanted, found), gap, whole.communicator.state.pending.whole.nbytes
+
+
+def test_an_optimizer_reduces_the_sums_that_no_backward_has_reduced() -> None:
+    for apart, gap, left in run_ranks(optimized, 4):
+        assert apart < 1e-12
+        assert gap < 1e-12
+        assert left == 0
+
+
+class _Most(SchedulerHook):
+    """The most bytes of whole sums of each chunk."""
+
+    def __init__(self) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.pending: list[Any] = []
+
+    def after_backward(self, place: Place) -> None:
+        now = self.pending[place.chunk].whole.nbytes
+        self.nbytes[place.chunk] = max(now, self.nbytes.get(place.chunk, 0))
+
+
+Row = tuple[float, int, int, dict[int, int], dict[int, int]]
+
+
+def pipelined(rank: int, world_size: int, case: PipelineCase) -> Row:
+    trace, most = Trace(enabled=True), _Most()
+    pipeline, plain = make(case, hooks=[most], trace=trace)
+    most.pending = [communicator.state.pending for communicator in pipeline.communicators]
+    losses = pipeline.step(batches(case, pipeline.mesh))
+    assert trace.lines(("AG", "RS", "DRAIN")) == pipeline.planned().lines(("AG", "RS", "DRAIN"))
+    found = compare(case, pipeline, plain, losses)
+    cut = sum(len(communicator.small.sharded) for communicator in pipeline.communicators)
+    told = {}
+    for chunk, communicator in enumerate(pipeline.communicators):
+        assert communicator.plan is not None
+        plan = communicator.plan
+        units = (*plan.blocks, *plan.outer, *((plan.head,) if plan.head else ()))
+        told[chunk] = sum(w.sum_bytes for unit in units for w in unit.weights)
+    return found.gradient, cut, sum(e.kind == "RS" for e in trace.events), most.nbytes, told
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1F1B", 1), ("InterleavedZeroBubble", 2), ("DualPipeV", 2)]
+)
+def test_a_pipeline_reduces_each_weight_once_in_the_memory_that_the_plan_tells(
+    schedule: str, chunks: int
+) -> None:
+    case = PipelineCase(schedule, chunks=chunks, weight=2, weights={"accumulation": "full"})
+    for gradient, cut, reductions, most, told in run_ranks(pipelined, 4, case):
+        assert gradient < BOUND
+        assert reductions == cut
+        assert most == told
+    sharded = PipelineCase(schedule, chunks=chunks, weight=2)
+    for gradient, cut, reductions, most, _ in run_ranks(pipelined, 4, sharded):
+        assert gradient < BOUND
+        assert reductions == case.micro_batches * cut
+        assert set(most.values()) == {0}
+
+
+def summed(rank: int, world_size: int) -> list[float]:
+    """256 + 1 + 1 is 258 in bf16 when it is rounded once, and 256 when each sum is rounded."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Tiny, mesh, dtype=torch.bfloat16, accumulation="full")
+    state, unit = twin.communicator.state, twin.communicator.blocks[0]
+    weight = unit.weights[0]
+    one = torch.ones(weight.layout.shape, dtype=torch.bfloat16)
+    with twin.communicator.no_sync():
+        state.pending.launch(unit, weight, 256 * one)
+        state.pending.launch(unit, weight, one)
+    state.pending.launch(unit, weight, one)
+    state.pending.drain()
+    assert weight.partial is not None
+    values: list[float] = weight.partial.unique().tolist()
+    return values
+
+
+def test_sums_of_16_bit_gradients_are_wide() -> None:
+    assert run_ranks(summed, 2) == [[2 * 258.0]] * 2
