@@ -92,6 +92,8 @@ def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
             assert len([r for r in rows if r.eval_loss is not None]) == 3
             report = (tmp_path / f"{world}-{i}" / "report.html").read_text()
             assert _sample(report) == _sample(sample), changes[i]
+            name = changes[i]["pipeline"]["schedule"]
+            assert f"<title>{name}, 4 micro-batches</title>" in report, "the schedule's picture"
 
 
 def _sample(report: str) -> str:

@@ -14,6 +14,7 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import GradientError
 from internsp.optim import ZeroOptimizer
 from internsp.parallel import parallelize
+from tests.support.late import Late
 from tests.support.ranks import run_ranks
 from tests.support.zero import Case, alone, batch, furthest, little, setup, share, train, whole
 
@@ -130,20 +131,6 @@ def test_an_undrained_gradient_cannot_be_read_or_set_and_can_be_dropped() -> Non
         assert "gather_gradients" in complaints[0]
         assert "was set" in complaints[-1]
         assert all(quiet), quiet
-
-
-class Late:
-    """A publication that happens only when somebody waits for it; until then there is NaN."""
-
-    def __init__(self, real: Any, output: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
-        self.real, self.output, self.group = real, output, group
-        self.piece = piece.clone()
-        output.fill_(float("nan"))
-
-    def wait(self) -> None:
-        work = self.real(self.output, self.piece, self.group)
-        if work is not None:
-            work.wait()
 
 
 def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[float]]:

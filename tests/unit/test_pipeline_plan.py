@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from internsp.errors import ConfigError, OrderError
-from internsp.pipeline.hooks import Place
+from internsp.pipeline.hooks import ISPCommunicatorSchedulerHook, Place
 from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
 from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
@@ -84,6 +84,14 @@ def test_a_backward_before_its_forward_is_refused() -> None:
     order[1].insert(0, order[1].pop(next(i for i, s in enumerate(order[1]) if s.kind == "B")))
     with pytest.raises(OrderError, match="wait for ever"):
         checked("GPipe", order, 2, chunks)
+
+
+def test_a_pass_that_is_not_the_planned_one_is_refused() -> None:
+    hook = ISPCommunicatorSchedulerHook({})
+    hook.begin([Place(0, 0, 0), Place(0, 0, 0, "full")])
+    for step in (hook.before_forward, hook.before_backward):
+        with pytest.raises(OrderError, match=r"runs Place.*micro_batch=1.*the plan has Place"):
+            step(Place(0, 0, 1))
 
 
 def test_numbers_that_do_not_fit_a_schedule_are_explained() -> None:

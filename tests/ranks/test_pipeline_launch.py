@@ -1,0 +1,113 @@
+"""Pipelines as users start them: the demo beside one process, and ranks that die in a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from internsp.config import Config
+from internsp.launch import ChildError, start
+from internsp.pipeline import Place, SchedulerHook
+from internsp.train.metrics import read_metrics
+from internsp.train.run import train
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 30  # seconds: the groups'
+
+
+def losses(name: str, output: Path, *options: str) -> list[float]:
+    """Of 20 steps of a configuration of this repository, run by the command."""
+    words = [
+        sys.executable, "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
+        "--train.steps", "20", "--train.eval_batches", "0", "--train.sample_bytes", "0",
+        "--checkpoint.save", "false", *options,
+    ]  # fmt: skip
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return [row.loss for row in read_metrics(output / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_the_demo_through_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    alone = ("--parallel.weight", "1", "--parallel.sequence", "1", "--launch.processes", "1")
+    wanted = losses("demo", tmp_path / "one", *alone)
+    found = losses("pipeline_demo", tmp_path / "four")
+    assert len(found) == len(wanted) == 20
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5
+    assert wanted[-1] < wanted[0] - 1
+
+
+class _Ends(SchedulerHook):
+    """In the second step, one rank is killed, or its loss raises."""
+
+    def __init__(self, how: str, output: Path) -> None:
+        self.how, self.output, self.steps = how, output, 0
+
+    def after_last_micro_batch(self, place: Place) -> None:
+        self.steps += 1
+
+    def before_criterion(self, place: Place, output: Tensor) -> None:
+        if self.how == "loss" and self.steps == 1 and place.micro_batch == 1:
+            self._note()
+            raise ArithmeticError("spilt in the loss")
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        if self.how == "kill" and self.steps == 1 and place.micro_batch == 1:
+            self._note()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _note(self) -> None:
+        (self.output / "failed").write_text(str(time.time()))
+
+
+def _one_fails(config: Config, output: Path) -> None:
+    rank = os.environ["RANK"]
+    (output / f"process{rank}").write_text(str(os.getpid()))
+    culprit, how = ("2", "kill") if config.train.seed == 0 else ("3", "loss")
+    train(config, output, [_Ends(how, output)] if rank == culprit else [])
+
+
+def settings(seed: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"hidden_size": 32, "layers": 4, "heads": 4},
+            "data": {
+                "source": "text", "paths": [str(ROOT / "tests" / "data")], "sequence_length": 33,
+            },
+            "parallel": {"pipeline": 2, "weight": 2, "timeout_seconds": TIMEOUT},
+            "pipeline": {"schedule": "1F1B"},
+            "weight_parallel": {"min_shard_elements": 128},
+            "train": {"steps": 5, "global_batch": 8, "micro_batches": 4, "seed": seed},
+            "checkpoint": {"save": False},
+            "launch": {"processes": 4},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seed", "cause"),
+    [
+        (0, r"rank 2 was ended by SIGKILL \(out of memory\?\)"),
+        (1, r"(?s)rank 3 failed: .*ArithmeticError: spilt in the loss"),
+    ],
+)
+def test_all_processes_of_a_run_end_with_the_first_cause_when_one_fails(
+    seed: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ChildError, match=cause):
+        start(_one_fails, settings(seed), tmp_path)
+    assert time.time() - float((tmp_path / "failed").read_text()) < TIMEOUT
+    for rank in range(4):
+        number = int((tmp_path / f"process{rank}").read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
