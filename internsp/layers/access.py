@@ -62,7 +62,8 @@ class _Views(torch.autograd.Function):
         views = tuple([site.acquire() for site in taken])
         if len(views) > 1:  # of several, those of frozen parameters need no gradient
             pairs = zip(views, parameters, strict=True)
-            ctx.mark_non_differentiable(*[v for v, p in pairs if not p.requires_grad])
+            if frozen := [v for v, p in pairs if not p.requires_grad]:
+                ctx.mark_non_differentiable(*frozen)
         ctx.tags = [site.tag for site in taken]
         return views
 
@@ -73,16 +74,17 @@ class _Views(torch.autograd.Function):
                 "create_graph=True is not supported through a sharded weight: its gradient leaves "
                 "the graph when its reduction starts; compute second derivatives on one process"
             )
-        answers: list[Tensor | None] = [None]
+        answers: list[Tensor | None] = [None] * (len(gradients) + 1)
+        leaves = ctx.next_functions  # a new tuple at every look
         for i in range(len(gradients) - 1, -1, -1):  # the last used is born first
             gradient, site = gradients[i], ctx.taken[i]
-            wanted = _wanted(ctx.next_functions[i][0]) if gradient is not None else _NO
-            answer = None
-            if gradient is not None and wanted != _NO:
-                if wanted == _CAPTURED:
-                    answer = _answer(site, gradient, ctx.parameters[i])
+            if gradient is None:
+                continue
+            wanted = _wanted(leaves[i][0])
+            if wanted == _CAPTURED:
+                answers[i + 1] = _answer(site, gradient, ctx.parameters[i])
+            if wanted != _NO:
                 site.born(gradient, ctx.tags[i])
-            answers.insert(1, answer)
         return tuple(answers)
 
 
@@ -150,13 +152,17 @@ def whole(module: nn.Module, name: str) -> Any:
     return _Views.apply((attached[name],), parameter)[0]
 
 
-def whole_block(owners: Sequence[tuple[nn.Module, str]]) -> tuple[Tensor, ...]:
+def whole_block(
+    taken: Sequence[Site], parameters: Sequence[nn.Parameter | None]
+) -> tuple[Tensor, ...]:
     """:func:`whole` for the parameters of several modules at once, at their block's entry.
 
     One node of the graph for all: their gradients are born together, after the block's backward.
+
+    Args:
+        taken: their sites, in the order of use.
+        parameters: what the modules hold.
     """
-    taken = [sites(module)[name] for module, name in owners]
-    parameters = [module._parameters[name] for module, name in owners]
     views: tuple[Tensor, ...] = _Views.apply(taken, *parameters)
     return views
 

@@ -32,7 +32,7 @@ def take_at_entry(
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [module._parameters[name] for module, name in owners]
         try:
-            for (module, name), view in zip(owners, whole_block(owners), strict=True):
+            for (module, name), view in zip(owners, whole_block(every_site, kept), strict=True):
                 module._parameters[name] = view  # type: ignore[assignment]
             output = inner(*args, **kwargs)
         finally:

@@ -164,12 +164,14 @@ class Collectives:
         phase: str,
     ) -> Handle:
         """:meth:`gather` for several small weights in one launch (DESIGN 8)."""
-        events = []
-        for shard, weight in zip(shards, weights, strict=True):
-            nbytes = (self.size - 1) * shard.numel() * shard.element_size()
-            self.counters.gathered_bytes += nbytes
-            self.counters.gathers += 1
-            events.append(self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True))
+        sizes = [(self.size - 1) * shard.nbytes for shard in shards]
+        self.counters.gathered_bytes += sum(sizes)
+        self.counters.gathers += len(sizes)
+        events = [
+            self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)
+            for weight, nbytes in zip(weights, sizes, strict=True)
+            if self.trace.enabled
+        ]
         self.ledger.launched += 1
         work = self._send_gathers(outputs, shards)
         return self._launched(work, events, (*outputs, *shards), unit, weights[0], phase)
@@ -192,6 +194,7 @@ class Collectives:
         events = [
             self.trace.record("RS", unit, weight, phase, share, in_flight=True)
             for weight, share in weights.items()
+            if self.trace.enabled
         ]
         if self.size == 1:
             for event in events:

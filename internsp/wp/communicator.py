@@ -123,7 +123,8 @@ class WeightSite:
 
     def before_backward(self, tag: Tag) -> None:
         """See :meth:`WPCommunicator.backward_hook`; a weight part needs no weight."""
-        if not self.apart:
+        split = self.communicator.state.split
+        if split is None or not split.weights:
             self.communicator.backward_hook(self.unit, self.weight, tag)
 
     def born(self, gradient: Tensor, tag: Tag) -> None:
@@ -234,7 +235,8 @@ class UnitCommunicator(WPCommunicator):
         state = self.state
         state.pending.launch(unit, weight, gradient)
         state.touched[weight] = state.touched.get(weight, False) or gradient is not None
-        state.trace.record("FREE", unit.name, weight.name, BACKWARD)
+        if state.trace.enabled:
+            state.trace.record("FREE", unit.name, weight.name, BACKWARD)
 
     def used(self, unit: Unit) -> None:
         """A use of a unit outside the blocks has ended: nobody holds its slot."""
@@ -264,10 +266,12 @@ class UnitCommunicator(WPCommunicator):
         state = self.state
         if not self.verified(unit, weight):
             self.fetch(unit, (weight,), phase)
-        self._wait(unit, weight, phase)
+        if weight in state.handles:
+            self._wait(unit, weight, phase)
         if not weight.resident:
             state.pool.slots[unit.slot].streams.read(weight)
-        state.trace.record("USE", unit.name, weight.name, phase)
+        if state.trace.enabled:
+            state.trace.record("USE", unit.name, weight.name, phase)
         self.follow(unit, weight, phase)
 
     def _wait(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:

@@ -50,10 +50,13 @@ class BlockGathers(UnitCommunicator):
 
         What is written within a block is found by its backward: the view carries the slot's tag.
         """
-        slot = self.state.pool.slots[unit.slot]
-        if self.state.policy.per_module or weight.autocasts:
+        if self.state.policy.per_module:
             return super().verified(unit, weight)
-        return slot.holder is unit and weight in slot.tags
+        slot = self.state.pool.slots[unit.slot]
+        tag = slot.tags.get(weight)
+        if tag is None or slot.holder is not unit:
+            return False
+        return not weight.autocasts or tag[1] == weight.compute_dtype
 
     def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         """With prefetch per module: launch what comes after ``weight``."""

@@ -61,6 +61,7 @@ class ISPCommunicator(BlockGathers):
         self._nested = False  # that task may be an inner one
         self._open: Unit | None = None  # the block whose backward runs
         self._waiting: list[ShardedWeight] = []  # its weights whose reductions are to come
+        self._due = 0  # how many they were when its backward began
         self._held: dict[ShardedWeight, Tensor] = {}  # births before their turn
         self._recomputed = False  # whether it has recomputed in this backward
 
@@ -148,6 +149,7 @@ class ISPCommunicator(BlockGathers):
         self.state.pool.release_all()
         self._open = unit
         self._waiting = [w for w in reversed(unit.weights) if w.requires_grad]
+        self._due = len(self._waiting)
         self.fetch_first(unit, BACKWARD)
         if not unit.recomputed:
             self.ahead(unit.block, BACKWARD)
@@ -306,7 +308,7 @@ class ISPCommunicator(BlockGathers):
             self.state.pending.flush()
             return
         self.complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
-        if held or len(waiting) < sum(w.requires_grad for w in unit.weights):
+        if held or len(waiting) < self._due:
             for weight in waiting:
                 self.reduce(unit, weight, held.get(weight))
         self.state.pending.flush()

@@ -175,7 +175,8 @@ class PendingGradients:
         sizes = [w.layout.shard_numel for w in weights]
         for weight, part in zip(weights, total.split(sizes), strict=True):
             weight.add_partial(part)
-            self._trace.record("DRAIN", unit.name, weight.name, "drain")
+            if self._trace.enabled:
+                self._trace.record("DRAIN", unit.name, weight.name, "drain")
         self._give_back(pending)
 
     def drain(self) -> None:

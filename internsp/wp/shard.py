@@ -126,6 +126,7 @@ class ShardedWeight:
         lent: ``partial`` is autograd's own tensor; see :meth:`own_partial`.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
+        slot_nbytes: bytes of the padded whole in the configured compute dtype.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
     """
 
@@ -146,6 +147,7 @@ class ShardedWeight:
         self.dtype = parameter.dtype
         self.compute_dtype = compute_dtype or parameter.dtype
         self.base_compute_dtype = self.compute_dtype
+        self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
         self._device = device.type
@@ -256,11 +258,6 @@ class ShardedWeight:
             local = self.rows_of(values.detach()).movedim(0, self.layout.dim)
         with torch.no_grad():
             self.local(self.storage).copy_(local)
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes of the padded whole in the configured compute dtype."""
-        return self.layout.padded_numel * self.base_compute_dtype.itemsize
 
     def add_partial(self, total: Tensor) -> None:
         """Add ``total`` (flat, like ``storage``, fp32 or wider), which is given away."""
