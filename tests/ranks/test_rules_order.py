@@ -203,7 +203,8 @@ def sequences(rank: int, world_size: int) -> None:
             plan = twin.communicator.plan
             assert plan is not None
             wanted = simulate(plan, micro_batches, overlap)
-            assert_same(twin.trace.lines(COMMUNICATION), wanted.lines(), f"{config} overlap {overlap}")
+            found = twin.trace.lines(COMMUNICATION)
+            assert_same(found, wanted.lines(), f"{config} overlap {overlap}")
             counters = twin.communicator.state.counters
             assert wanted.nbytes("AG") == counters.gathered_bytes
             assert wanted.count("RS") == sum(e.kind == "RS" for e in twin.trace.events)
