@@ -186,6 +186,23 @@ class MeshShape:
         """Replicas over which the optimizer state of dense weights is cut."""
         return self.dense.zero
 
+    def degrees(self) -> dict[str, int]:
+        """By name, for people; those of experts only where they have an axis of their own."""
+        found = {
+            "world": self.world_size,
+            "pipeline": self.pipeline,
+            "weight": self.weight,
+            "replicas": self.replicas,
+            "zero": self.zero_size,
+            "sequence": self.sequence,
+            "data": self.data,
+        }
+        if self.separate:
+            own = self.experts
+            found |= {"expert weight": own.size, "expert": own.expert}
+            found |= {"expert replicas": own.replicas, "expert zero": own.zero}
+        return found
+
     def ranks(self, name: str) -> list[list[int]]:
         """Global ranks of every group of one kind, in a fixed order.
 

@@ -26,6 +26,7 @@ from internsp.pipeline.plan import check, passes, simulate_passes
 from internsp.pipeline.schedules import ScheduleKind, actions, computations, kind_of
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
+from internsp.wp.assign import require_experts
 from internsp.wp.schedule import Schedule
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
@@ -114,6 +115,9 @@ class Pipeline:
             raise ConfigError(mistake)
         count = mesh.pipeline * chunks
         blocks = split(model, count)
+        if mesh.shape.separate:
+            names = (name for name, _ in model.layers.named_parameters("layers"))
+            require_experts(names, config or WeightParallelConfig())
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         everyone = list(hooks)

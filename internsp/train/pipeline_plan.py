@@ -23,7 +23,7 @@ from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
 from internsp.train.factory import build_model
 from internsp.train.resident_plan import Residents
-from internsp.wp.assign import Assignment, assign
+from internsp.wp.assign import Assignment, assign, require_experts
 from internsp.wp.blocks import read
 from internsp.wp.plan import chunk_plan
 from internsp.wp.schedule import ChunkPlan, Schedule
@@ -115,6 +115,8 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
 
 def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutline]:
     model = build_model(config)
+    if shape.separate:
+        require_experts((name for name, _ in model.named_parameters()), config.weight_parallel)
     found = []
     for stage, blocks in enumerate(split(model, stages)):
         chunk = Chunk(model, blocks, stage == 0, stage == stages - 1)

@@ -175,8 +175,8 @@ class _Run:
             return
         everyone = [g for g in gathered if g is not None]
         notes = ["The run was stopped before its last step."] if self.interrupted else []
-        shape = mesh.shape
         timeline = {row["rank"]: events for row, events in everyone}
+        shape = mesh.shape
         setting = Setting(
             self.config.weight_parallel,
             weight=shape.weight,
@@ -190,15 +190,7 @@ class _Run:
             title=self.config.train.name,
             config_toml=self.config.to_toml(),
             metrics=read_metrics(self.output / "metrics.jsonl"),
-            mesh={
-                "world": shape.world_size,
-                "pipeline": shape.pipeline,
-                "weight": shape.weight,
-                "replicas": shape.replicas,
-                "zero": shape.zero_size,
-                "sequence": shape.sequence,
-                "data": shape.data,
-            },
+            mesh=shape.degrees(),
             ranks=[row for row, _ in everyone],
             memory=components(self.session),
             timeline=timeline,

@@ -7,7 +7,7 @@ what runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -146,15 +146,16 @@ def _within(name: str, pattern: str) -> bool:
     return any(all(map(fnmatchcase, parts[i : i + len(wanted)], wanted)) for i in starts)
 
 
-def require_experts(assignments: Sequence[Assignment], config: WeightParallelConfig) -> None:
-    """Raise when a mesh has an axis for experts and the model has none (WP-7).
+def require_experts(names: Iterable[str], config: WeightParallelConfig) -> None:
+    """For a mesh with an axis for experts: the parameters ``names`` have some (WP-7).
 
     Raises:
-        StructureError: no parameter matches; lists the modules that may be meant.
+        StructureError: none matches; lists the modules that may be meant.
     """
-    if any(a.expert for a in assignments):
+    names = list(names)
+    if any(_within(name, pattern) for name in names for pattern in config.experts):
         return
-    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", a.owners[0].module_name) for a in assignments}
+    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names}
     raise StructureError(
         "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "
         f"matches weight_parallel.experts = {list(config.experts)}; candidates: "

@@ -75,7 +75,7 @@ def chunk_plan(
         StructureError: the mesh has an axis for experts and the model has none.
     """
     if shape.separate and shape.pipeline == 1:  # a stage of a pipeline may lack them
-        require_experts(assignments, config)
+        require_experts((a.name for a in assignments), config)
     policy = policy_of(config, len(structure.blocks))
     members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
     for assignment in assignments:

@@ -23,7 +23,7 @@ CASES = {
     "idle experts, recomputed": Case(
         1, 2, zero=2, listed=True, number=5, checkpoint={"mode": "full", "fraction": 0.5}
     ),
-    "all weights small": Case(2, 2, 2, config={"together_bytes": 65536}),
+    "all weights small": Case(4, 2, 2, config={"together_bytes": 65536}),
     "some weights small": Case(2, 4, config={"together_bytes": 400, "pending_blocks": 1}),
     "no slots kept": Case(4, 2, 2, number=2, config={"memory_pool": False, "prefetch_depth": 2}),
 }

@@ -94,6 +94,8 @@ def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
             assert _sample(report) == _sample(sample), changes[i]
             name = changes[i]["pipeline"]["schedule"]
             assert f"<title>{name}, 4 micro-batches</title>" in report, "the schedule's picture"
+            own = "expert_weight" in changes[i]["parallel"]
+            assert ("expert replicas <b>" in report) == own, changes[i]
 
 
 def _sample(report: str) -> str:

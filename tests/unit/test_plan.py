@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from internsp.config import Config
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, StructureError
 from internsp.train.plan import Plan, human, make_plan, print_plan
 
 
@@ -113,6 +113,15 @@ def test_experts_are_planned_over_their_own_groups() -> None:
     assert "of it experts, over 4 ranks" in text
     (row,) = [line for line in text.splitlines() if line.strip("│ ").startswith("6 ")]
     assert " ".join(row.replace("│", " ").split()) == "6 0 3 0 3 3 0 1 1 0 2"
+
+
+def test_an_axis_for_experts_and_a_model_without_any_is_refused() -> None:
+    for pipeline in (1, 2):
+        wrong = config(
+            parallel={"expert": 2, "pipeline": pipeline}, train={"micro_batches": 2}
+        )
+        with pytest.raises(StructureError, match=r"candidates: .*layers\.\*\.feed_forward\.w1"):
+            print_plan(wrong, 4 * pipeline, Console(file=io.StringIO()))
 
 
 def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:
