@@ -187,6 +187,10 @@ class WeightParallelConfig(Section):
     """Compile every block with torch.compile; needs trigger = "qkv"."""
     reduction: Literal["sum", "mean"] = "sum"
     """Gradients over ranks: sum for a loss divided by all valid tokens, mean for mean losses."""
+    codec: Literal["none", "int8", "fp8"] = "none"
+    """What blocks' large weights are gathered as: rounded, with a scale for 128 elements."""
+    codec_min_elements: Natural = 16384
+    """Weights with fewer elements, the embedding's and the head's are not coded."""
     compute_dtype: Dtype | None = None
     """Dtype in which weights are gathered and used; none: the parameter's own."""
 

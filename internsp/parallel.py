@@ -28,6 +28,7 @@ from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
 from internsp.wp.assign import Assignment, Owner, assign
 from internsp.wp.blocks import Structure, read
+from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Counters, Ledger
 from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, WeightSite
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
@@ -235,7 +236,14 @@ class _Builder:
             reductions, trace, pool, self.config.pending_blocks, plan.policy.small
         )
         collectives = gathers[self.mesh.dense]
-        return ChunkState(collectives, gathers, pool, pending, plan.policy, counters, trace)
+        state = ChunkState(collectives, gathers, pool, pending, plan.policy, counters, trace)
+        coded = {weight.name for unit in plan.units for weight in unit.weights if weight.coded}
+        if coded:
+            weights = frozenset(weight for weight in self.sharded if weight.name in coded)
+            state.codec = Codec(
+                self.config.codec, weights, self.mesh.device, self.config.memory_pool
+            )
+        return state
 
     def _communicators(
         self, communicator: ISPCommunicator, others: list[Unit]

@@ -5,6 +5,7 @@ The model is built on the meta device, so a plan of any size takes a second and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from internsp.train.pipeline_plan import (
 from internsp.train.resident_plan import Residents
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
-from internsp.wp.plan import DTYPES, chunk_plan
+from internsp.wp.plan import DTYPES, chunk_plan, coded_bytes
 from internsp.wp.schedule import ChunkPlan, Schedule, WeightPlan
 from internsp.wp.simulate import simulate
 
@@ -72,7 +73,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         shape,
         chunk,
         schedule,
-        tuple(_memory(config, shape, chunk, assignments)),
+        tuple(_memory(config, shape, chunk, assignments, schedule)),
         _exchange_bytes(config, shape, model),
         Residents.of(
             [chunk],
@@ -83,7 +84,11 @@ def make_plan(config: Config, world_size: int) -> Plan:
 
 
 def _memory(
-    config: Config, shape: MeshShape, chunk: ChunkPlan, assignments: list[Assignment]
+    config: Config,
+    shape: MeshShape,
+    chunk: ChunkPlan,
+    assignments: Sequence[Assignment],
+    schedule: Schedule,
 ) -> list[tuple[str, int]]:
     """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
     units = [*chunk.blocks, *chunk.others]
@@ -104,10 +109,14 @@ def _memory(
     owned += -(-(experts // size) // shape.experts.zero)
     summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
     whole = sum(w.sum_bytes for w in weights if w.trainable) if summed else 0
+    coded = []
+    if config.weight_parallel.codec != "none":
+        coded = [("coded weights in flight (exact)", coded_bytes(chunk, schedule, shape))]
     return [
         ("weight shards", shards),
         ("small parameters (replicated)", small_bytes),
         ("whole weights (slots, exact)", sum(chunk.slots())),
+        *coded,
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("whole gradient sums (full accumulation)", whole),
@@ -182,7 +191,8 @@ def _print_pipeline(
     for rank in plan.ranks:
         mine: dict[str, int] = {}
         for chunk in rank.chunks:
-            for name, nbytes in _memory(config, plan.shape, chunk.plan, list(chunk.assignments)):
+            each = _memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule)
+            for name, nbytes in each:
                 mine[name] = mine.get(name, 0) + nbytes
         for name, nbytes in mine.items():
             rows.setdefault(name, []).append(nbytes)

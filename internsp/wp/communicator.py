@@ -17,6 +17,7 @@ from torch import Tensor
 
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
+from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Counters, Handle
 from internsp.wp.pending import PendingGradients, Split
 from internsp.wp.pool import MemoryPool, Slot, Unit
@@ -85,6 +86,8 @@ class ChunkState:
     policy: Policy
     counters: Counters
     trace: Trace
+    codec: Codec | None = None
+    """Codes the weights of blocks for their gathers, where asked for."""
     handles: dict[ShardedWeight, Handle] = field(default_factory=dict)
     touched: dict[ShardedWeight, bool] = field(default_factory=dict)
     """Weights with a reduction in this backward, in launch order; whether this rank had a birth."""
@@ -92,6 +95,11 @@ class ChunkState:
     """The part of a backward that runs, where a pipeline schedule computes it in two."""
     began: Callable[[], None] = lambda: None
     """Called at each birth: no output of the model may have shown that a backward runs."""
+
+    def arrived(self, weight: ShardedWeight) -> None:
+        """A gather of ``weight`` was waited for: what came coded is decoded into its slot."""
+        if self.codec is not None and weight in self.codec.coded:
+            self.codec.arrived(weight)
 
 
 class WeightSite:
@@ -182,17 +190,23 @@ class UnitCommunicator(WPCommunicator):
         for weight in weights:
             slot.streams.before_overwrite(weight)
         outputs = [slot.flat(unit, w) for w in weights]
-        shards = [w.to_send() for w in weights]
-        collectives = self.state.gathers[weights[0].axis]
-        if len(weights) == 1:
-            name = weights[0].name
-            handle = collectives.gather(outputs[0], shards[0], unit.name, name, phase)
+        state, codec = self.state, self.state.codec
+        collectives = state.gathers[weights[0].axis]
+        if codec is not None and weights[0] in codec.coded:  # a large one: it travels by itself
+            received, sent = codec.encode(weights[0], outputs[0], slot.streams)
+            handle = collectives.gather(received, sent, unit.name, weights[0].name, phase)
+            if handle.done:
+                state.arrived(weights[0])
+        elif len(weights) == 1:
+            shard, name = weights[0].to_send(), weights[0].name
+            handle = collectives.gather(outputs[0], shard, unit.name, name, phase)
         else:
+            shards = [w.to_send() for w in weights]
             names = [w.name for w in weights]
             handle = collectives.gather_together(outputs, shards, unit.name, names, phase)
         if not handle.done:
             for weight in weights:
-                self.state.handles[weight] = handle
+                state.handles[weight] = handle
 
     def settle(self, unit: Unit) -> None:
         """Wait for gathers of ``unit`` that nobody used: its slot is about to be overwritten."""
@@ -278,6 +292,7 @@ class UnitCommunicator(WPCommunicator):
         handle = self.state.handles.pop(weight, None)
         if handle is not None:
             self.state.collectives.wait(handle, unit.name, weight.name, phase)
+            self.state.arrived(weight)
 
 
 class OuterCommunicator(UnitCommunicator):

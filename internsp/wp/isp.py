@@ -255,6 +255,7 @@ class ISPCommunicator(BlockGathers):
         """Let gathers that nobody used arrive: the shards they read are about to be written."""
         for weight, handle in list(self.state.handles.items()):
             self.state.collectives.wait(handle, "", weight.name, "settle")
+            self.state.arrived(weight)
         self.state.handles.clear()
 
     def forget_slots(self) -> None:

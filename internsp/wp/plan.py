@@ -12,9 +12,10 @@ from internsp.errors import ConfigError
 from internsp.mesh_shape import MeshShape
 from internsp.wp.assign import Assignment, require_experts
 from internsp.wp.blocks import Structure, anchor_position
+from internsp.wp.message import Message, buffer_bytes
 from internsp.wp.pool import aligned
 from internsp.wp.resident import fitting, spread
-from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan, slot_bytes
+from internsp.wp.schedule import ChunkPlan, Policy, Schedule, UnitPlan, WeightPlan, slot_bytes
 from internsp.wp.shard import ShardLayout
 
 DTYPES = {
@@ -83,7 +84,7 @@ def chunk_plan(
             members.setdefault(assignment.unit, []).append(assignment)
     dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
     weights_of = {
-        name: tuple(_weight(a, shape, dtype, policy) for a in own)
+        name: tuple(_weight(a, shape, dtype, policy, config) for a in own)
         for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
@@ -136,6 +137,18 @@ def all_moving(chunk: ChunkPlan) -> ChunkPlan:
     )
 
 
+def coded_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> int:
+    """Bytes of the codec's buffers of a chunk that runs ``schedule``: exact (WP-1)."""
+    messages = {
+        weight.name: (weight.coded, shape.axis(weight.expert).size)
+        for unit in chunk.blocks
+        for weight in unit.weights
+        if weight.coded is not None
+    }
+    gathers = ((a.kind == "AG", a.weight) for a in schedule.actions if a.kind in ("AG", "WAIT"))
+    return buffer_bytes(messages, gathers)
+
+
 def _head(
     structure: Structure, assignments: Sequence[Assignment], units: dict[str, UnitPlan]
 ) -> UnitPlan | None:
@@ -149,21 +162,31 @@ def _head(
 
 
 def _weight(
-    assignment: Assignment, shape: MeshShape, dtype: torch.dtype | None, policy: Policy
+    assignment: Assignment,
+    shape: MeshShape,
+    dtype: torch.dtype | None,
+    policy: Policy,
+    config: WeightParallelConfig,
 ) -> WeightPlan:
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
     compute = dtype or parameter.dtype
-    message = (size - 1) * layout.shard_numel * compute.itemsize
+    message = layout.shard_numel * compute.itemsize
+    small = size > 1 and policy.small(layout.padded_numel * compute.itemsize)
+    coded = None
+    if config.codec != "none" and assignment.block >= 0 and size > 1 and not small:
+        if parameter.numel() >= config.codec_min_elements:
+            coded = Message.of(assignment.name, layout.shard_numel, compute, parameter.dtype)
     return WeightPlan(
         assignment.name,
-        gather_bytes=message,
-        reduce_bytes=message,
+        gather_bytes=(size - 1) * (message if coded is None else coded.nbytes),
+        reduce_bytes=(size - 1) * message,
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
         trainable=parameter.requires_grad,
         resident=size == 1 and compute == parameter.dtype,
-        small=size > 1 and policy.small(layout.padded_numel * compute.itemsize),
+        small=small,
+        coded=coded,
         expert=assignment.expert and shape.separate,
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

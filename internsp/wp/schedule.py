@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from internsp.wp.message import Message
 from internsp.wp.resident import reach, slot_of, slot_sizes
 
 T = TypeVar("T")
@@ -111,6 +112,8 @@ class WeightPlan:
     """Whole at rest (weight group of one, same dtype): never gathered."""
     small: bool = False
     """Travels together with its small neighbours."""
+    coded: Message | None = None
+    """What is gathered of each shard, where a codec codes it."""
     expert: bool = False
     """Travels over the experts' weight group, which is not the dense weights'."""
     sum_bytes: int = 0

@@ -230,6 +230,13 @@ class ShardedWeight:
 
     def to_send(self) -> Tensor:
         """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
+        fresh = self.fresh()
+        # With nobody to send to, the copy into the slot casts.
+        alone = self.layout.size == 1
+        return fresh if alone or self.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
+
+    def fresh(self) -> Tensor:
+        """The padded shard, flat, in its own dtype, once an optimizer has published it (WP-3)."""
         if self.ready is not None:
             ready, self.ready = self.ready, None
             ready.wait()
@@ -242,9 +249,6 @@ class ShardedWeight:
                     "cast the model before, or set weight_parallel.compute_dtype"
                 )
             self.local(self.storage).copy_(local)
-        if self.dtype != self.compute_dtype:
-            # With nobody to send to, the copy into the slot casts.
-            return self._flat if self.layout.size == 1 else self._flat.to(self.compute_dtype)
         return self._flat
 
     def take(self, values: Tensor) -> None:
