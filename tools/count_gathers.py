@@ -2,10 +2,10 @@
 
     python tools/count_gathers.py
 
-Four local processes, two stages of two ranks, four micro-batches, a model of twelve small blocks.
-One gather is one block's (or the embedding's, the head's) whole weights; bytes are what a rank
-receives. Also says whether every gradient is right, which under a split backward FSDP2's are not.
-Prints a Markdown table, the one in docs/pipeline.md.
+Four local processes, two pipeline ranks of two weight ranks each. One gather is one block's whole
+weights; bytes are all that a rank receives, embedding and head included. Also says whether every
+gradient is right, which under a split backward FSDP2's are not. Prints two Markdown tables, those
+of docs/pipeline.md: a model of twelve small blocks under every schedule, and two blocks a chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +36,26 @@ from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split
 from internsp.pipeline.pipeline import described
 from internsp.trace import Trace
 
-RANKS, WEIGHT, MICRO_BATCHES, BLOCKS, LENGTH, WIDTH = 2, 2, 4, 12, 16, 32
+RANKS, WEIGHT, LENGTH, WIDTH = 2, 2, 16, 32
 WORLD = RANKS * WEIGHT
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule over one model."""
+
+    schedule: str
+    blocks: int
+    micro_batches: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a rank holds."""
+        return SCHEDULES[self.schedule].chunks or 2
+
+
+TWELVE = tuple(Case(name, 12, 4) for name in SCHEDULES)
+TWO_A_CHUNK = (Case("1F1B", 4, 4), Case("Interleaved1F1B", 8, 4), Case("DualPipeV", 8, 8))
 
 
 @dataclass
@@ -50,9 +68,9 @@ class Row:
     gradients: int
 
 
-def build() -> Any:
+def build(case: Case) -> Any:
     """The model, in fp64, the same in every process."""
-    config = ModelConfig(vocab_size=64, hidden_size=WIDTH, layers=BLOCKS, heads=2)
+    config = ModelConfig(vocab_size=64, hidden_size=WIDTH, layers=case.blocks, heads=2)
     generator = torch.Generator().manual_seed(0)
     return model_zoo.build(config, dtype=torch.float64, generator=generator)
 
@@ -63,19 +81,19 @@ def ids(number: int, rank: int) -> Tensor:
     return torch.randint(0, 64, (1, LENGTH), generator=generator)
 
 
-def wanted() -> dict[str, Tensor]:
+def wanted(case: Case) -> dict[str, Tensor]:
     """Gradients of one process."""
-    model = build()
-    for number in range(MICRO_BATCHES):
+    model = build(case)
+    for number in range(case.micro_batches):
         for rank in range(WEIGHT):
             model(ids(number, rank), labels=ids(number, rank))[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def judge(chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
+def judge(case: Case, chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
     """Right gradients of this rank, and all."""
     right = count = 0
-    whole = wanted()
+    whole = wanted(case)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             count += 1
@@ -86,57 +104,57 @@ def judge(chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
     return right, count
 
 
-def ours(mesh: ParallelMesh, schedule: str, chunks: int, keep: bool) -> Row:
+def ours(mesh: ParallelMesh, case: Case, keep: bool) -> Row:
     """A step of ours."""
     trace = Trace()
     pipeline = Pipeline.create(
-        build(),
+        build(case),
         mesh,
         WeightParallelConfig(min_shard_elements=WIDTH + 1, keep_between_micro_batches=keep),
-        schedule=schedule,
-        chunks=chunks,
-        micro_batches=MICRO_BATCHES,
+        schedule=case.schedule,
+        chunks=case.chunks,
+        micro_batches=case.micro_batches,
         shape=(1, LENGTH, WIDTH),
         trace=trace,
     )
-    mine = [ids(number, mesh.data_rank) for number in range(MICRO_BATCHES)]
+    mine = [ids(number, mesh.data_rank) for number in range(case.micro_batches)]
     trace.enabled = True
     pipeline.step([MicroBatch((i,), {"labels": i}) for i in mine])
     trace.enabled = False
-    sizes: dict[str, int] = {}
-    for communicator in pipeline.communicators:
-        assert communicator.plan is not None
-        plan = communicator.plan
-        units = (*plan.blocks, *plan.outer, *((plan.head,) if plan.head else ()))
-        sizes |= {unit.name: len(unit.weights) for unit in units}
+    sizes = {
+        unit.name: len(unit.weights)
+        for communicator in pipeline.communicators
+        for unit in communicator.blocks
+    }
     gathered = [event for event in trace.events if event.kind == "AG"]
-    units_gathered = sum(1 / sizes[event.unit] for event in gathered)
+    blocks = sum(1 / sizes[event.unit] for event in gathered if event.unit in sizes)
     received = sum(event.nbytes for event in gathered)
-    return Row(round(units_gathered, 6), received, *judge(pipeline.chunks, 1))
+    return Row(round(blocks, 6), received, *judge(case, pipeline.chunks, 1))
 
 
 class _Counting(DefaultAllGather):
-    def __init__(self, row: Row) -> None:
-        self.row = row
+    def __init__(self, row: Row, block: bool) -> None:
+        self.row, self.block = row, block
 
     def __call__(self, output_tensor: Tensor, *args: Any, **options: Any) -> Any:
-        self.row.gathers += 1
+        self.row.gathers += self.block
         nbytes = output_tensor.numel() * output_tensor.element_size()
         self.row.received += nbytes * (WEIGHT - 1) // WEIGHT
         return super().__call__(output_tensor, *args, **options)
 
 
-def fsdp2(mesh: ParallelMesh, schedule: str, chunks: int) -> Row:
+def fsdp2(mesh: ParallelMesh, case: Case) -> Row:
     """A step of FSDP2 with resharding in torch's own stages."""
-    kind, model, row = SCHEDULES[schedule], build(), Row(0, 0, 0, 0)
-    count, stages = RANKS * chunks, []
+    kind, model, row = SCHEDULES[case.schedule], build(case), Row(0, 0, 0, 0)
+    count, stages = RANKS * case.chunks, []
     blocks = split(model, count)
     group = DeviceMesh.from_group(mesh.weight_group, "cpu")
-    for stage in kind.stages_of(mesh.pipeline_rank, RANKS, chunks):
+    for stage in kind.stages_of(mesh.pipeline_rank, RANKS, case.chunks):
         chunk = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
         for module in (*chunk.layers.values(), chunk):
             fully_shard(module, mesh=group, reshard_after_forward=True)
-            module.set_custom_all_gather(_Counting(row))  # type: ignore[attr-defined]
+            counting = _Counting(row, module is not chunk)
+            module.set_custom_all_gather(counting)  # type: ignore[attr-defined]
         given = described(chunk, (1, LENGTH, WIDTH), torch.float64)
         stages.append(
             PipelineStage(chunk, stage, count, mesh.device, group=mesh.pipeline_group, **given)
@@ -144,22 +162,50 @@ def fsdp2(mesh: ParallelMesh, schedule: str, chunks: int) -> Row:
         stages[-1].has_backward = True
     runner = kind.cls(
         stages[0] if kind.single else stages,
-        MICRO_BATCHES,
+        case.micro_batches,
         loss_fn=lambda loss, _: loss * 1,
         scale_grads=False,
     )
-    mine = [ids(number, mesh.data_rank) for number in range(MICRO_BATCHES)]
+    mine = [ids(number, mesh.data_rank) for number in range(case.micro_batches)]
     runner._step_microbatches(
         [(i,) for i in mine], [{"labels": i} for i in mine], mine, return_outputs=False
     )
-    row.right, row.gradients = judge([stage.submod for stage in stages], WEIGHT)
+    row.right, row.gradients = judge(case, [stage.submod for stage in stages], WEIGHT)
     return row
 
 
-def measure(rank: int, folder: str) -> None:
-    """One process: every schedule three ways, the busiest rank's figures printed by the first."""
+HEAD = (
+    "| schedule | blocks | micro-batches | FSDP2, resharding | right | ours, re-gathered "
+    "| ours, kept | right |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(mesh: ParallelMesh, case: Case) -> str:
+    """A row of the table: the busiest rank's figures of three ways. Collective."""
+    ways: list[Callable[[], Row]] = [
+        lambda: fsdp2(mesh, case),
+        lambda: ours(mesh, case, False),
+        lambda: ours(mesh, case, True),
+    ]
+    theirs, again, kept = (_busiest(way()) for way in ways)
+    cells = [f"{row.gathers:g} ({row.received / 1024:.0f} KiB)" for row in (theirs, again, kept)]
+    right = [f"{row.right} of {row.gradients}" for row in (theirs, again)]
+    assert (again.right, again.gradients) == (kept.right, kept.gradients)
+    return (
+        f"| {case.schedule} | {case.blocks} | {case.micro_batches} | {cells[0]} | {right[0]} "
+        f"| {cells[1]} | {cells[2]} | {right[1]} |"
+    )
+
+
+def quiet() -> None:
+    """torch warns of every gradient that FSDP2 loses."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+
+
+def measure(rank: int, folder: str) -> None:
+    """One process: every case, printed by the first."""
+    quiet()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -170,21 +216,11 @@ def measure(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     mesh = ParallelMesh.create(WEIGHT, 1, RANKS, device_type="cpu", timeout_seconds=60)
-    if rank == 0:
-        print("| schedule | FSDP2, resharding | right | ours, re-gathered | ours, kept | right |")
-        print("|---|---|---|---|---|---|")
-    for name, kind in SCHEDULES.items():
-        chunks = kind.chunks or 2
-        ways: list[Callable[[], Row]] = [
-            lambda n=name, c=chunks: fsdp2(mesh, n, c),  # type: ignore[misc]
-            lambda n=name, c=chunks: ours(mesh, n, c, False),  # type: ignore[misc]
-            lambda n=name, c=chunks: ours(mesh, n, c, True),  # type: ignore[misc]
-        ]
-        rows = [_busiest(way()) for way in ways]
+    tables: Sequence[Sequence[Case]] = (TWELVE, TWO_A_CHUNK)
+    for cases in tables:
+        lines = [line(mesh, case) for case in cases]
         if rank == 0:
-            cells = [f"{row.gathers:g} ({row.received / 1024:.0f} KiB)" for row in rows]
-            right = [f"{row.right} of {row.gradients}" for row in rows]
-            print(f"| {name} | {cells[0]} | {right[0]} | {cells[1]} | {cells[2]} | {right[1]} |")
+            print("\n".join([HEAD, *lines, ""]), flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,44 @@
+"""tools/count_gathers.py on its small case: FSDP2's 10, 20 and 36 gathers, and ours beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from internsp.mesh import ParallelMesh
+from tests.support.ranks import run_ranks
+from tools.count_gathers import HEAD, RANKS, TWELVE, TWO_A_CHUNK, WEIGHT, WORLD, line, quiet
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "pipeline.md"
+
+
+def rows(rank: int, world_size: int) -> list[str]:
+    quiet()
+    mesh = ParallelMesh.create(WEIGHT, 1, RANKS, device_type="cpu", timeout_seconds=60)
+    return [line(mesh, case) for case in TWO_A_CHUNK]
+
+
+def test_the_small_case_is_as_the_document_says() -> None:
+    first, *others = run_ranks(rows, WORLD, timeout=120)
+    assert all(other == first for other in others)
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in first]
+    # Every block of a chunk once a micro-batch and once more, whatever the schedule.
+    for case, row in zip(TWO_A_CHUNK, cells, strict=True):
+        blocks = case.blocks // RANKS
+        assert row[3].split()[0] == str(blocks * (case.micro_batches + 1))
+        assert row[5].split()[0] == row[6].split()[0] == str(blocks)  # two fit the two slots
+        right, whole = row[7].split(" of ")
+        assert right == whole
+    assert [row[3].split()[0] for row in cells] == ["10", "20", "36"]
+    lost = {row[0]: row[4].split(" of ") for row in cells}
+    assert lost["1F1B"][0] == lost["1F1B"][1]
+    assert lost["DualPipeV"][0] != lost["DualPipeV"][1]
+    text = DOCUMENT.read_text()
+    for row in first:
+        assert row in text
+
+
+def test_the_document_has_a_row_for_every_schedule() -> None:
+    text = DOCUMENT.read_text()
+    assert text.count(HEAD) == 2
+    for case in (*TWELVE, *TWO_A_CHUNK):
+        assert f"\n| {case.schedule} | {case.blocks} | {case.micro_batches} |" in text
