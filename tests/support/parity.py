@@ -60,15 +60,15 @@ def batch(case: Case, rows: int, micro_batch: int) -> tuple[Tensor, Any, Tensor 
     return ids, boundaries, labels
 
 
-def run_case(case: Case) -> tuple[float, float]:
-    """Run ``case`` on the calling ranks.
+def run_case(case: Case, device: str = "cpu") -> tuple[float, float]:
+    """Run ``case`` on the calling ranks, all of them on ``device``.
 
     Returns:
         The largest relative difference of the loss, and of any parameter's gradient (absolute
         difference over the gradient's largest element).
     """
     mesh = ParallelMesh.create(
-        case.weight, case.sequence, device_type="cpu", timeout_seconds=30
+        case.weight, case.sequence, device_type=device, timeout_seconds=30
     )
     plain = model_zoo.build(
         case.model_config(), dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed)
@@ -76,6 +76,7 @@ def run_case(case: Case) -> tuple[float, float]:
     ours = model_zoo.build(
         case.model_config(), dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed)
     )
+    plain, ours = plain.to(mesh.device), ours.to(mesh.device)
     weights = WeightParallelConfig(**({"min_shard_elements": 24} | case.weights))
     communicator = parallelize(
         ours, mesh, weights, activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint)
@@ -84,7 +85,7 @@ def run_case(case: Case) -> tuple[float, float]:
     if weights.head_output != "local":
         ours.loss_options = {"output": weights.head_output, "group": mesh.sequence_group}
     batches = [batch(case, mesh.data, m) for m in range(case.micro_batches)]
-    wanted = _plain_loss(plain, batches)
+    wanted = _plain_loss(plain, batches, mesh.device)
     wanted.backward()
     found = _parallel_loss(ours, mesh, batches, int(_count(batches)))
     wanted = wanted.detach()
@@ -124,11 +125,13 @@ def _count(batches: Sequence[tuple[Tensor, Any, Tensor | None]]) -> float:
 
 
 def _plain_loss(
-    model: torch.nn.Module, batches: Sequence[tuple[Tensor, Any, Tensor | None]]
+    model: torch.nn.Module,
+    batches: Sequence[tuple[Tensor, Any, Tensor | None]],
+    device: torch.device,
 ) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for ids, boundaries, labels in batches:
-        layout = SequenceLayout.create(ids, boundaries=boundaries, labels=labels)
+        layout = SequenceLayout.create(ids, boundaries=boundaries, labels=labels).to(device)
         loss, _ = model(layout.input_ids, layout=layout, labels=layout.labels)
         total = total + loss
     return total / max(_count(batches), 1)
@@ -140,7 +143,7 @@ def _parallel_loss(
     batches: Sequence[tuple[Tensor, Any, Tensor | None]],
     tokens: int,
 ) -> float:
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     row = slice(mesh.data_rank, mesh.data_rank + 1)
     for ids, boundaries, labels in batches:
         layout = SequenceLayout.create(
@@ -149,7 +152,7 @@ def _parallel_loss(
             size=mesh.sequence,
             boundaries=None if boundaries is None else boundaries[row],
             labels=None if labels is None else labels[row],
-        )
+        ).to(mesh.device)
         loss, _ = model(layout.input_ids, layout=layout, labels=layout.labels, loss_chunk=5)
         loss = loss / max(tokens, 1)
         loss.backward()

@@ -28,8 +28,9 @@ from tools.bench.bounds import (
 )
 from tools.bench.campaign import exposures
 from tools.bench.fsdp import ChunkedAllGather, ChunkedReduceScatter, cuts
+from tools.bench.model import batch, elements, exchanged_bytes, layout, whole_batch
 from tools.bench.network import Link, Namespaces, NetworkError, remove_stale, stale
-from tools.bench.options import Options, Spec
+from tools.bench.options import TRIGGERS, Options, Spec
 
 SECOND = 125_000  # bytes that take one second at 1 Mbit/s
 
@@ -170,11 +171,28 @@ def test_a_preset_fills_what_flags_leave_open() -> None:
         (Options(variants=("fsdp2:faster",)), "forms"),
         (Options(variants=("ours:overlap",)), "KEY=VALUE"),
         (Options(variants=("ours@slow",)), "@free"),
+        (Options(sequence_ranks=3), "no multiple of --sequence-ranks"),
+        (Options(sequence_ranks=2, variants=("ours", "ddp")), "ddp cannot cut a sequence"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_name(options: Options, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         options.resolve()
+
+
+def test_cut_sequences_compare_triggers_and_their_parts_make_up_the_whole() -> None:
+    options = Options(preset="tiny", ranks=4, sequence_ranks=2).resolve()
+    assert options.variants == TRIGGERS
+    for data in range(2):
+        whole = whole_batch(options, data)
+        parts = [batch(options, rank) for rank in (2 * data, 2 * data + 1)]
+        for index in range(2):
+            assert torch.equal(torch.cat([part[index] for part in parts], 1), whole[index])
+    assert elements(options) == 2 * 16 * 96
+    layouts = [layout(options, rank) for rank in range(4)]
+    assert [int(made.positions[0, 0]) for made in layouts if made is not None] == [0, 8, 0, 8]
+    assert layout(Options(preset="tiny").resolve(), 1) is None
+    assert exchanged_bytes(options) == 3 * 8 * 8 * 96 * 2 / 2
 
 
 def test_a_variant_name_is_read_and_written_back() -> None:

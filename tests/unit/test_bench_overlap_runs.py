@@ -47,6 +47,23 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
     assert "| internsp |" in files["markdown"].read_text()
 
 
+@pytest.mark.ranks
+def test_cut_sequences_compete_for_the_link_and_train_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--network", "loopback", "--sequence-ranks", "2", "--json", str(file))
+    done = bench(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
+    assert done.returncode == 0, done.stderr
+    assert "every sequence cut over 2 ranks" in done.stdout
+    summary = json.loads(file.read_text())
+    assert set(summary["variants"]) == {"compute", "ours", "ours:trigger=qkv"}
+    tokens, hidden, layers = 16, 96, 3
+    assert summary["exchanged_bytes"] == layers * 8 * (tokens / 2) * hidden * 2 / 2
+    for name in ("ours", "ours:trigger=qkv"):
+        row = summary["variants"][name]
+        assert row["payload_seen"] == row["payload"] == summary["least_bytes"]
+        assert any(phase.endswith("all-to-all") for _, phase, _ in row["exposures"])
+
+
 def _namespaces() -> list[str]:
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return re.findall(r"^ispbench\d+\S+", done.stdout, re.MULTILINE)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from internsp.config import ModelConfig
 from internsp.layers.rotary import rotary_tables
+from internsp.sp import SequenceLayout
 from model_zoo.llama import Llama
 from tools.bench.options import Options
 
@@ -38,13 +39,17 @@ class Blocks(nn.Module):
         whole = Llama(config, device=device, dtype=DTYPE)
         self.layers = whole.layers
         self.head_dim, self.theta = whole.sizes.head_dim, config.rope_theta
+        self.layout: SequenceLayout | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """``x`` bf16 ``[B, s, hidden]``, ``target`` fp32 like it -> fp32 scalar, a sum."""
-        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        if self.layout is None:
+            positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        else:
+            positions = self.layout.positions
         rotary = rotary_tables(positions, self.head_dim, self.theta, x.dtype)
         for block in self.layers:
-            x = block(x, rotary, None)
+            x = block(x, rotary, self.layout)
         return (x.float() - target).square().sum()
 
 
@@ -60,27 +65,54 @@ def initial_weights(options: Options) -> dict[str, Tensor]:
     return weights
 
 
-def fresh(options: Options, weights: dict[str, Tensor]) -> Blocks:
+def fresh(options: Options, weights: dict[str, Tensor], device: str = "cpu") -> Blocks:
     """A model with a copy of the initial weights."""
-    model = Blocks(options)
+    model = Blocks(options, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return model
 
 
-def batch(options: Options, rank: int) -> tuple[Tensor, Tensor]:
-    """One rank's input and target, the same in every step."""
-    generator = torch.Generator().manual_seed(options.seed * 1000 + rank + 1)
+def whole_batch(options: Options, data: int) -> tuple[Tensor, Tensor]:
+    """Input and target of the ``data``-th sequences, not cut, the same in every step."""
+    generator = torch.Generator().manual_seed(options.seed * 1000 + data + 1)
     shape = (options.batch, options.size("sequence"), options.size("hidden"))
     x = torch.randn(shape, generator=generator).to(DTYPE)
     return x.requires_grad_(True), torch.randn(shape, generator=generator)
 
 
+def batch(options: Options, rank: int) -> tuple[Tensor, Tensor]:
+    """One rank's part of its sequences: neighbouring ranks share them where they are cut."""
+    data, part = divmod(rank, options.sequence_ranks)
+    whole = whole_batch(options, data)
+    x, target = (w.detach().chunk(options.sequence_ranks, 1)[part].contiguous() for w in whole)
+    return x.requires_grad_(True), target
+
+
+def layout(options: Options, rank: int) -> SequenceLayout | None:
+    """Where the rank's part lies; ``None`` where sequences are whole."""
+    if options.sequence_ranks == 1:
+        return None
+    ids = torch.zeros(options.batch, options.size("sequence"), dtype=torch.int64)
+    cut = options.sequence_ranks
+    return SequenceLayout.create(ids, rank=rank % cut, size=cut)
+
+
+def exchanged_bytes(options: Options) -> float:
+    """Bytes a rank sends for attention in a step: q, k, v, the result, and their gradients."""
+    cut = options.sequence_ranks
+    tokens = options.batch * options.size("sequence") / cut
+    share = (options.kv_heads or options.size("heads")) / options.size("heads")
+    features = options.size("hidden") * (2 + 2 * share) * 2
+    return options.size("layers") * tokens * features * DTYPE.itemsize * (cut - 1) / cut
+
+
 def elements(options: Options) -> int:
     """By which the summed loss of all ranks is divided."""
     tokens = options.batch * options.size("sequence")
-    return options.size("ranks") * tokens * options.size("hidden")
+    groups = options.size("ranks") // options.sequence_ranks
+    return groups * tokens * options.size("hidden")
 
 
 def large(options: Options, weights: dict[str, Tensor]) -> dict[str, int]:

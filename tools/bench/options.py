@@ -30,6 +30,10 @@ DEFAULT_VARIANTS = (
 )
 
 
+# With sequence ranks: where the next block's gather starts, beside the all-to-alls of attention.
+TRIGGERS = ("compute", "ours", *(f"ours:trigger={t}" for t in ("mlp", "attention", "qkv")))
+
+
 @dataclass(frozen=True)
 class Preset:
     """Sizes and a ratio of ideal communication to compute."""
@@ -83,6 +87,9 @@ class Options:
     """Sequences a rank."""
     sequence: int | None = None
     """Tokens of a sequence."""
+    sequence_ranks: int = 1
+    """Ranks over which a sequence is cut: its all-to-alls compete for the link. For compute and
+    ours only; the variants are then, unless given, where ours starts the next block's gather."""
     rounds: int = 5
     """Rounds; each runs every variant, starting with another one."""
     steps: int = 2
@@ -129,9 +136,22 @@ class Options:
             raise ValueError("--ranks must be at least 2: one rank sends nothing")
         if done.size("hidden") % done.size("heads"):
             raise ValueError(f"--hidden {done.hidden} is not a multiple of --heads {done.heads}")
+        if done.sequence_ranks != 1:
+            done = done._with_cut_sequences()
         names = done.variants if "compute" in done.variants else ("compute", *done.variants)
         unique = tuple(dict.fromkeys(names))
         return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
+
+    def _with_cut_sequences(self) -> Options:
+        cut = self.sequence_ranks
+        for name in ("ranks", "sequence", "heads"):
+            if cut < 1 or self.size(name) % cut:
+                raise ValueError(f"--{name} {self.size(name)} is no multiple of --sequence-ranks")
+        done = replace(self, variants=TRIGGERS) if self.variants == DEFAULT_VARIANTS else self
+        others = [v for v in done.variants if Spec.parse(v).family not in ("compute", "ours")]
+        if others:
+            raise ValueError(f"--sequence-ranks: {', '.join(others)} cannot cut a sequence")
+        return done
 
     def size(self, name: str) -> int:
         """A size that :meth:`resolve` has filled in."""

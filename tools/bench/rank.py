@@ -29,7 +29,7 @@ from tools.bench.measure import (
     resident,
     settle_memory,
 )
-from tools.bench.model import initial_weights, large
+from tools.bench.model import exchanged_bytes, initial_weights, large
 from tools.bench.options import Options, Spec
 from tools.bench.variants import Ours, Setting, Variant, make, reference, unavailable
 
@@ -52,6 +52,7 @@ class Worker:
             "torch": torch.__version__,
             "reasons": {name: reason for name, reason in reasons.items() if reason},
             "numels": large(self.options, weights),
+            "exchanged": exchanged_bytes(self.options),
             "itemsize": next(iter(weights.values())).element_size(),
         }
 
@@ -167,7 +168,7 @@ class Worker:
                 (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or e.start) - zero,
                  e.nbytes)
                 for e in events
-                if isinstance(variant, Ours) and e.kind in ("AG", "RS", "WAIT")
+                if isinstance(variant, Ours) and e.kind in ("AG", "RS", "WAIT", "A2A_WAIT")
             ],
         }
 

@@ -68,6 +68,12 @@ def facts(summary: dict[str, Any]) -> list[str]:
         f"{o['batch']} x {o['sequence']} tokens a rank, {summary['weight_bytes'] / 1e6:.1f} MB of "
         "weights",
     ]
+    if o["sequence_ranks"] > 1:
+        lines.append(
+            f"every sequence cut over {o['sequence_ranks']} ranks: attention sends "
+            f"{summary['exchanged_bytes'] / 1e6:.1f} MB a rank over the same link, which ideal "
+            "counts and the schedules' bounds do not; compute only attends within its own part"
+        )
     if summary["rate_mbit"] is None:
         lines.append("NO RATE LIMIT: ideal is compute alone; bytes on the interface are unknown")
     else:
@@ -99,7 +105,8 @@ def remarks(summary: dict[str, Any]) -> list[str]:
                 f"{row['label']}: payload sent in a step {row['payload_seen']} bytes, {same} the "
                 f"schedule's {row['payload']}; slots {row['slot_bytes'] / 1e6:.1f} MB"
             )
-        if name == "ours" and row.get("exposures"):
+        cut = summary["options"]["sequence_ranks"] > 1
+        if (name == "ours" or cut) and row.get("exposures"):
             most = ", ".join(f"{u} {p} {s * 1e3:.0f} ms" for u, p, s in row["exposures"][:6])
             lines.append(f"{row['label']}: waited in one step, by block and phase: {most}")
     labels = {n: r["label"] for n, r in summary["variants"].items()}

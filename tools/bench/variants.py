@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
 from internsp.trace import Trace
 from internsp.wp.simulate import simulate
-from tools.bench.model import Blocks, batch, elements, fresh
+from tools.bench.model import Blocks, batch, elements, fresh, layout, whole_batch
 from tools.bench.options import Options, Spec
 
 Mark = Callable[[str], None]
@@ -53,8 +53,9 @@ class Setting:
     def mesh(self) -> ParallelMesh:
         """Weight parallel over all ranks. Collective, once."""
         return ParallelMesh.create(
-            weight=self.world, device_type="cpu", timeout_seconds=self.options.timeout
-        )
+            weight=self.world, sequence=self.options.sequence_ranks, device_type="cpu",
+            timeout_seconds=self.options.timeout,
+        )  # fmt: skip
 
     @cached_property
     def flat_mesh(self) -> DeviceMesh:
@@ -154,6 +155,9 @@ class Ours(Variant):
         """Cut the weights over all ranks."""
         self.config = WeightParallelConfig(**self.spec.arguments())
         self.trace = Trace()
+        model.layout = layout(self.setting.options, self.setting.rank)
+        mesh = self.setting.mesh
+        assert model.layout is None or model.layout.rank == mesh.sequence_rank, "batch() cuts alike"
         self.communicator = parallelize(model, self.setting.mesh, self.config, trace=self.trace)
         return model
 
@@ -222,7 +226,8 @@ def reference(setting: Setting, steps: int) -> list[float]:
     options = setting.options
     model = fresh(options, setting.weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
-    batches = [batch(options, rank) for rank in range(options.size("ranks"))]
+    groups = options.size("ranks") // options.sequence_ranks
+    batches = [whole_batch(options, data) for data in range(groups)]
     losses: list[float] = []
     for _ in range(steps):
         total = 0.0

@@ -21,7 +21,7 @@ from tools.bench.variants import Mark, Setting, Variant, no_mark
 def unavailable() -> str | None:
     """Why DeepSpeed cannot be used, or ``None``."""
     if importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install deepspeed)"
+        return "deepspeed is not installed (pip install internsp[deepspeed])"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed  # type: ignore[import-not-found, unused-ignore] # noqa: F401

@@ -1,0 +1,91 @@
+"""What the machinery costs and hides on one GPU: overhead, an EMULATED link, streams at odds.
+
+One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
+runs in a tiny form on the CPU, which tells that it works and nothing about speed:
+
+    python -m tools.bench_gpu --json gpu.json --markdown docs/performance.md
+    python -m tools.bench_gpu --device cpu
+
+Losses are compared with one plain process's before any time is printed. docs/performance.md says
+what the columns mean.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.gpu import emulation, overhead, ranks, report
+from tools.gpu.device import choose, name_of
+from tools.gpu.options import Options
+from tools.gpu.rounds import Differs
+
+
+def say(message: str) -> None:
+    """Progress, without times."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def run(options: Options, device: torch.device) -> dict[str, Any]:
+    """Every part asked for, one after another."""
+    summary: dict[str, Any] = {
+        "device": name_of(device),
+        "torch": torch.__version__,
+        "options": options.to_json(),
+    }
+    parts: dict[str, Callable[[Options, torch.device], Any]] = {
+        "overhead": overhead.run,
+        "link": emulation.run_link,
+        "streams": emulation.run_streams,
+        "ranks": ranks.run,
+    }
+    for part in dict.fromkeys(options.parts):
+        say(f"{part} ...")
+        summary[part] = parts[part](options, device)
+        if part == "link":
+            summary["memory"] = emulation.run_memory(options, device)
+    return summary
+
+
+def wrong(summary: dict[str, Any]) -> list[str]:
+    """Why streams or ranks did not train what one process does."""
+    rows = [*summary.get("streams", []), *([summary["ranks"]] if "ranks" in summary else [])]
+    return [row["reason"] for row in rows if row["reason"] is not None]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0; 1 when something trained something else; 2 when nothing could run."""
+    options = tyro.cli(Options, args=list(arguments), description=__doc__)
+    try:
+        device = choose(options.device)
+        options = options.resolve(device.type)
+    except ValueError as error:
+        say(str(error))
+        return 2
+    say(f"device: {name_of(device)}")
+    try:
+        summary = run(options, device)
+    except Differs as error:
+        say(f"no time is printed: {error}")
+        return 1
+    print(report.text(summary))
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(summary, indent=1) + "\n")
+    if options.markdown is not None:
+        command = ["python", "-m", "tools.bench_gpu", *arguments]
+        report.put(options.markdown, report.markdown(summary, command))
+    return 1 if wrong(summary) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

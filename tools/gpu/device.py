@@ -1,0 +1,96 @@
+"""What the device is, what it can do at best, and how time and memory on it are read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Dense bf16 peak in FLOP/s, by the makers' data sheets; the first name found in the device's wins.
+PEAKS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+def choose(wanted: str) -> torch.device:
+    """The device for ``auto``, ``cuda`` or ``cpu``.
+
+    Raises:
+        ValueError: ``cuda`` where there is none.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here (torch.cuda.is_available)")
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def name_of(device: torch.device) -> str:
+    """For reports."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"CPU, {torch.get_num_threads()} threads: a rehearsal, no figure of it means anything"
+
+
+def known_peak(name: str) -> float | None:
+    """Of :data:`PEAKS`, in FLOP/s."""
+    return next((peak for key, peak in PEAKS.items() if key in name), None)
+
+
+def matmul_peak(device: torch.device, size: int | None = None) -> float:
+    """FLOP/s that a square bf16 product reaches here."""
+    n = size or (8192 if device.type == "cuda" else 256)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = [timed(device, lambda: a @ b) for _ in range(10)]
+    return 2 * n**3 / min(times[2:])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, work: Callable[[], Any]) -> float:
+    """Seconds from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def allocated(device: torch.device) -> int | None:
+    """Bytes of tensors on a GPU now; ``None`` on a CPU, where nobody counts."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def peak_of(device: torch.device, work: Callable[[], Any]) -> int | None:
+    """Most bytes of tensors on a GPU while ``work`` ran; ``None`` on a CPU."""
+    if device.type != "cuda":
+        work()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles (of fewer than four values: the extremes)."""
+    if len(values) < 4:
+        return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "low": low, "high": high}

@@ -1,0 +1,111 @@
+"""One rank beside the plain model and FSDP2: what the machinery itself costs, nothing sent."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from internsp import ParallelMesh, WeightParallelConfig, parallelize
+from tools.bench import options as bench
+from tools.gpu import rounds
+from tools.gpu.device import known_peak, matmul_peak, name_of
+from tools.gpu.model import (
+    Trainee,
+    Weights,
+    initial_weights,
+    on_device,
+    process_group,
+    sizes,
+    step_flops,
+    trainee,
+)
+from tools.gpu.options import Options
+
+PLAIN, OURS, FSDP2 = "plain", "internsp", "FSDP2"
+
+
+def run(options: Options, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each sequence length and each choice of ``torch.compile``."""
+    rows = []
+    peak = known_peak(name_of(device))
+    reached = matmul_peak(device)
+    with process_group("nccl" if device.type == "cuda" else "gloo"):
+        mesh = ParallelMesh.create(weight=1, device_type=device.type)
+        for sequence in options.sequences or ():
+            for compiled in {"off": [False], "on": [True], "both": [False, True]}[
+                options.compile or "off"
+            ]:
+                row = {"sequence": sequence, "compile": compiled, "peak": peak, "reached": reached}
+                rows.append({**row, **_row(options, sequence, compiled, device, mesh)})
+                gc.collect()
+                torch.compiler.reset()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return rows
+
+
+def _row(
+    options: Options, sequence: int, compiled: bool, device: torch.device, mesh: ParallelMesh
+) -> dict[str, Any]:
+    model = sizes(options, sequence)
+    weights = initial_weights(model)
+    flops = step_flops(model, weights)
+    try:
+        trainees = {
+            t.name: t
+            for t in (
+                _plain(model, weights, device, compiled),
+                _ours(model, weights, device, compiled, mesh),
+                _fsdp2(model, weights, device, compiled),
+            )
+        }
+        found = rounds.run(trainees, options, device, PLAIN)
+    except torch.OutOfMemoryError as error:
+        return {"flops": flops, "skipped": f"out of memory: {str(error).splitlines()[0]}"}
+    base = found[PLAIN]["median"]
+    for result in found.values():
+        result["added"] = result["median"] / base - 1
+        result["flops_per_second"] = flops / result["median"]
+    return {"flops": flops, "variants": found}
+
+
+def _plain(
+    model: bench.Options, weights: Weights, device: torch.device, compiled: bool
+) -> Trainee:
+    blocks = on_device(model, weights, device)
+    _compile(blocks, compiled)
+    return trainee(PLAIN, blocks, model, device)
+
+
+def _ours(
+    model: bench.Options, weights: Weights, device: torch.device, compiled: bool,
+    mesh: ParallelMesh,
+) -> Trainee:  # fmt: skip
+    blocks = on_device(model, weights, device)
+    config = WeightParallelConfig(compile=True, trigger="qkv") if compiled else None
+    parallelize(blocks, mesh, config or WeightParallelConfig())
+    return trainee(OURS, blocks, model, device)
+
+
+def _fsdp2(
+    model: bench.Options, weights: Weights, device: torch.device, compiled: bool
+) -> Trainee:
+    blocks = on_device(model, weights, device)
+    _compile(blocks, compiled)
+    mesh = dist.init_device_mesh(device.type, (1,))
+    for layer in blocks.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(blocks, mesh=mesh)
+    return trainee(FSDP2, blocks, model, device)
+
+
+def _compile(blocks: nn.Module, compiled: bool) -> None:
+    layers: Any = blocks.layers
+    if compiled:
+        for layer in layers:
+            layer.compile()

@@ -1,0 +1,57 @@
+"""Interleaved rounds: every trainee in each, starting with another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tools.gpu.device import allocated, peak_of, spread
+from tools.gpu.model import Trainee, disagreement
+from tools.gpu.options import Options
+
+
+class Differs(RuntimeError):
+    """A variant trained something else, so that its times mean nothing."""
+
+
+def run(
+    trainees: Mapping[str, Trainee], options: Options, device: torch.device, reference: str
+) -> dict[str, dict[str, Any]]:
+    """Warm up, compare losses, time, compare again.
+
+    Returns:
+        Of each trainee: spread of its steps in seconds, its losses, and the most bytes one step
+        took above what existed before it (``None`` on a CPU).
+
+    Raises:
+        Differs: naming the variant whose losses are not ``reference``'s.
+    """
+    names = list(trainees)
+    peaks = {}
+    for name, trained in trainees.items():
+        for _ in range(options.warm_up - 1):
+            trained.seconds(device)
+        before = allocated(device)
+        peak = peak_of(device, lambda trained=trained: trained.seconds(device))  # type: ignore[misc]
+        peaks[name] = None if peak is None or before is None else peak - before
+    compare(trainees, reference)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(options.rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name] += [trainees[name].seconds(device) for _ in range(options.steps)]
+    compare(trainees, reference)
+    return {
+        name: {**spread(seconds[name]), "losses": trainees[name].losses, "step_bytes": peaks[name]}
+        for name in names
+    }
+
+
+def compare(trainees: Mapping[str, Trainee], reference: str) -> None:
+    """Raise :class:`Differs` where a trainee's losses or first gradient are not the reference's."""
+    for name, trained in trainees.items():
+        reason = disagreement(trained, trainees[reference])
+        if reason is not None:
+            raise Differs(f"{name} did not train what {reference} did: {reason}")
