@@ -199,8 +199,16 @@ def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
             "weight_parallel.keep_between_micro_batches = true, which gathers once for all "
             f"{setting.micro_batches} micro-batches and needs a slot for every block"
         )
-    if hasattr(setting.weights, "resident_blocks"):
-        ways.append("more weight_parallel.resident_blocks, as far as memory allows")
+    if setting.micro_batches > 1 and setting.weights.accumulation == "sharded":
+        ways.append(
+            'weight_parallel.accumulation = "full", which reduces once for all micro-batches and '
+            "keeps whole gradients until then"
+        )
+    if not setting.weights.keep_between_micro_batches:
+        ways.append(
+            f"more weight_parallel.resident_blocks (now {setting.weights.resident_blocks}), which "
+            "are gathered once a step, as far as memory allows"
+        )
     if setting.weight > 2:
         fewer = setting.weight // 2
         saved = 1 - (fewer - 1) / fewer * setting.weight / (setting.weight - 1)

@@ -68,6 +68,8 @@ def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
     assert "2.5 s of compute" in text
     assert "4 times as long" in text
     assert "keep_between_micro_batches" in text
+    assert 'accumulation = "full"' in text
+    assert "resident_blocks (now 0)" in text
     assert "parallel.weight = 2, which sends 33% less" in text
     assert not any("too late" in t for t in advise({0: events}, setting()))
 
@@ -79,6 +81,8 @@ def test_ways_that_do_not_exist_are_left_out_of_them() -> None:
     assert "parallel.weight =" not in one, "a group of two has no smaller one that still cuts"
     kept = setting(micro_batches=2, weights={"keep_between_micro_batches": True})
     assert "keep_between_micro_batches" not in advise({0: events}, kept)[0]
+    assert "resident_blocks" not in advise({0: events}, kept)[0], "all of them are kept"
+    assert "accumulation" not in one
 
 
 def test_without_overlap_the_first_advice_is_to_turn_it_on() -> None:

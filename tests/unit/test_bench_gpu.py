@@ -69,7 +69,7 @@ def test_what_has_not_arrived_is_nan_and_half_of_it_arrives_late() -> None:
 
 
 def test_a_failed_transfer_is_told_to_whoever_waits(link: ThreadLink) -> None:
-    work = link.send([(torch.zeros(4), torch.zeros(3))], 0)
+    work = link.send([(torch.zeros(4), torch.zeros(5))], 0)
     with pytest.raises(RuntimeError, match="an emulated transfer failed"):
         work.wait()
     link.send([(torch.zeros(4), torch.zeros(4))], 0).wait()  # the thread lives on
@@ -119,8 +119,8 @@ def test_other_losses_gradients_and_nan_are_not_the_same_training() -> None:
         reason = disagreement(with_losses("ours", losses, norm), wanted)
         assert reason is not None
         assert words in reason
-    slow = with_losses("plain", [2.0, 1.9]), with_losses("ours", [2.003, 1.9097])
-    assert "the loss fell by 0.0933" in (disagreement(slow[1], slow[0]) or "")
+    slow = with_losses("plain", [2.0, 1.9]), with_losses("ours", [2.0035, 1.8965])
+    assert "the loss fell by 0.107" in (disagreement(slow[1], slow[0]) or "")
     with pytest.raises(rounds.Differs, match="ours did not train what plain did"):
         rounds.compare({"plain": wanted, "ours": with_losses("ours", [1.0])}, "plain")
 

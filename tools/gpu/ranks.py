@@ -65,7 +65,7 @@ def reference(options: Options, device: torch.device) -> Trainee:
         for part in parts:
             total = part.model(part.x, part.target) * part.scale
             total.backward()
-            losses.append(float(total))
+            losses.append(float(total.detach()))
         if step == 0:
             alone.norms = [float(p.grad.double().norm()) for p in _matrices(blocks)]
         optimizer.step()
@@ -98,7 +98,7 @@ def _rank(rank: int, options: Options, device: str, home: str) -> None:
     for step in range(options.steps):
         total = made.model(made.x, made.target) * made.scale
         total.backward()
-        losses.append(float(total))
+        losses.append(float(total.detach()))
         if step == 0:
             norms = [float(p.grad.to_local().double().norm()) for p in _matrices(blocks)]
         made.optimizer.step()
