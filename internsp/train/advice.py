@@ -186,7 +186,7 @@ def _synchronous(figures: _Figures, setting: Setting) -> list[Advice]:
 def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
     """Weights and gradients are in flight longer than there is compute to hide them behind."""
     at_stake = figures.flying - figures.compute
-    if figures.flying < FULL * figures.compute or setting.weight == 1:
+    if setting.weight == 1 or figures.flying <= 0 or figures.flying < FULL * figures.compute:
         return []
     waiting = sum(
         seconds for (kind, _, _), seconds in figures.places.items() if kind in ("AG", "RS")

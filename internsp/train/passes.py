@@ -28,7 +28,8 @@ class Whole:
         Args:
             divisor: valid tokens of the step over all ranks (DESIGN 6).
         """
-        total = torch.zeros((), dtype=torch.float64)
+        # On the device: reading a loss would wait for it before the next micro-batch is queued.
+        total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
         communicator = self.session.communicators[0]
         whole = communicator.state.policy.accumulate_whole
         for number, layout in enumerate(layouts):
@@ -65,7 +66,7 @@ class Whole:
         for hook in session.hooks:
             hook.after_backward(place)
         session.trace.record("BACKWARD", start=middle, end=session.trace.now())
-        return output.detach().double().cpu()
+        return output.detach().double()
 
     def _loss(self, layout: SequenceLayout) -> Tensor:
         loss: Tensor = self.session.modules[0](
@@ -101,7 +102,7 @@ class Pipelined:
         return float(sum(self._sums))
 
     def _criterion(self, output: Tensor, batch: MicroBatch) -> Tensor:
-        self._sums.append(output.detach().double().cpu())
+        self._sums.append(output.detach().double())
         return self.session.optimizer.scale(output / self._divisor)
 
     def _batches(self, layouts: Sequence[SequenceLayout]) -> list[MicroBatch]:

@@ -20,7 +20,7 @@ from internsp.trace import Trace
 from internsp.wp.streams import DeviceClock, SlotStreams, current_stream
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks
-from tools.gpu import emulation, ranks, rounds
+from tools.gpu import emulation, overhead, ranks, rounds
 from tools.gpu.link import EmulatedCollectives, Pace, make_link
 from tools.gpu.model import process_group
 from tools.gpu.options import Options
@@ -116,6 +116,12 @@ def test_gradients_of_ranks_that_share_the_device_equal_one_process() -> None:
 
 def test_ranks_that_share_the_device_train_the_same_in_bf16() -> None:
     assert ranks.run(SMALL, CUDA)["reason"] is None
+
+
+def test_one_rank_over_nccl_trains_what_the_plain_model_and_fsdp2_do() -> None:
+    (row,) = overhead.run(SMALL, CUDA)
+    assert set(row["variants"]) == {overhead.PLAIN, overhead.OURS, overhead.FSDP2}
+    assert all(found["step_bytes"] > 0 for found in row["variants"].values())
 
 
 def test_memory_is_what_the_pool_says() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from internsp.config import WeightParallelConfig
 from internsp.trace import Event
@@ -162,6 +164,30 @@ def test_a_step_that_hides_everything_has_nothing_to_change() -> None:
     assert the_only(advise({0: events}, setting())).startswith("Nothing to change: computing stood")
     assert "0.1%" in the_only(advise({0: events}, setting()))
     assert advise({}, setting()) == advise({0: []}, setting()) == []
+
+
+TIMES = st.integers(0, 20).map(lambda tenths: tenths / 10)
+EVENTS = st.lists(
+    st.builds(
+        lambda kind, start, length, unit, phase: event(kind, start, start + length, unit, phase, 8),
+        st.sampled_from(["AG", "RS", "A2A", "PUBLISH", "WAIT", "A2A_WAIT", "USE", "STEP", "DRAIN"]),
+        TIMES,
+        TIMES,
+        st.sampled_from(["", "embed", "layers.0", "layers.1"]),
+        st.sampled_from(["", "forward", "recompute", "backward", "drain", "publish", "settle"]),
+    ),
+    max_size=12,
+)
+
+
+@given(EVENTS, EVENTS, st.booleans(), st.integers(1, 4), st.integers(1, 4))
+def test_whatever_was_traced_there_is_a_sentence_or_nothing_to_say(
+    one: list[Event], two: list[Event], overlap: bool, weight: int, sequence: int
+) -> None:
+    chosen = setting(weights={"overlap": overlap}, weight=weight, sequence=sequence)
+    sentences = advise({0: one, 1: two}, chosen)
+    assert bool(sentences) == bool(one or two)
+    assert all(text.endswith(".") and "nan" not in text for text in sentences), sentences
 
 
 def test_the_most_seconds_at_stake_come_first() -> None:
