@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from internsp.optim import ZeroOptimizer
 from internsp.pipeline import Place, SchedulerHook
 from internsp.trace import Trace
+from internsp.wp.communicator import ChunkState
 from tests.support.pipeline import Case, batches, make
 from tests.support.ranks import run_ranks
 
@@ -77,6 +80,42 @@ def test_hooks_fire_once_for_every_chunk_and_micro_batch(
             assert sorted(seen) == sorted(places), (what, parts)
     ends = [stage for w, stage, *_ in everyone if w == "after_last_micro_batch"]
     assert sorted(ends) == list(range(2 * chunks))
+
+
+class _Rest(SchedulerHook):
+    """What a chunk still has in flight, or holds, when our own hook is done with a pass."""
+
+    def __init__(self) -> None:
+        self.states: list[ChunkState] = []
+        self.flying: list[int] = []
+        self.held: list[int] = []
+
+    def after_backward(self, place: Place) -> None:
+        self.flying.append(len(self.states[place.chunk].pending))
+
+    def after_last_micro_batch(self, place: Place) -> None:
+        state = self.states[place.chunk]
+        assert state.split is None
+        self.held.append(sum(slot.holder is not None for slot in state.pool.slots))
+
+
+def rests(rank: int, world_size: int, case: Case) -> tuple[set[int], list[int]]:
+    rest = _Rest()
+    pipeline, _ = make(case, hooks=[rest])
+    for communicator in pipeline.communicators:  # with it nobody but the hook drains
+        ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
+        rest.states.append(communicator.state)
+    pipeline.step(batches(case, pipeline.mesh))
+    return set(rest.flying), rest.held
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_nothing_is_in_flight_after_a_micro_batch_nor_held_after_the_last(
+    schedule: str, chunks: int
+) -> None:
+    for flying, held in run_ranks(rests, 2, Case(schedule, chunks=chunks, layers=9)):
+        assert flying == {0}
+        assert held == [0] * chunks
 
 
 def test_hooks_fire_in_the_order_of_the_work() -> None:

@@ -23,23 +23,29 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT = 30  # seconds: the groups'
 
 
-def losses(name: str, output: Path, *options: str) -> list[float]:
-    """Of 20 steps of a configuration of this repository, run by the command."""
+def started(name: str, output: Path, *options: str) -> subprocess.Popen[str]:
+    """The command with 20 steps of a configuration of this repository."""
     words = [
         sys.executable, "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
         "--train.steps", "20", "--train.eval_batches", "0", "--train.sample_bytes", "0",
         "--checkpoint.save", "false", *options,
     ]  # fmt: skip
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return [row.loss for row in read_metrics(output / "metrics.jsonl")]
+    output.mkdir()
+    with (output / "log").open("w") as log:
+        return subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, text=True)
 
 
 @pytest.mark.slow
 def test_the_demo_through_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     alone = ("--parallel.weight", "1", "--parallel.sequence", "1", "--launch.processes", "1")
-    wanted = losses("demo", tmp_path / "one", *alone)
-    found = losses("pipeline_demo", tmp_path / "four")
+    one, four = tmp_path / "one", tmp_path / "four"
+    with started("demo", one, *alone) as first, started("pipeline_demo", four) as second:
+        for run, output in ((first, one), (second, four)):
+            try:
+                assert run.wait(timeout=400) == 0, (output / "log").read_text()
+            finally:
+                run.terminate()
+    wanted, found = ([r.loss for r in read_metrics(o / "metrics.jsonl")] for o in (one, four))
     assert len(found) == len(wanted) == 20
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5
     assert wanted[-1] < wanted[0] - 1

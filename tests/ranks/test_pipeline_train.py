@@ -12,6 +12,7 @@ import torch
 from internsp.config import Config
 from internsp.pipeline import Place, SchedulerHook
 from internsp.train.metrics import StepMetrics, read_metrics
+from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.run import train
 from tests.support.ranks import run_ranks
 
@@ -92,6 +93,10 @@ def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
             assert len([r for r in rows if r.eval_loss is not None]) == 3
             report = (tmp_path / f"{world}-{i}" / "report.html").read_text()
             assert _sample(report) == _sample(sample), changes[i]
+            parallel = changes[i]["parallel"]
+            if world == parallel["pipeline"] * parallel.get("weight", 1):  # nothing is published
+                planned = make_pipeline_plan(config(**changes[i]), world).ranks[0].schedule
+                assert rows[1].gathered_bytes == planned.nbytes("AG"), changes[i]
             name = changes[i]["pipeline"]["schedule"]
             assert f"<title>{name}, 4 micro-batches</title>" in report, "the schedule's picture"
             own = "expert_weight" in changes[i]["parallel"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from internsp import cli
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.train.pipeline_plan import make_pipeline_plan
@@ -83,6 +84,15 @@ def test_the_picture_has_a_box_for_every_computation_with_its_collectives(
     assert sum(reductions for _, reductions in counts) == sum(
         rank.schedule.count("RS") for rank in plan.ranks
     )
+
+
+def test_the_command_draws_the_demos_schedule(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "configs" / "pipeline_demo.toml"
+    path = tmp_path / "schedule.svg"
+    assert cli.main(["plan", str(demo), "--picture", str(path)]) == 0
+    title = ET.fromstring(path.read_text()).find(f"{SVG}title")
+    assert title is not None
+    assert title.text == "ZBVZeroBubble, 4 micro-batches"
 
 
 def test_a_picture_without_a_pipeline_is_refused(tmp_path: Path) -> None:
