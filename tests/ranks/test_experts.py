@@ -25,6 +25,9 @@ CASES = {
     ),
     "all weights small": Case(4, 2, 2, config={"together_bytes": 65536}),
     "some weights small": Case(2, 4, config={"together_bytes": 400, "pending_blocks": 1}),
+    "summed whole, a block kept": Case(
+        2, 4, micro_batches=2, config={"accumulation": "full", "resident_blocks": 1}
+    ),
     "no slots kept": Case(4, 2, 2, number=2, config={"memory_pool": False, "prefetch_depth": 2}),
 }
 

@@ -6,6 +6,7 @@ tokens travel by an all-to-all over the expert group, there and back.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,8 +218,11 @@ class Pair:
             if plain:
                 self.plain(ids, labels).backward()
             rows = slice(ROWS * rank, ROWS * (rank + 1))
-            loss = self.ours(ids[rows], labels[rows])
-            loss.backward()
+            whole = self.case.config.get("accumulation") == "full"
+            last = micro == self.case.micro_batches - 1
+            with self.communicator.no_sync() if whole and not last else nullcontext():
+                loss = self.ours(ids[rows], labels[rows])
+                loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
         return total.item()
