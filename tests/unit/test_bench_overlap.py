@@ -193,6 +193,10 @@ def test_cut_sequences_compare_triggers_and_their_parts_make_up_the_whole() -> N
     assert [int(made.positions[0, 0]) for made in layouts if made is not None] == [0, 8, 0, 8]
     assert layout(Options(preset="tiny").resolve(), 1) is None
     assert exchanged_bytes(options) == 3 * 8 * 8 * 96 * 2 / 2
+    other: list[dict[str, Any]] = [{"losses": [9.0]}]
+    assert campaign.check(Spec("compute"), other, [1.0], 2) is None, "it attends to its part only"
+    assert campaign.check(Spec("compute"), other, [1.0], 1) is not None
+    assert campaign.check(Spec("ours"), other, [1.0], 2) is not None
 
 
 def test_a_variant_name_is_read_and_written_back() -> None:

@@ -130,7 +130,9 @@ def _rounds(outcome: Outcome, link: Link, session: Session, say: Say) -> None:
             if problem is not None:
                 outcome.failed[name] = f"trains something else: {problem}"
             outcome.runs.setdefault(name, []).append(answers)
-            say(f"round {index + 1} of {options.rounds}: {spec.label}: {problem or 'losses agree'}")
+            unasked = spec.family == "compute" and options.sequence_ranks > 1
+            verdict = problem or ("losses not compared" if unasked else "losses agree")
+            say(f"round {index + 1} of {options.rounds}: {spec.label}: {verdict}")
 
 
 def check(
