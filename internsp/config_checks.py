@@ -65,9 +65,17 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if weights.compile and weights.granularity == "module":
         text = 'gathers module by module; a compiled block needs "block"'
         yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
-    if weights.compile and weights.overlap and (weights.trigger != "qkv" or weights.anchors):
+    rolling = weights.trigger == "rolling"
+    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.anchors)
+    if rolling and weights.granularity == "module":
+        text = 'gathers weight by weight in any case; use granularity = "block"'
+        yield Problem(("weight_parallel.trigger", "weight_parallel.granularity"), text)
+    if rolling and weights.anchors:
+        text = "unused with trigger = \"rolling\"; remove them or choose another trigger"
+        yield Problem(("weight_parallel.anchors", "weight_parallel.trigger"), text)
+    elif weights.compile and weights.overlap and inside:
         lead = "weight_parallel.anchors" if weights.anchors else "weight_parallel.trigger"
-        text = 'lies inside a compiled block; use trigger = "qkv" (the block\'s entry), no anchors'
+        text = 'lies inside a compiled block; use trigger = "qkv" or "rolling" and no anchors'
         yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
     chosen = [key for key in ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
               if getattr(weights, key)]

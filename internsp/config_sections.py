@@ -153,8 +153,8 @@ class WeightParallelConfig(Section):
     """Keep whole weights in preallocated slots."""
     prefetch_depth: Count = 1
     """Blocks gathered ahead; whole block weights take prefetch_depth + 1 slots."""
-    trigger: Literal["qkv", "attention", "out_proj", "mlp"] = "out_proj"
-    """Part of a block before which the next gather starts; qkv is the block's entry."""
+    trigger: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
+    """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
     granularity: Literal["block", "module"] = "block"
     """What is gathered and awaited together."""
     anchors: Texts = ()
@@ -184,7 +184,7 @@ class WeightParallelConfig(Section):
     head_output: Literal["local", "gather", "vocabulary"] = "local"
     """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
     compile: bool = False
-    """Compile every block with torch.compile; needs trigger = "qkv"."""
+    """Compile every block with torch.compile; needs trigger = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"
     """Gradients over ranks: sum for a loss divided by all valid tokens, mean for mean losses."""
     codec: Literal["none", "int8", "fp8"] = "none"

@@ -39,6 +39,7 @@ from internsp.wp.plan import DTYPES, chunk_plan
 from internsp.wp.pool import MemoryPool, Unit
 from internsp.wp.prefetch import Prefetcher
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
+from internsp.wp.rolling import RollingCommunicator
 from internsp.wp.schedule import ChunkPlan
 from internsp.wp.shard import ShardedWeight, ShardLayout
 
@@ -150,7 +151,8 @@ class _Builder:
         blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
         others = [u for n, u in self.units.items() if u.block < 0]
         state = self._state(blocks, others, plan, trace)
-        communicator = ISPCommunicator(
+        kind = RollingCommunicator if plan.policy.rolling else ISPCommunicator
+        communicator = kind(
             state,
             self.mesh,
             blocks,

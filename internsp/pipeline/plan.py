@@ -62,7 +62,7 @@ class _ChunkSimulator(Simulator):
         self.out = out
         self.giving = True  # whether weights get gradients in this pass
         self.at_boundary: Callable[[], None] = lambda: None
-        self.held: int | None = None  # the slot of the block that computes now
+        self.held: UnitPlan | None = None  # the block that computes now
 
     def ahead(self, block: int, phase: str) -> None:
         super().ahead(block, phase)
@@ -79,7 +79,7 @@ class _ChunkSimulator(Simulator):
             self._boundary(unit.block)
 
     def _boundary(self, block: int) -> None:
-        self.held = self.plan.policy.slot(block)
+        self.held = self.plan.blocks[block]
         self.at_boundary()
         self.held = None
 
@@ -93,9 +93,8 @@ class _ChunkSimulator(Simulator):
                 self.fetch(outer, FORWARD)
         if self.plan.blocks:
             first = self.plan.blocks[0 if phase == FORWARD else -1]
-            owner = self.slots.get(first.slot, (first,))[0]
-            if first.slot != self.held or owner is first:
-                self.enter(first, phase)
+            if self.held in (None, first) or first.slot != self.held.slot:
+                self.fetch_first(first, phase)
 
     def run_pass(self, place: Place) -> None:
         if not place.part:

@@ -47,7 +47,8 @@ def read(
     """Find the parts of ``model``.
 
     Args:
-        trigger: which anchor to look for; ``"qkv"``, the block's entry, needs none.
+        trigger: which anchor to look for; ``"qkv"``, the block's entry, and ``"rolling"`` need
+            none.
         blocks: glob patterns of block names (``layers.*``); empty: children of module lists with
             usual names.
         anchors: glob patterns, matched against names within a block; empty: usual names.
@@ -126,7 +127,7 @@ def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
 def _with_anchor(
     block: str, module: nn.Module, trigger: str, patterns: Sequence[str]
 ) -> Block:
-    if trigger == "qkv" and not patterns:
+    if trigger in ("qkv", "rolling") and not patterns:
         return Block(block, module, None, None)
     usual = ANCHORS.get(trigger, ())
     named = [(n, m) for n, m in module.named_modules() if n]

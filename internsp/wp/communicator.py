@@ -161,10 +161,7 @@ class UnitCommunicator(WPCommunicator):
         moving = [w for w in weights if not w.resident]
         if not moving:
             return
-        slot = state.pool.slots[unit.slot]
-        if slot.owner is not None and slot.owner is not unit:
-            self.settle(slot.owner)
-        slot = state.pool.lease(unit, phase)
+        slot = self._lease(unit, moving, phase)
         together: list[ShardedWeight] = []  # small weights next to each other: one launch
         for weight in moving:
             tag = weight.tag()
@@ -183,6 +180,13 @@ class UnitCommunicator(WPCommunicator):
             together = []
             self._gather(unit, slot, [weight], phase)
         self._gather(unit, slot, together, phase)
+
+    def _lease(self, unit: Unit, weights: Sequence[ShardedWeight], purpose: str) -> Slot:
+        """Take the right to fill the places of ``weights``: here the unit's whole slot (WP-4)."""
+        slot = self.state.pool.slots[unit.slot]
+        if slot.owner is not None and slot.owner is not unit:
+            self.settle(slot.owner)
+        return self.state.pool.lease(unit, purpose)
 
     def _gather(self, unit: Unit, slot: Slot, weights: list[ShardedWeight], phase: str) -> None:
         if not weights:

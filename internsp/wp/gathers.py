@@ -104,6 +104,18 @@ class BlockGathers(UnitCommunicator):
         order = self.state.policy.order(unit.weights, phase, unit.recomputed)
         self.fetch(unit, order[:1] if self.state.policy.per_module else order, phase)
 
+    def give_back(self, unit: Unit) -> None:
+        """A block has been left: its slot may be overwritten."""
+        self.state.pool.slots[unit.slot].release(unit)
+
+    def make_way(self) -> None:
+        """In backward the graph says which block comes next: a prefetch for another gives way."""
+        self.release_all()
+
+    def release_all(self) -> None:
+        """A pass begins or is over: nobody holds a slot."""
+        self.state.pool.release_all()
+
     def expect(self, phase: str) -> None:
         """A schedule runs this chunk's forward or backward next: start its first gathers.
 

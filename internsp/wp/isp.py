@@ -72,7 +72,7 @@ class ISPCommunicator(BlockGathers):
         self.recover()
         self._forward_open = True
         self._next = 0
-        self.state.pool.release_all()  # what was prefetched for blocks that never came
+        self.release_all()  # what was prefetched for blocks that never came
         for unit in self.outer():
             unit.prefetch()
         if self.blocks:
@@ -108,7 +108,7 @@ class ISPCommunicator(BlockGathers):
     def leave_block(self, unit: Unit) -> None:
         """A block's forward is over: its slot may be overwritten. Not called in recompute."""
         self.complete(unit, FORWARD)
-        self.state.pool.slots[unit.slot].release(unit)
+        self.give_back(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
         """The trigger inside a block fires: gather what comes next."""
@@ -130,7 +130,7 @@ class ISPCommunicator(BlockGathers):
             self.rest()
         self._backward_task = task
         self._nested = False
-        self.state.pool.release_all()  # what forward prefetched for blocks that never came
+        self.release_all()  # what forward prefetched for blocks that never came
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def expect_last_block(self) -> None:
@@ -145,8 +145,7 @@ class ISPCommunicator(BlockGathers):
         if self._open is unit or self._weight_part():
             return
         self._close()
-        # Which block comes next is the graph's to say: a prefetch for another gives way.
-        self.state.pool.release_all()
+        self.make_way()
         self._open = unit
         self._waiting = [w for w in reversed(unit.weights) if w.requires_grad]
         self._due = len(self._waiting)
@@ -192,7 +191,13 @@ class ISPCommunicator(BlockGathers):
         held[weight] = gradient if weight not in held else held[weight] + gradient
         while self._waiting and self._waiting[0] in held:
             first = self._waiting.pop(0)
-            self.reduce(unit, first, held.pop(first))
+            self.reduce_in_turn(unit, first, held.pop(first))
+
+    def reduce_in_turn(
+        self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None
+    ) -> None:
+        """A weight of the open block has had all its births, or will have none."""
+        self.reduce(unit, weight, gradient)
 
     def used(self, unit: Unit) -> None:
         """Blocks give their slot back as a whole, in ``leave_block`` or ``_close``."""
@@ -201,7 +206,7 @@ class ISPCommunicator(BlockGathers):
         """The outermost backward returns: everything born is launched; drain it (WP-9)."""
         self._close()
         if self.state.split is not None:  # an input part: nothing was born
-            self.state.pool.release_all()
+            self.release_all()
             self._backward_task = -1
             return
         for outer in self.outer():
@@ -214,7 +219,7 @@ class ISPCommunicator(BlockGathers):
         if not pending.accumulating:
             pending.launch_accumulated()  # of what this backward has passed over
         pending.flush()
-        self.state.pool.release_all()
+        self.release_all()
         if self.collects_itself and not pending.accumulating:
             collect(self.state, self.small, self.mesh, self.mean)
         self._backward_task = -1
@@ -286,7 +291,7 @@ class ISPCommunicator(BlockGathers):
 
     def _check_order(self, unit: Unit) -> None:
         if not self._forward_open:  # blocks run by themselves, without the model's forward
-            self.state.pool.release_all()  # a lease may be older than an optimizer step
+            self.release_all()  # a lease may be older than an optimizer step
             self._next %= len(self.blocks)
         if self.strict_order and unit.block != self._next:
             expected = self.blocks[self._next].name if self._next < len(self.blocks) else "the end"
@@ -311,9 +316,9 @@ class ISPCommunicator(BlockGathers):
         self.complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
         if held or len(waiting) < self._due:
             for weight in waiting:
-                self.reduce(unit, weight, held.get(weight))
+                self.reduce_in_turn(unit, weight, held.get(weight))
         self.state.pending.flush()
-        self.state.pool.slots[unit.slot].release(unit)
+        self.give_back(unit)
 
     def _ensure_callback(self) -> None:
         """A gradient was born though no output of the model was hooked: drain at this task's end.

@@ -27,13 +27,24 @@ DTYPES = {
 
 
 def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
-    """The policy that a configuration asks for; :func:`resident` adds which blocks stay whole."""
+    """The policy that a configuration asks for; :func:`resident` adds which blocks stay whole.
+
+    Raises:
+        ConfigError: the trigger "rolling" together with what it takes the place of.
+    """
+    rolling = config.trigger == "rolling"
+    if rolling and (config.granularity == "module" or config.anchors):
+        raise ConfigError(
+            'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
+            'set granularity = "block" and no anchors'
+        )
     return Policy(
         blocks,
         config.prefetch_depth,
         config.granularity == "module",
         together_bytes=0 if config.granularity == "module" else config.together_bytes,
         accumulate_whole=config.accumulation == "full",
+        rolling=rolling,
     )
 
 

@@ -9,7 +9,7 @@ leased and freed when another unit takes the slot: the same moments, the same me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +61,11 @@ class Unit:
             self.offsets[weight] = offset
             offset += 0 if weight.resident else aligned(weight.slot_nbytes)
 
+    def extent(self, weight: ShardedWeight) -> tuple[int, int]:
+        """First and last byte (excluded) of a weight's place in the slot."""
+        start = self.offsets[weight]
+        return start, start + aligned(weight.slot_nbytes)
+
 
 class Slot:
     """One buffer of bytes and what is in it."""
@@ -75,7 +80,7 @@ class Slot:
         self.purpose = ""
         self.tags: dict[ShardedWeight, Tag] = {}
         self.streams = SlotStreams(current_stream(device))
-        self._buffers: dict[Unit | None, Tensor] = {}
+        self._buffers: dict[Unit | ShardedWeight | None, Tensor] = {}
         self._places: dict[tuple[ShardedWeight, torch.dtype], tuple[Tensor, Tensor]] = {}
         if reuse:
             self._buffers[None] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -117,13 +122,45 @@ class Slot:
         """Flat and whole views, made once: a buffer keeps its storage for ever."""
         key = (weight, weight.compute_dtype)
         if key not in self._places:
-            start = unit.offsets[weight]
             nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
             with torch.inference_mode(False):  # what an evaluation makes, training uses
-                buffer = self._buffers[None if self.reuse else unit].data
-                flat = buffer[start : start + nbytes].view(weight.compute_dtype)
+                flat = self._room(unit, weight)[:nbytes].view(weight.compute_dtype)
                 self._places[key] = flat, weight.layout.whole_view(flat)
         return self._places[key]
+
+    def _room(self, unit: Unit, weight: ShardedWeight) -> Tensor:
+        """``weight``'s bytes, under a version counter of their own."""
+        if weight in self._buffers:
+            return self._buffers[weight].data
+        start = unit.offsets[weight]
+        buffer = self._buffers[None if self.reuse else unit].data
+        return buffer[start : start + aligned(weight.slot_nbytes)]
+
+    def occupy(
+        self, unit: Unit, weight: ShardedWeight, gone: Iterable[ShardedWeight], poison: bool
+    ) -> None:
+        """``weight`` takes its place from those who are ``gone``: leases by weight.
+
+        Whether it may, :class:`internsp.wp.line.Places` has decided. Without ``reuse`` each weight
+        has memory of its own, for as long as it has its place.
+        """
+        changed = False
+        for other in gone:
+            changed = True
+            self.tags.pop(other, None)
+            if not self.reuse:
+                self.streams.before_overwrite()
+                self._buffers[other].untyped_storage().resize_(0)
+        if not self.reuse:
+            nbytes = aligned(weight.slot_nbytes)
+            if weight not in self._buffers:
+                with torch.inference_mode(False):
+                    new = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                self._buffers[weight] = new
+            elif self._buffers[weight].untyped_storage().nbytes() != nbytes:
+                self._buffers[weight].untyped_storage().resize_(nbytes)
+        if changed and poison:
+            self._room(unit, weight).fill_(0xFF)  # NaN in every float type
 
     def forget(self) -> None:
         """Nothing in the slot may be reused (WP-10)."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from internsp.wp.line import launches
 from internsp.wp.message import Message
 from internsp.wp.resident import reach, slot_of, slot_sizes
 
@@ -32,6 +33,8 @@ class Policy:
         resident: blocks with slots of their own, that stay whole until the optimizer step.
         together_bytes: whole weights up to this size are small: neighbours share one launch.
         accumulate_whole: sum whole gradients and reduce them in the last micro-batch only.
+        rolling: gather each weight as soon as its place in its slot is free, instead of the next
+            block at the anchor (:mod:`internsp.wp.line`).
     """
 
     blocks: int
@@ -40,6 +43,7 @@ class Policy:
     resident: frozenset[int] = frozenset()
     together_bytes: int = 0
     accumulate_whole: bool = False
+    rolling: bool = False
 
     def small(self, nbytes: int) -> bool:
         """Whether a whole weight of so many bytes travels together with its small neighbours."""
@@ -59,10 +63,14 @@ class Policy:
 
         ``blocks`` itself stands for what follows the last block in forward: the head.
         """
-        if self.per_module:
+        if self.per_module or self.rolling:
             return []
         coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
         return reach(coming, self.depth, self.resident)
+
+    def onward(self, block: int, phase: str) -> Sequence[int]:
+        """The blocks from ``block`` on, in the order of a pass."""
+        return range(block, self.blocks) if phase == FORWARD else range(block, -1, -1)
 
     def at_boundary(self, block: int, phase: str) -> bool:
         """Whether ``block`` is the pass's last: what follows its trigger is another pass's."""
@@ -139,6 +147,11 @@ class UnitPlan:
         """Bytes of the unit's whole weights in a slot."""
         return slot_bytes(self.weights)
 
+    def extent(self, weight: WeightPlan) -> tuple[int, int]:
+        """First and last byte (excluded) of a weight in the slot."""
+        start = slot_bytes(self.weights[: self.weights.index(weight)])
+        return start, start + weight.slot_bytes
+
 
 def slot_bytes(weights: Sequence[WeightPlan]) -> int:
     """Bytes of whole weights in a slot."""
@@ -199,6 +212,11 @@ class ChunkPlan:
         """All of them, each once (a tied head is the embedding)."""
         head = () if self.head is None or self.head is self.embedding else (self.head,)
         return (*self.blocks, *self.outer, *head)
+
+    def launches(self, unit: UnitPlan, phase: str) -> list[list[WeightPlan]]:
+        """A block's gathers in the order of a pass, as they are launched."""
+        order = self.policy.order(unit.weights, phase, unit.recomputed)
+        return launches([w for w in order if not w.resident], lambda w: w.small)
 
     def slots(self) -> list[int]:
         """Bytes of each slot: the pool's exact size (WP-1)."""

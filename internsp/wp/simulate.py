@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+from internsp.wp.line import Rolling
 from internsp.wp.schedule import (
     BACKWARD,
     DRAIN,
@@ -30,6 +32,19 @@ class Simulator:
         self.kept: list[WeightPlan] = []  # small weights of one unit, born and not yet launched
         self.kept_unit: UnitPlan | None = None
         self.accumulating = False  # whole gradients are summed, not reduced
+        self.rolling = self.roll() if plan.policy.rolling else None
+
+    def roll(self) -> Rolling[UnitPlan, WeightPlan]:
+        """As :class:`internsp.wp.rolling.RollingCommunicator` makes it."""
+        plan = self.plan
+
+        def end(phase: str) -> None:
+            if phase == FORWARD and plan.head is not None:
+                self.fetch(plan.head, FORWARD)
+
+        return Rolling(
+            plan.blocks, plan.policy.onward, plan.launches, UnitPlan.extent, self.launch, end
+        )
 
     def add(self, kind: str, phase: str, weight: WeightPlan, nbytes: int = 0) -> None:
         """Append one action."""
@@ -37,13 +52,21 @@ class Simulator:
 
     def fetch(self, unit: UnitPlan, phase: str, only: WeightPlan | None = None) -> None:
         """As ``UnitCommunicator.fetch``; ``only`` one weight of the unit."""
-        owner, present = self.slots.get(unit.slot, (None, set()))
-        if owner is not unit:
+        order = self.plan.policy.order(unit.weights, phase, unit.recomputed)
+        self.launch(unit, [only] if only else order, phase)
+
+    def launch(self, unit: UnitPlan, weights: Sequence[WeightPlan], phase: str) -> None:
+        """Those of ``weights`` that are not in their slot."""
+        owner, present = self.slots.setdefault(unit.slot, (unit, set()))
+        if self.rolling is not None and unit.block >= 0:
+            for weight in (w for w in weights if not w.resident):
+                gone = self.rolling.take(unit, weight, phase)
+                present.difference_update(other.name for _, other in gone)
+        elif owner is not unit:
             present = set()
             self.slots[unit.slot] = (unit, present)
-        order = self.plan.policy.order(unit.weights, phase, unit.recomputed)
         together: list[WeightPlan] = []
-        for weight in [only] if only else order:
+        for weight in weights:
             if weight.name in present or weight.resident:
                 continue
             present.add(weight.name)
@@ -109,6 +132,7 @@ class Simulator:
     def forward(self) -> None:
         """One forward."""
         plan = self.plan
+        self.release_all()
         for outer in plan.outer:
             self.fetch(outer, FORWARD)
         if plan.blocks:
@@ -127,6 +151,13 @@ class Simulator:
 
     def enter(self, unit: UnitPlan, phase: str) -> None:
         """As ``ISPCommunicator.enter_block``."""
+        if self.rolling is not None:
+            self.rolling.enter(unit, FORWARD if phase == FORWARD else BACKWARD)
+        else:
+            self.fetch_first(unit, phase)
+
+    def fetch_first(self, unit: UnitPlan, phase: str) -> None:
+        """As ``ISPCommunicator.fetch_first``: all of a unit, or its first weight."""
         if self.plan.policy.per_module:
             for first in self.plan.policy.order(unit.weights, phase, unit.recomputed)[:1]:
                 self.fetch(unit, phase, first)
@@ -143,10 +174,29 @@ class Simulator:
             self.use(unit, weight, phase)
             if phase == FORWARD and not unit.at_entry:
                 self.add("FREE", FORWARD, weight)
+                self.let_go(unit, weight)
         if unit.at_entry and unit.anchor >= 0:
             self.ahead(unit.block, phase)
         for weight in unit.weights if unit.at_entry and phase == FORWARD else ():
             self.add("FREE", FORWARD, weight)
+            self.let_go(unit, weight)
+        if phase == FORWARD:
+            self.give_back(unit)
+
+    def let_go(self, unit: UnitPlan, weight: WeightPlan) -> None:
+        """As ``RollingCommunicator.let_go``."""
+        if self.rolling is not None and unit.block >= 0:
+            self.rolling.let_go(unit, weight)
+
+    def give_back(self, unit: UnitPlan) -> None:
+        """As ``BlockGathers.give_back``."""
+        if self.rolling is not None:
+            self.rolling.give_back(unit)
+
+    def release_all(self) -> None:
+        """As ``BlockGathers.release_all``."""
+        if self.rolling is not None:
+            self.rolling.release_all()
 
     def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
         """As ``ISPCommunicator.gradient_hook``."""
@@ -154,6 +204,7 @@ class Simulator:
             return
         if self.accumulating:
             self.add("FREE", BACKWARD, weight)
+            self.let_go(unit, weight)
             return
         alike = unit is self.kept_unit and all(w.expert == weight.expert for w in self.kept)
         if not (weight.small and alike):
@@ -164,6 +215,7 @@ class Simulator:
         else:
             self.reduce(unit, [weight])
         self.add("FREE", BACKWARD, weight)
+        self.let_go(unit, weight)
 
     def flush(self) -> None:
         """As ``PendingGradients.flush``."""
@@ -198,8 +250,9 @@ class Simulator:
     def backward(self) -> None:
         """One backward."""
         plan = self.plan
+        self.release_all()
         if plan.blocks and not plan.policy.per_module:
-            self.fetch(plan.blocks[-1], BACKWARD)
+            self.enter(plan.blocks[-1], BACKWARD)
         if plan.head is not None:
             for weight in reversed(plan.head.weights):
                 self.use(plan.head, weight, BACKWARD)
@@ -217,10 +270,13 @@ class Simulator:
                 if not unit.recomputed and not unit.at_entry:  # a recompute has waited for it
                     self.use(unit, weight, BACKWARD)
                 self.born(unit, weight)
+            self.flush()
+            self.give_back(unit)
         self.flush()
         for outer in plan.outer:
             for weight in outer.weights:
                 self.born(outer, weight)
+        self.release_all()
 
 
 def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> Schedule:

@@ -28,6 +28,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "reentrant": {"mode": "full", "reentrant": True},
     "selective": {"mode": "selective"},
 }
+GATHERS: dict[str, dict[str, Any]] = {
+    "block": {}, "module": {"granularity": "module"}, "rolling": {"trigger": "rolling"},
+}  # fmt: skip
 COMMON: dict[str, list[Any]] = {
     "overlap": [True, False],
     "pool": [True, False],
@@ -41,7 +44,7 @@ COMMON: dict[str, list[Any]] = {
     "tied": [False, True],
     "output": ["local", "gather", "vocabulary"],
     "family": ["llama", "internlm2"],
-    "granularity": ["block", "module"],
+    "gathers": list(GATHERS),
     "resident": [0, 1, 3],
 }
 
@@ -63,8 +66,8 @@ def case_of(c: Combination) -> Case:
             "overlap": c["overlap"],
             "memory_pool": c["pool"],
             "head_output": c["output"],
-            "granularity": c["granularity"],
             "resident_blocks": c["resident"],
+            **GATHERS[c["gathers"]],
         },
         checkpoint=CHECKPOINTS[c["checkpoint"]],
         packed=c["packed"],
@@ -115,7 +118,8 @@ def test_random_small_configurations_equal_one_process(
 ) -> None:
     case = case_of({**choice, "length": length, "packed": choice["packed"] and length > 5})
     case.model.update(layers=layers, intermediate_size=intermediate)
-    case.weights.update(prefetch_depth=depth, trigger=trigger, pending_blocks=pending)
+    case.weights.update(prefetch_depth=depth, pending_blocks=pending)
+    case.weights.setdefault("trigger", trigger)
     case = Case(**{**case.__dict__, "seed": seed})
     for found in run_ranks(gaps, 2, [case]):
         ((loss, gradient),) = found

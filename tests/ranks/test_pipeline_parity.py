@@ -27,6 +27,9 @@ KEPT: dict[str, dict[str, Any]] = {
     "all": {"keep_between_micro_batches": True},
     "one": {"resident_blocks": 1},
 }
+GATHERS: dict[str, dict[str, Any]] = {
+    "block": {}, "module": {"granularity": "module"}, "rolling": {"trigger": "rolling"},
+}  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
     "schedule": [
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
@@ -40,7 +43,7 @@ OPTIONS: dict[str, list[Any]] = {
     "packed": [False, True],
     "bias": [False, True],
     "family": ["llama", "internlm2"],
-    "granularity": ["block", "module"],
+    "gathers": list(GATHERS),
     "accumulation": ["sharded", "full"],
     "output": ["local", "vocabulary"],
     "static": [True, False],
@@ -84,9 +87,9 @@ def case_of(c: Combination) -> Case:
             **KEPT[c["kept"]],
             "overlap": c["overlap"],
             "memory_pool": c["pool"],
-            "granularity": c["granularity"],
             "accumulation": c["accumulation"],
             "head_output": c["output"],
+            **GATHERS[c["gathers"]],
         },
         checkpoint=CHECKPOINTS[c["checkpoint"]],
         model={"family": c["family"], "bias": c["bias"], "qkv_bias": c["bias"]},

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 
@@ -28,7 +28,7 @@ class FromFeatures(Tiny):
 
 def asked(rank: int, world_size: int) -> None:
     two = mesh_of()
-    for mesh, together in ((two, {}), (two, ALL), (mesh_of(1), {})):
+    for mesh, together in ((two, {}), (two, ALL), (two, ROLLING), (mesh_of(1), {})):
         twin = Twin(Tiny, mesh, **together)  # type: ignore[arg-type]
         ours = twin.ours
 
@@ -111,7 +111,7 @@ class InsideReentrant(Inside):
 def checkpointed(rank: int, world_size: int) -> None:
     mesh = mesh_of()
     many = ALL | {"prefetch_depth": 2, "memory_pool": False}
-    for config in ({}, {"granularity": "module"}, many):
+    for config in ({}, {"granularity": "module"}, many, ROLLING):
         for span in (1, 2, 3):
             for reentrant, early in ((False, True), (False, False), (True, True)):
                 twin = Twin(partial(Wrapped, layers=6), mesh, **config)  # type: ignore[arg-type]

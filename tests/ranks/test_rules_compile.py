@@ -50,6 +50,7 @@ def same_as_eager(rank: int, world_size: int, backend: str, tolerance: float) ->
     raises(ConfigError, lambda: Twin(Tiny, mesh, compile=True), "trigger", "qkv")
     cases: list[tuple[Any, dict[str, Any], Any]] = [
         (Block, {}, None), (Own, {}, FULL), (Own, {"granularity": "module"}, None),
+        (Block, {"trigger": "rolling"}, FULL),
     ]  # fmt: skip
     for block, config, checkpoint in cases if backend == "aot_eager" else cases[:2]:
         messages = []

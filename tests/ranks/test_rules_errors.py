@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import CollectiveError, OrderError, StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, SOME, Block, Tiny, Twin, raises
+from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -66,7 +66,7 @@ def together(rank: int, world_size: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({"granularity": "module"}, HALF), ({"memory_pool": False}, REENTRANT),
-        (SOME, None), (ALL, HALF),
+        (SOME, None), (ALL, HALF), (ROLLING, None),
         ({"overlap": False, "pending_blocks": 1}, HALF),
     )  # fmt: skip
     for config, checkpoint in cases:
@@ -180,7 +180,7 @@ class Sparing(Failing):
 
 def forgotten(rank: int, world_size: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for config, checkpoint in (({}, None), (ALL, HALF)):
+    for config, checkpoint in (({}, None), (ALL, HALF), (ROLLING, None)):
         twin = Twin(partial(Tiny, Sparing), mesh, checkpoint, **config)
         first, last = twin.ours.layers[0], twin.ours.layers[3]  # type: ignore[index]
         # A first gather that could not be launched: its place in the slot holds nothing.

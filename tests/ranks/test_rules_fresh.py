@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -50,7 +50,7 @@ def auxiliary(rank: int, world_size: int) -> None:
     mesh = mesh_of()
     for config, checkpoint in (
         ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
-        (ALL, None), (SOME, FULL),
+        (ALL, None), (SOME, FULL), (ROLLING, None), (ROLLING | {"memory_pool": False}, HALF),
         ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
     ):  # fmt: skip
         twin = Twin(partial(Middle, layers=5), mesh, checkpoint, **config)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def auxiliary(rank: int, world_size: int) -> None:
                     (out["more"][1]["last"].sum() + extra).backward()
             twin.check_gradients(f"{config} {way}")
             twin.zero_grad()
-    for together in ({}, ALL):
+    for together in ({}, ALL, ROLLING):
         leaking = Twin(partial(Tiny, Leaking), mesh, **together)  # type: ignore[arg-type]
         everybody, mine = leaking.batch()
         for model, ids in ((leaking.plain, everybody), (leaking.ours, mine)):
@@ -88,7 +88,7 @@ def auxiliary(rank: int, world_size: int) -> None:
         leaking.plain(*everybody)
         leaking.ours(*mine)
         inside = leaking.ours.layers[1].inside.square().sum()  # type: ignore[union-attr]
-        if together:  # the block's weights are guarded at its output alone
+        if together is ALL:  # the block's weights are guarded at its output alone
             raises(StaleWeightError, inside.backward, "layers.1", "another way")
             continue
         leaking.plain.layers[1].inside.square().sum().backward()  # type: ignore[union-attr]
@@ -106,6 +106,7 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
     cases = (
         ({}, None), ({"granularity": "module"}, HALF), (ALL | {"overlap": False}, FULL),
         ({"resident_blocks": 2}, None), (ALL | {"resident_blocks": 4}, HALF),
+        (ROLLING, HALF), (ROLLING | {"resident_blocks": 1}, None),
     )  # fmt: skip
     for config, checkpoint in cases:
         twin = Twin(Tiny, mesh, checkpoint, **config)  # type: ignore[arg-type]
@@ -250,7 +251,7 @@ def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
 def by_themselves(rank: int, world_size: int) -> None:
     """Blocks called one by one, as an early exit or a probe does."""
     mesh = mesh_of()
-    for config in ({}, ALL, {"granularity": "module"}):
+    for config in ({}, ALL, {"granularity": "module"}, ROLLING):
         twin = Twin(Tiny, mesh, unexpected_order="gather", **config)  # type: ignore[arg-type]
         x = torch.randn(2, 3, 6, dtype=torch.float64)
         for _ in range(2):

@@ -36,22 +36,24 @@ def live_storages(nbytes: int) -> int:
 
 def counted(rank: int, world_size: int) -> None:
     mesh = mesh_of_two()
-    for depth, reuse, checkpoint, resident in (
-        (1, True, None, 0), (1, False, HALF, 0), (2, False, None, 0),
-        (1, True, HALF, 2), (1, False, None, 1),
+    for depth, reuse, checkpoint, resident, trigger in (
+        (1, True, None, 0, "out_proj"), (1, False, HALF, 0, "out_proj"),
+        (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
+        (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
+        (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
     ):  # fmt: skip
-        count_blocks(mesh, depth, reuse, checkpoint, resident)
+        count_blocks(mesh, depth, reuse, checkpoint, resident, trigger)
 
 
 def count_blocks(
-    mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any, resident: int
+    mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any, resident: int, trigger: str
 ) -> None:
     gc.collect()  # the model before this one
     gc.freeze()  # what lives now is of no interest, and get_objects leaves it out
     # A block's bytes are like no other storage's: the count below cannot be confused.
     twin = Twin(
         partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth,
-        resident_blocks=resident,
+        resident_blocks=resident, trigger=trigger,
     )  # fmt: skip
     pool = twin.communicator.state.pool
     block = twin.communicator.blocks[0].nbytes
@@ -66,9 +68,11 @@ def count_blocks(
         for module in layer.modules():
             module.register_forward_pre_hook(look)
             module.register_forward_hook(lambda m, a, out: out.register_hook(look) and None)
-    for _ in range(2):
+    for _ in range(3):
         twin.backward()
     allowed = depth + 1 + resident
+    if trigger == "rolling" and not reuse:
+        allowed = 0  # memory of its own for each weight, not for a block
     assert most == allowed, f"{most} whole blocks at depth {depth}, pool {reuse}"
     assert most_bytes == pool.slot_nbytes, "the stated bytes are exact"
     # Outside the slots nothing of a block's whole size is left.
@@ -94,8 +98,9 @@ class Experts(Block):
 
 def autocast(rank: int, world_size: int) -> None:
     mesh = mesh_of_two()
-    for checkpoint in (None, HALF):
-        twin = Twin(partial(Tiny, Experts), mesh, checkpoint, dtype=torch.float32)
+    for checkpoint, trigger in ((None, "out_proj"), (HALF, "out_proj"), (None, "rolling")):
+        made = partial(Tiny, Experts)
+        twin = Twin(made, mesh, checkpoint, dtype=torch.float32, trigger=trigger)
         slots = {
             b.untyped_storage().data_ptr()
             for s in twin.communicator.state.pool.slots
@@ -208,10 +213,10 @@ class Borrowing(Tiny):
 
 def bounded(rank: int, world_size: int) -> None:
     mesh = mesh_of_two()
-    message = raises(
-        PoolError, Twin(Borrowing, mesh).backward, "layers.0", "layers.2", "slot 0"
-    )
-    assert "held by layers.2" in message
+    for config in ({}, {"trigger": "rolling"}):
+        twin = Twin(Borrowing, mesh, **config)  # type: ignore[arg-type]
+        message = raises(PoolError, twin.backward, "layers.0", "layers.2", "slot 0")
+        assert "held by layers.2" in message
     for limit in (1, 2):
         twin = Twin(partial(Tiny, layers=5), mesh, pending_blocks=limit)
         pending, most = twin.communicator.state.pending, 0

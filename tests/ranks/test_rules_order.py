@@ -13,7 +13,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
 from internsp.wp.simulate import simulate
-from tests.support.models import ALL, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -52,7 +52,7 @@ def reordered(rank: int, world_size: int) -> None:
         twin.check_gradients(f"after {order}")
         twin.zero_grad()
     for order in ((0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 0, 1, 1, 2, 3), (2, 3, 2, 3)):
-        for checkpoint, together in ((None, {}), (HALF, SOME), (None, ALL)):
+        for checkpoint, together in ((None, {}), (HALF, SOME), (None, ALL), (HALF, ROLLING)):
             gather = Twin(Reordered, mesh, checkpoint, unexpected_order="gather", **together)  # type: ignore[arg-type]
             gather.ours.order = gather.plain.order = order
             for _ in range(2):
@@ -116,6 +116,7 @@ def idle(rank: int, world_size: int, weight: int) -> None:
         ({}, None), ({"granularity": "module"}, None), ({"overlap": False}, FULL),
         ({"granularity": "module", "pending_blocks": 1}, REENTRANT), (SOME, None), (ALL, HALF),
         ({"memory_pool": False, "unexpected_order": "gather"}, HALF),
+        (ROLLING, None), (ROLLING | {"overlap": False}, HALF),
     )  # fmt: skip
     for config, checkpoint in cases:
         twin = Twin(Extra, mesh, checkpoint, **config)
@@ -163,6 +164,10 @@ TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int
     ({"resident_blocks": 1, "granularity": "module"}, HALF, True, 2),
     (SOME | {"resident_blocks": 3, "prefetch_depth": 2}, HALF, False, 1),
     (ALL | {"resident_blocks": 1, "memory_pool": False}, FULL, False, 2),
+    (ROLLING, None, False, 2),
+    (ROLLING | {"memory_pool": False, "resident_blocks": 1}, HALF, True, 2),
+    (ROLLING | SOME | {"prefetch_depth": 2}, REENTRANT, False, 1),
+    (ROLLING | ALL, None, False, 2),
 )
 
 

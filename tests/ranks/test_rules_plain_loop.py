@@ -11,7 +11,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError
 from internsp.layers import GroupedLinearWithCommExt, RowParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, SOME, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -161,7 +161,7 @@ def freezing(rank: int, world_size: int) -> None:
             p.requires_grad_(False)
         return model
 
-    for together in ({}, SOME, ALL):
+    for together in ({}, SOME, ALL, ROLLING):
         train(Twin(partly, mesh, **together), OPTIMIZERS["foreach"], 1, f"frozen {together}")  # type: ignore[arg-type]
     train(Twin(partly, mesh, HALF), OPTIMIZERS["sgd"], 2, "frozen, recomputed")
     # Thawed and frozen while training.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -50,7 +50,9 @@ def sizes(rank: int, world_size: int) -> None:
         nothing = Twin(Tiny, mesh, min_shard_elements=10**6, granularity=granularity)
         steps(nothing, "nothing is cut")
         assert not nothing.lines("AG", "RS")
-    steps(Twin(HalfFrozen, mesh), "half without a graph")
+    steps(Twin(partial(Tiny, layers=1), mesh, trigger="rolling"), "one block, rolling")
+    for config in ({}, ROLLING):
+        steps(Twin(HalfFrozen, mesh, **config), "half without a graph")  # type: ignore[arg-type]
 
 
 def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
@@ -112,6 +114,7 @@ def passing(rank: int, world_size: int) -> None:
     make = partial(PassingModel, Passing)
     steps(Twin(make, mesh), "passing")
     steps(Twin(make, mesh, **ALL), "passing, at entry")  # type: ignore[arg-type]
+    steps(Twin(make, mesh, **ROLLING), "passing, rolling", 3)  # type: ignore[arg-type]
     steps(Twin(make, mesh, HALF), "passing, recomputed")
     steps(Twin(make, mesh, REENTRANT, granularity="module"), "passing, reentrant asked for")
     steps(Twin(make, mesh, ActivationCheckpointConfig(mode="full"), trigger="qkv"), "passing, qkv")
@@ -133,7 +136,9 @@ def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
 def modes(rank: int, world_size: int) -> None:
     mesh = mesh_of()
     unpooled = {"memory_pool": False}
-    for where, config in ((mesh, {}), (mesh, ALL), (mesh, unpooled), (mesh_of(1), {})):
+    for where, config in (
+        (mesh, {}), (mesh, ALL), (mesh, unpooled), (mesh, ROLLING | unpooled), (mesh_of(1), ROLLING)
+    ):  # fmt: skip
         twin = Twin(Tiny, where, **config)  # type: ignore[arg-type]
         everybody, _ = twin.batch()
         with torch.inference_mode():  # before the first step: it makes views and buffers

@@ -20,6 +20,7 @@ from internsp.trace import Trace
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
 CUT = 20  # elements from which on these models' parameters are cut
 SOME, ALL = {"together_bytes": 400}, {"together_bytes": 65536}  # small weights that share launches
+ROLLING = {"trigger": "rolling"}  # leases by weight
 
 
 class Block(nn.Module):

@@ -105,7 +105,7 @@ def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
     )
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0 False"
-    assert "--weight_parallel.trigger {qkv,attention,out_proj,mlp}" in done.stdout
+    assert "--weight_parallel.trigger {qkv,attention,out_proj,mlp,rolling}" in done.stdout
     assert "Optimizer steps. (default: 100)" in done.stdout
     assert "--resume PATH" in done.stdout
 

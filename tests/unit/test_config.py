@@ -97,8 +97,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         'parallel.weight: expected a whole number, got "2"',
         "parallel.sequence: must be at least 1, got 0",
         "weight_parallel.overlap: expected true or false, got 1",
-        'weight_parallel.trigger: expected one of "qkv", "attention", "out_proj", "mlp", got '
-        '"out_porj"; did you mean "out_proj"?',
+        'weight_parallel.trigger: expected one of "qkv", "attention", "out_proj", "mlp", '
+        '"rolling", got "out_porj"; did you mean "out_proj"?',
         'weight_parallel.anchors: expected a list of texts, got "wo"',
         "activation_checkpoint.fraction: must be at most 1.0, got 1.5",
         "activation_checkpoint.blocks: must be at least 0, got [0, -1]",
@@ -226,8 +226,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             "[weight_parallel]\ncompile = true",
             1,
-            'weight_parallel.trigger: lies inside a compiled block; use trigger = "qkv" (the '
-            "block's entry), no anchors",
+            'weight_parallel.trigger: lies inside a compiled block; use trigger = "qkv" or '
+            '"rolling" and no anchors',
         ),
         (
             '[weight_parallel]\ncompile = true\noverlap = false\ngranularity = "module"',

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +21,8 @@ from internsp.wp.simulate import simulate
 PARTS = ("q", "wo", "w1", "w2")
 
 
-def weight(name: str, resident: bool = False) -> WeightPlan:
-    return WeightPlan(name, 0 if resident else 10, 20, 256, 64, resident=resident)
+def weight(name: str, resident: bool = False, pages: int = 1, **more: bool) -> WeightPlan:
+    return WeightPlan(name, 0 if resident else 10, 20, 256 * pages, 64, resident=resident, **more)
 
 
 def chunk(
@@ -32,16 +34,25 @@ def chunk(
     pending: int = 2,
     resident: bool = False,
     kept: frozenset[int] = frozenset(),
+    rolling: bool = False,
+    uneven: int = 0,
+    frozen: str = "",
+    small: str = "",
 ) -> ChunkPlan:
-    policy = Policy(blocks, depth, per_module, kept & frozenset(range(blocks)))
+    alone = kept & frozenset(range(blocks))
+    policy = Policy(blocks, depth, per_module and not rolling, alone, rolling=rolling)
     units = tuple(
         UnitPlan(
             f"b{i}",
-            tuple(weight(f"b{i}.{p}", resident) for p in PARTS),
+            tuple(
+                weight(f"b{i}.{p}", resident, 1 + (uneven * i * n) % 4, trainable=p != frozen,
+                       small=p in small.split())
+                for n, p in enumerate(PARTS)
+            ),
             policy.slot(i),
             i,
             i in recomputed,
-            anchor,
+            -1 if rolling else anchor,
         )
         for i in range(blocks)
     )
@@ -60,6 +71,10 @@ chunks = st.builds(
     anchor=st.integers(-1, 4),
     pending=st.integers(1, 3),
     kept=st.frozensets(st.integers(0, 6)),
+    rolling=st.booleans(),
+    uneven=st.integers(0, 3),
+    frozen=st.sampled_from(["", "q", "w1"]),
+    small=st.sampled_from(["", "wo w1", "q wo w1 w2", "w2"]),
 )
 
 
@@ -69,22 +84,35 @@ def test_what_is_used_was_gathered_into_its_slot_and_nothing_took_the_slot_since
 ) -> None:
     assert plan.head is not None
     units = (*plan.blocks, *plan.outer, plan.head)
-    where = {w.name: (u.slot, u.name) for u in units for w in u.weights}
-    owner: dict[int, str] = {}
+    where = {w.name: (u.slot, u, u.extent(w)) for u in units for w in u.weights}
+
+    def taken_by(name: str) -> set[str]:
+        """Whose place ``name`` takes: everybody's of another unit, or those under it."""
+        slot, unit, (start, end) = where[name]
+        others = {n: x for n, (s, u, x) in where.items() if s == slot and u is not unit}
+        if not plan.policy.rolling:
+            return set(others)
+        return {n for n, (low, high) in others.items() if low < end and start < high}
+
+    tiny = {w.name for u in units for w in u.weights if w.small}
     arrived: set[str] = set()
-    flying: set[str] = set()
+    flying: dict[str, set[str]] = {}  # with what was launched together
+    launch: set[str] = set()
     for action in simulate(plan, micro_batches, overlap).actions:
-        slot, unit = where[action.weight]
         if action.kind == "AG":
-            if owner.get(slot) != unit:  # the slot changes hands
-                arrived -= {n for n, (s, _) in where.items() if s == slot}
-                owner[slot] = unit
-            flying.add(action.weight)
-        elif action.kind == "WAIT" and action.weight in flying:
-            flying.discard(action.weight)
-            arrived.add(action.weight)
+            alike = {where[n][1].name for n in launch} == {where[action.weight][1].name}
+            if not (alike and launch <= tiny and action.weight in tiny):
+                launch = set()
+            launch.add(action.weight)
+            arrived -= taken_by(action.weight)
+            flying[action.weight] = launch
+            continue
+        launch = set()
+        if action.kind == "WAIT" and action.weight in flying:
+            for name in flying[action.weight]:
+                del flying[name]
+                arrived.add(name)
         elif action.kind == "USE":
-            assert owner[slot] == unit
             assert action.weight in arrived, action.line()
 
 
@@ -96,7 +124,7 @@ def test_every_weight_is_reduced_once_a_backward_and_drained_in_launch_order(
     reduced = [a.weight for a in lines.actions if a.kind == "RS"]
     assert reduced == [a.weight for a in lines.actions if a.kind == "DRAIN"]
     wanted = ["head.w"]
-    wanted += [f"b{i}.{p}" for i in reversed(range(len(plan.blocks))) for p in reversed(PARTS)]
+    wanted += [w.name for u in reversed(plan.blocks) for w in reversed(u.weights) if w.trainable]
     assert reduced == [*wanted, "embed.w", "other.w"]
     pending: list[str] = []
     for action in lines.actions:
@@ -117,9 +145,11 @@ def test_the_synchronous_path_sends_the_same_messages_in_the_same_order(
 
 
 @pytest.mark.parametrize("blocks", range(2, 8))
-@pytest.mark.parametrize("per_module", [False, True])
-def test_a_step_gathers_twice_what_is_not_still_in_its_slot(blocks: int, per_module: bool) -> None:
-    plan = chunk(blocks, per_module=per_module)
+@pytest.mark.parametrize("how", [{}, {"per_module": True}, {"rolling": True}])
+def test_a_step_gathers_twice_what_is_not_still_in_its_slot(
+    blocks: int, how: dict[str, bool]
+) -> None:
+    plan = chunk(blocks, **how)  # type: ignore[arg-type]
     gathers = simulate(plan).lines(["AG"])
     assert sum(".w1" in line for line in gathers) == 2 * blocks - 2
     kept = [line for line in gathers if line.startswith(f"AG {BACKWARD}")]
@@ -192,3 +222,45 @@ def test_blocks_ahead_of_a_block_never_share_its_slot(
             assert len(set(slots)) == len(slots)
             assert max(slots) < policy.slots
             assert sum(b not in policy.resident for b in ahead) <= depth
+
+
+def test_rolling_gathers_into_the_place_that_the_same_weight_two_blocks_back_has_left() -> None:
+    lines = simulate(chunk(5, rolling=True)).lines(["AG", "USE", "FREE", "RS"])
+    first = [f"AG {FORWARD} b{i}.{p}" for i in (0, 1) for p in PARTS]
+    assert lines[2:10] == first, "both slots are filled at once"
+    for part in PARTS:
+        at = lines.index(f"FREE {FORWARD} b1.{part}")
+        assert lines[at - 1] == f"USE {FORWARD} b1.{part}"
+        assert lines[at + 1] == f"AG {FORWARD} b3.{part}"
+        at = lines.index(f"RS {BACKWARD} b3.{part}")
+        assert lines[at + 1 : at + 3] == [f"FREE {BACKWARD} b3.{part}", f"AG {BACKWARD} b1.{part}"]
+    at = lines.index(f"AG {FORWARD} b4.w2")
+    assert lines[at + 1] == f"AG {FORWARD} head.w", "the head follows the last block"
+
+
+@given(plan=chunks, micro_batches=st.integers(1, 2))
+def test_rolling_sends_what_other_triggers_send_block_by_block_in_the_order_of_the_pass(
+    plan: ChunkPlan, micro_batches: int
+) -> None:
+    rolling = replace(plan, policy=replace(plan.policy, rolling=True, per_module=False))
+    blocks = replace(plan, policy=replace(plan.policy, rolling=False, per_module=False))
+    one, other = (simulate(p, micro_batches).lines(["AG"]) for p in (rolling, blocks))
+    if len({w.slot_bytes for u in plan.blocks for w in u.weights}) == 1:
+        assert sorted(one) == sorted(other), "equal shapes: what forward leaves is the same"
+    else:  # a smaller block leaves some of what lay under it
+        assert set(one) <= set(other)
+    order = [line for line in other if ".q" in line and line.split()[2][0] == "b"]
+    assert [line for line in one if line in order] == [line for line in order if line in one]
+
+
+def test_frozen_and_uneven_weights_wait_until_everything_under_them_is_free() -> None:
+    lines = simulate(chunk(4, rolling=True, frozen="w1")).lines(["AG", "RS"])
+    held = lines.index(f"AG {BACKWARD} b1.w1")
+    assert lines[held - 1] == f"RS {BACKWARD} b3.q", "a frozen weight is left with its block"
+    assert lines.index(f"AG {BACKWARD} b1.w2") < held < lines.index(f"AG {BACKWARD} b1.wo")
+    plan = chunk(3, rolling=True, uneven=1)  # b2's weights: 1, 3, 1 and 3 pages for b0's 1 each
+    lines = simulate(plan).lines(["AG", "FREE"])
+    for part, last in (("q", "q"), ("wo", "w2"), ("w1", "w2"), ("w2", "w2")):
+        freed = lines.index(f"FREE {FORWARD} b0.{last}")
+        assert lines.index(f"AG {FORWARD} b2.{part}") > freed
+    assert lines[lines.index(f"FREE {FORWARD} b0.q") + 1] == f"AG {FORWARD} b2.q"

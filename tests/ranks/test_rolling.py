@@ -1,0 +1,188 @@
+"""The trigger "rolling": space is handed on weight by weight, and every rule holds (DESIGN 4.1).
+
+It is a case of most rules' own tests, of the printed schedule in ``test_rules_order.py``, and of
+the covering sets of ``test_parity.py``; here is what it alone could get wrong.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig, Config, WeightParallelConfig
+from internsp.errors import ConfigError, PoolError
+from internsp.mesh import ParallelMesh
+from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+FULL = ActivationCheckpointConfig(mode="full")
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+
+
+def mesh_of(weight: int = 2) -> ParallelMesh:
+    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+
+
+def steps(twin: Twin, what: str, count: int = 3) -> None:
+    """Train both, so that every weight changes between steps (WP-3, WP-11)."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (twin.plain, twin.ours)]
+    for step in range(count):
+        twin.backward()
+        twin.check_gradients(f"{what}, step {step}", 1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+        twin.zero_grad()
+
+
+class Repeating(Block):
+    """Uses one weight twice in a forward, and another by two modules."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.again = nn.Linear(width, width)
+        self.shared = nn.Linear(width, width, bias=False)
+        self.shared.weight = self.wo.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(torch.tanh(self.shared(super().forward(x))))
+        return x + self.again(x)
+
+
+class Uneven(Block):
+    """Blocks whose weights have other sizes than those two further on."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        Uneven.made += 1
+        inner = 5 + 9 * (Uneven.made % 3)
+        self.w1, self.w2 = nn.Linear(6, inner), nn.Linear(inner, 6)
+        if Uneven.made % 2:
+            self.more = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.more(x) if hasattr(self, "more") else x
+
+
+class TwoOutputs(nn.Module):
+    """Its second output has no part of the weight, and its gradient comes late in the block's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.split = Split()
+        self.wo = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = torch.tanh(x)
+        y, other = self.split(self.first(x), late)
+        return x + self.wo(y) + late * other
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.mix, late * 2
+
+
+def uses(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for block in (Repeating, Uneven, TwoOutputs):
+        for config, checkpoint in (
+            ({}, None), (SOME, HALF), ({"memory_pool": False, "prefetch_depth": 2}, FULL),
+            (ALL, REENTRANT), ({"overlap": False}, None),
+        ):  # fmt: skip
+            Uneven.made = 0
+            made = partial(Tiny, block, layers=7)
+            twin = Twin(made, mesh, checkpoint, trigger="rolling", **config)  # type: ignore[arg-type]
+            steps(twin, f"{block.__name__} {config}")
+
+
+def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -> None:
+    run_ranks(uses, 2)
+
+
+def moments(rank: int, world_size: int) -> None:
+    """When the place of a weight is handed on, in the first forward and later."""
+    mesh = mesh_of()
+    for block, last in ((Block, "w2"), (Repeating, "again")):
+        twin = Twin(partial(Tiny, block, layers=4), mesh, trigger="rolling")
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+        for step in range(2):
+            twin.trace.clear()
+            twin.backward()
+            twin.check_gradients(f"{block.__name__}, step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+            twin.zero_grad()
+            lines = twin.lines("AG", "FREE")
+
+            def before(line: str, lines: list[str] = lines) -> str:
+                return lines[lines.index(line) - 1]
+
+            over = len(lines) - 1 - lines[::-1].index(f"FREE forward layers.0.{last}.weight")
+            if step == 0:  # the first forward cannot know how often a weight will be used
+                assert lines[over + 1] == "AG forward layers.2.q.weight"
+                continue
+            assert before("AG forward layers.2.q.weight") == "FREE forward layers.0.q.weight"
+            if block is Repeating:  # its second weight is used by two modules, its last one twice
+                assert lines[over + 1] == "AG forward layers.2.wo.weight"
+                first = "FREE backward layers.3.q.weight"
+                assert before("AG backward layers.1.again.weight") == first
+            else:
+                assert before("AG forward layers.2.wo.weight") == "FREE forward layers.0.wo.weight"
+                freed = "FREE backward layers.3.w1.weight"
+                assert before("AG backward layers.1.w1.weight") == freed
+
+
+def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -> None:
+    run_ranks(moments, 2)
+
+
+class Sometimes(Block):
+    """Uses one weight a second time when it is told to."""
+
+    twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.q(x) if self.twice else x
+
+
+def surprised(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for config in ({}, {"memory_pool": False}):
+        twin = Twin(partial(Tiny, Sometimes), mesh, trigger="rolling", **config)  # type: ignore[arg-type]
+        steps(twin, "used once")
+        for model in (twin.plain, twin.ours):
+            model.layers[0].twice = True  # type: ignore[index, union-attr, assignment]
+        raises(
+            PoolError, lambda twin=twin: twin.ours(*twin.batch()[1]), "slot 0", "layers.0.q.weight",
+            "held by layers.2 for layers.2.q.weight", "out_proj",
+        )  # fmt: skip
+        steps(twin, "after the error it is known")
+
+
+def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards() -> None:
+    run_ranks(surprised, 2)
+
+
+def refused(rank: int, world_size: int) -> None:
+    mesh = mesh_of(1)
+    for config in ({"granularity": "module"}, {"anchors": ("wo",)}):
+        key = next(iter(config))
+        raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "rolling", key)
+        section = WeightParallelConfig(**ROLLING, **config)
+        raises(ValueError, partial(Config, weight_parallel=section), "trigger", key)
+
+
+def test_what_rolling_takes_the_place_of_is_refused() -> None:
+    run_ranks(refused, 1)
