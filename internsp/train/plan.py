@@ -169,7 +169,7 @@ def print_plan(
     if picture is not None:
         raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
     plan = make_plan(config, world_size)
-    console.print(_mesh_table(plan.shape))
+    _print_mesh(plan.shape, console)
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
     if plan.residents.blocks:
@@ -184,7 +184,7 @@ def print_plan(
 def _print_pipeline(
     plan: PipelinePlan, config: Config, console: Console, picture: Path | None
 ) -> None:
-    console.print(_mesh_table(plan.shape))
+    _print_mesh(plan.shape, console)
     for table in tables(config, plan):
         console.print(table)
     rows: dict[str, list[int]] = {}
@@ -214,31 +214,33 @@ def _print_pipeline(
         console.print(f"Picture: {picture}")
 
 
-def _mesh_table(shape: MeshShape) -> Table:
-    table = Table(title=f"Mesh of {shape.world_size} ranks", title_justify="left")
-    columns = ["rank", "pipeline", "data", "sequence", "replica", "zero", "weight"]
-    if shape.separate:
-        columns += ["expert replica", "expert zero", "expert", "expert weight"]
-    for column in columns:
-        table.add_column(column, justify="right")
-    shown = min(shape.world_size, 64)
-    for rank in range(shown):
+def _print_mesh(shape: MeshShape, console: Console) -> None:
+    """Every rank's places; those around experts apart, where they have an axis of their own."""
+    rows, own = [], []
+    for rank in range(shape.world_size):
         inside = rank % shape.stage_size
         replica, _, weight = shape.dense.place(inside)
-        values = [
-            rank,
-            rank // shape.stage_size,
-            inside // shape.sequence,
-            inside % shape.sequence,
-            replica,
-            replica % shape.zero_size,
-            weight,
-        ]
-        if shape.separate:
-            replica, expert, weight = shape.experts.place(inside)
-            values += [replica, replica % shape.experts.zero, expert, weight]
-        table.add_row(*(str(v) for v in values))
-    if shown < shape.world_size:
+        data, sequence = divmod(inside, shape.sequence)
+        zero = replica % shape.zero_size
+        rows.append((rank, rank // shape.stage_size, data, sequence, replica, zero, weight))
+        replica, expert, weight = shape.experts.place(inside)
+        own.append((rank, replica, replica % shape.experts.zero, expert, weight))
+    columns = ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight")
+    console.print(_ranks_table(f"Mesh of {shape.world_size} ranks", columns, rows))
+    if shape.separate:
+        around = ("rank", "replica", "zero", "expert", "expert weight")
+        console.print(_ranks_table("Experts on the same ranks", around, own))
+
+
+def _ranks_table(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[int, ...]], shown: int = 64
+) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for values in rows[:shown]:
+        table.add_row(*(str(value) for value in values))
+    if shown < len(rows):
         table.add_row("...")
     return table
 

@@ -111,8 +111,9 @@ def test_experts_are_planned_over_their_own_groups() -> None:
     text = out.getvalue()
     assert "expert weight" in text
     assert "of it experts, over 4 ranks" in text
-    (row,) = [line for line in text.splitlines() if line.strip("│ ").startswith("6 ")]
-    assert " ".join(row.replace("│", " ").split()) == "6 0 3 0 3 3 0 1 1 0 2"
+    rows = [line for line in text.splitlines() if line.strip("│ ").startswith("6 ")]
+    places = [" ".join(row.replace("│", " ").split()) for row in rows]
+    assert places == ["6 0 3 0 3 3 0", "6 1 1 0 2"]
 
 
 def test_an_axis_for_experts_and_a_model_without_any_is_refused() -> None:
