@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from internsp.errors import ConfigError, OrderError
 from internsp.pipeline.hooks import ISPCommunicatorSchedulerHook, Place
 from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
+from internsp.trace import Trace
 from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
 
 
@@ -87,7 +90,8 @@ def test_a_backward_before_its_forward_is_refused() -> None:
 
 
 def test_a_pass_that_is_not_the_planned_one_is_refused() -> None:
-    hook = ISPCommunicatorSchedulerHook({})
+    communicator: Any = SimpleNamespace(state=SimpleNamespace(trace=Trace()))
+    hook = ISPCommunicatorSchedulerHook({0: communicator})
     hook.begin([Place(0, 0, 0), Place(0, 0, 0, "full")])
     for step in (hook.before_forward, hook.before_backward):
         with pytest.raises(OrderError, match=r"runs Place.*micro_batch=1.*the plan has Place"):
@@ -140,7 +144,9 @@ def test_gathers_of_a_step_are_those_counted_by_hand() -> None:
     assert gathers("ZBVZeroBubble", 2) == 4
 
 
-def lines(name: str, blocks: int, **policy: bool) -> list[str]:
+def lines(
+    name: str, blocks: int, kinds: tuple[str, ...] = ("AG", "USE"), **policy: bool
+) -> list[str]:
     """Gathers and uses of rank 0 of two, weights ``b0.u`` and ``b0.v`` in each block."""
     order, chunks = order_of(name)
     stages = SCHEDULES[name].stages_of(0, 2, chunks)
@@ -156,7 +162,7 @@ def lines(name: str, blocks: int, **policy: bool) -> list[str]:
         for i in range(blocks)
     )
     plan = ChunkPlan(rule, units, None, None, 2)
-    return simulate_passes(places, [plan] * len(stages)).lines(("AG", "USE"))
+    return simulate_passes(places, [plan] * len(stages)).lines(kinds)
 
 
 def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
@@ -171,13 +177,13 @@ def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
 
 
 def test_with_prefetch_per_module_too_weight_by_weight() -> None:
-    found = lines("GPipe", 4, per_module=True)
-    # The next forward's first weight comes with the use of this one's last...
+    found = lines("GPipe", 4, ("AG", "USE", "FREE"), per_module=True)
+    # The next forward's first weight comes while this one's last is in use...
     at = found.index("USE forward b3.v")
-    assert found[at + 1 : at + 3] == ["AG forward b0.u", "USE forward b0.u"]
-    # ...and the next backward's with the last use of this one's.
+    assert found[at + 1 : at + 3] == ["AG forward b0.u", "FREE forward b3.v"]
+    # ...and the next backward's too.
     at = found.index("USE backward b0.u")
-    assert found[at + 1 : at + 3] == ["AG backward b3.v", "USE backward b3.v"]
+    assert found[at + 1 : at + 3] == ["AG backward b3.v", "FREE backward b0.u"]
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
