@@ -1,0 +1,51 @@
+"""WP-3 turned round: an optimizer writes no shard that a gather may still be reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
+from tests.support.models import Tiny, Twin
+from tests.support.ranks import run_ranks
+
+
+def steps(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for zero in (False, True):
+        twin = Twin(Tiny, mesh)
+        optimizer: Any = (
+            ZeroOptimizer(twin.communicator, torch.optim.SGD, lr=0.1)
+            if zero
+            else torch.optim.SGD(twin.ours.parameters(), lr=0.1)
+        )
+        plain = torch.optim.SGD(twin.plain.parameters(), lr=0.1)
+        state = twin.communicator.state
+        for _ in range(2):
+            twin.backward()
+            block = twin.communicator.blocks[1]
+            state.pool.slots[block.slot].forget()
+            twin.communicator.fetch(block, block.weights, "forward")  # and nobody uses it
+            state.pool.release_all()
+            flying = len(state.handles)
+            assert flying == sum(not w.resident for w in block.weights)
+            twin.trace.clear()
+            optimizer.step()
+            plain.step()
+            assert not state.handles
+            waits = [line for line in twin.trace.lines() if line.startswith("WAIT settle")]
+            assert len(waits) == flying
+            lines = twin.trace.lines(("WAIT", "STEP"))
+            if zero:
+                first = next(i for i, line in enumerate(lines) if line.startswith("STEP"))
+                last = max(i for i, line in enumerate(lines) if line.startswith("WAIT settle"))
+                assert last < first, "the wait comes before the write"
+            twin.check_parameters(f"zero {zero}")
+            twin.plain.zero_grad()
+            optimizer.zero_grad()
+
+
+def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None:
+    run_ranks(steps, 2)
