@@ -1,0 +1,98 @@
+"""WP-1, WP-6: after the second step nobody allocates slots, packed inputs or received pieces.
+
+Counted with torch's profiler, by size: the model is made so that no activation, gradient or sum is
+as large as any of them (rows are odd, so what travels is padded and larger than its gradient).
+The sum over the received pieces is no buffer: it becomes the shard's gradient, the user's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.mesh import ParallelMesh
+from internsp.wp.collectives import Collectives, Works
+from tests.support.models import ROLLING, SOME, Block, Tiny, Twin
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+WIDTH = 7
+
+
+class Odd(Block):
+    """Every weight has an odd number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.w1 = torch.nn.Linear(WIDTH, 19)
+        self.w2 = torch.nn.Linear(19, WIDTH)
+
+
+def allocated(work: Any) -> Counter[int]:
+    """How often a block of so many bytes was allocated while ``work`` ran."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
+    return Counter(nbytes for nbytes in sizes if nbytes > 0)
+
+
+def without_copies(collectives: Collectives) -> None:
+    """Gather by sends straight into the slot: gloo's own form allocates and copies the whole."""
+    group, rank, peer = collectives.group, collectives.rank, 1 - collectives.rank
+
+    def send(output: Tensor, shard: Tensor) -> Works:
+        pieces = output.view(2, -1)
+        pieces[rank].copy_(shard)
+        return Works([group.recv([pieces[peer]], peer, 0), group.send([shard], peer, 0)])
+
+    def send_all(outputs: list[Tensor], shards: list[Tensor]) -> Works:
+        return Works([send(o, s) for o, s in zip(outputs, shards, strict=True)])
+
+    collectives._send_gather, collectives._send_gathers = send, send_all  # type: ignore[method-assign]
+
+
+def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    found = []
+    for config, checkpoint in (
+        ({}, None), (ROLLING, None), (ROLLING, HALF), ({"granularity": "module"}, HALF),
+        (SOME, None), ({"memory_pool": False}, None),
+    ):  # fmt: skip
+        made = partial(Tiny, Odd, layers=5, width=WIDTH)
+        twin = Twin(made, mesh, checkpoint, **config)  # type: ignore[arg-type]
+        without_copies(twin.communicator.state.collectives)
+        optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
+
+        def step(twin: Twin = twin, optimizer: Any = optimizer) -> None:
+            twin.ours(*twin.batch()[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        pool = twin.communicator.state.pool
+        first = allocated(step)
+        ours = {numel * dtype.itemsize for numel, dtype in pool._free} if pool.reuse else set()
+        ours |= {slot.nbytes for slot in pool.slots}
+        step()
+        later = allocated(lambda step=step: [step() for _ in range(3)])
+        found.append((
+            f"{config} {checkpoint}",
+            sum(first[nbytes] for nbytes in ours),
+            {nbytes: later[nbytes] for nbytes in ours if later[nbytes]},
+        ))  # fmt: skip
+    return found
+
+
+def test_after_the_second_step_no_slot_packed_input_or_received_piece_is_allocated() -> None:
+    for ranks in run_ranks(counted, 2):
+        *pooled, without = ranks
+        for what, first, later in pooled:
+            assert first > 0, f"{what}: the first step fills the pool, and the profiler sees it"
+            assert later == {}, f"{what}: (bytes: times) {later}"
+        assert without[2], "without the pool, blocks are allocated again and again"
