@@ -187,6 +187,8 @@ class WeightParallelConfig(Section):
     """Compile every block with torch.compile; needs trigger = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"
     """Gradients over ranks: sum for a loss divided by all valid tokens, mean for mean losses."""
+    reduce_dtype: Dtype | None = None
+    """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
     codec: Literal["none", "int8", "fp8"] = "none"
     """What blocks' large weights are gathered as: rounded, with a scale for 128 elements."""
     codec_min_elements: Natural = 16384

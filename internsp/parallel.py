@@ -195,6 +195,8 @@ class _Builder:
         weight = ShardedWeight(
             a.name, a.parameter, layout, axis, self.mesh.device, self.dtype, a.autocasts
         )
+        if self.config.reduce_dtype is not None:
+            weight.sent_as = DTYPES[self.config.reduce_dtype]
         self.sharded.append(weight)
         unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(
             a.unit, Unit(a.unit, [])

@@ -55,15 +55,15 @@ class WholeGradients:
         self._sums[weight] = (unit, total)
 
     def take(self, weight: ShardedWeight, gradient: Tensor | None) -> Tensor | None:
-        """The sum with ``gradient`` added, as it travels: flat, padded, in the compute dtype.
+        """The sum with ``gradient`` added, as it travels: flat, padded, as it is sent.
 
         A buffer of the pool, which the caller gives back; ``None``: nobody had a gradient.
         """
         self.add(self._sums[weight][0], weight, gradient)
         total = self._sums.pop(weight)[1]
-        if total is None or total.dtype == weight.compute_dtype:
+        if total is None or total.dtype == weight.reduce_dtype:
             return total
-        packed = self._pool.take(total.numel(), weight.compute_dtype)
+        packed = self._pool.take(total.numel(), weight.reduce_dtype)
         packed.copy_(total)  # rounded once, as a gradient of one micro-batch is
         self._pool.give(total)
         return packed

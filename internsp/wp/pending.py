@@ -86,7 +86,7 @@ class PendingGradients:
     def _launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
         if self._small(weight.slot_nbytes) and weight.layout.size > 1:
             first = self._together[0][0] if self._together else weight
-            alike = first.axis is weight.axis and first.compute_dtype == weight.compute_dtype
+            alike = first.axis is weight.axis and first.reduce_dtype == weight.reduce_dtype
             if unit is not self._unit or not alike:
                 self.flush()
             self._unit = unit
@@ -105,7 +105,7 @@ class PendingGradients:
             return
         weights = [weight for weight, _ in kept]
         sizes = [weight.layout.shard_numel for weight in weights]
-        ranks, dtype = weights[0].layout.size, weights[0].compute_dtype
+        ranks, dtype = weights[0].layout.size, weights[0].reduce_dtype
         packed = self._pool.take(ranks * sum(sizes), dtype)
         parts = [self._pieces(weight, gradient) for weight, gradient in kept]
         rows = [pieces.view(ranks, -1) for pieces, _ in parts]
@@ -123,12 +123,11 @@ class PendingGradients:
             total = self.whole.take(weight, gradient)
             if total is not None:
                 return total, total
-        if gradient is not None and gradient.dtype != weight.compute_dtype:
-            gradient = gradient.to(weight.compute_dtype)
-        pieces = None if gradient is None else weight.layout.packed_as_is(gradient)
-        if pieces is not None:
-            return pieces, None
-        packed = self._pool.take(weight.layout.padded_numel, weight.compute_dtype)
+        if gradient is not None and gradient.dtype == weight.reduce_dtype:
+            pieces = weight.layout.packed_as_is(gradient)
+            if pieces is not None:
+                return pieces, None
+        packed = self._pool.take(weight.layout.padded_numel, weight.reduce_dtype)
         if gradient is None:
             packed.zero_()
         else:

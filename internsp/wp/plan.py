@@ -183,6 +183,7 @@ def _weight(
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
     compute = dtype or parameter.dtype
     message = layout.shard_numel * compute.itemsize
+    sent = DTYPES[config.reduce_dtype] if config.reduce_dtype and size > 1 else compute
     small = size > 1 and policy.small(layout.padded_numel * compute.itemsize)
     coded = None
     if config.codec != "none" and assignment.block >= 0 and size > 1 and not small:
@@ -191,7 +192,7 @@ def _weight(
     return WeightPlan(
         assignment.name,
         gather_bytes=(size - 1) * (message if coded is None else coded.nbytes),
-        reduce_bytes=(size - 1) * message,
+        reduce_bytes=(size - 1) * layout.shard_numel * sent.itemsize,
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
         trainable=parameter.requires_grad,

@@ -126,6 +126,7 @@ class ShardedWeight:
         lent: ``partial`` is autograd's own tensor; see :meth:`own_partial`.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
+        sent_as: what its gradient is reduced in; ``None``: in the compute dtype.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
     """
@@ -147,6 +148,7 @@ class ShardedWeight:
         self.dtype = parameter.dtype
         self.compute_dtype = compute_dtype or parameter.dtype
         self.base_compute_dtype = self.compute_dtype
+        self.sent_as: torch.dtype | None = None
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
@@ -222,6 +224,13 @@ class ShardedWeight:
     def invalidate(self) -> None:
         """The shard was written behind autograd's back."""
         self._generation += 1
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What a reduction moves; with nobody to send to, the gradient stays as it is."""
+        if self.sent_as is None or self.layout.size == 1:
+            return self.compute_dtype
+        return self.sent_as
 
     @property
     def resident(self) -> bool:

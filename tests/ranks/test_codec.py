@@ -217,3 +217,34 @@ def test_a_pipelines_weights_travel_coded(schedule: str) -> None:
         assert loss < 1e-10
         assert gradient < 1e-10
         assert right
+
+
+def reduced(rank: int, world_size: int) -> None:
+    """Gradients in another dtype than weights, with sums of one and of several micro-batches."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2e-2)):
+        for options in ({}, {"together_bytes": 4000}, {"accumulation": "full"}):
+            twin = Twin(WIDE, mesh, reduce_dtype=dtype, **options)
+            assert twin.communicator.plan is not None
+            several = twin.communicator.plan.policy.accumulate_whole
+            for step in range(3):
+                twin.trace.clear()
+                if several:
+                    with twin.communicator.no_sync():
+                        twin.backward()
+                twin.backward()
+                twin.check_gradients(f"{dtype} {options}", tolerance)
+                twin.zero_grad()
+                if step == 1:
+                    allocated = twin.communicator.state.pool.buffer_allocations
+            assert twin.communicator.state.pool.buffer_allocations == allocated
+            sent = sum(e.nbytes for e in twin.trace.events if e.kind == "RS")
+            assert sent == simulate(twin.communicator.plan).nbytes("RS")
+            usual = Twin(WIDE, mesh).communicator.plan
+            assert usual is not None
+            size = {"float32": 4, "bfloat16": 2}[dtype]
+            assert sent == simulate(usual).nbytes("RS") * size // 8
+
+
+def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
+    run_ranks(reduced, 2)

@@ -168,6 +168,7 @@ TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int
     (ROLLING | {"memory_pool": False, "resident_blocks": 1}, HALF, True, 2),
     (ROLLING | SOME | {"prefetch_depth": 2}, REENTRANT, False, 1),
     (ROLLING | ALL, None, False, 2),
+    (SOME | {"reduce_dtype": "bfloat16"}, None, False, 1),
 )
 
 

@@ -31,17 +31,26 @@ SMALL = ("--preset", "tiny", "--lr", "10", "--rounds", "1", "--steps", "1")
 def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
     files["picture"] = tmp_path / "out.png"
-    wanted = ("ours", "ddp", "fsdp2:chunked+unshard", "ours:nonsense=1")
+    levers = (
+        "ours:resident_blocks=2", "ours:codec=int8,together_bytes=0",
+        "ours:codec=fp8,together_bytes=0", "ours:reduce_dtype=float32",
+    )  # fmt: skip
+    wanted = ("ours", *levers, "ddp", "fsdp2:chunked+unshard", "ours:nonsense=1")
     flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
     done = bench(*SMALL, "--network", "loopback", *flags, "--variants", *wanted)
     assert done.returncode == 0, done.stderr
     assert "NO RATE LIMIT" in done.stdout
     summary = json.loads(files["json"].read_text())
-    assert set(summary["variants"]) == {"compute", *wanted[:3]}
+    assert set(summary["variants"]) == {"compute", *wanted[:-1]}
     assert "nonsense" in summary["skipped"]["ours:nonsense=1"]
     ours = summary["variants"]["ours"]
     assert ours["payload_seen"] == ours["payload"] == summary["least_bytes"]
-    assert ours["whole_bytes"] == ours["slot_bytes"]
+    for name in ("ours", *levers):
+        row = summary["variants"][name]
+        assert row["payload_seen"] == row["payload"], name
+        assert row["whole_bytes"] == row["slot_bytes"], name
+    payloads = [summary["variants"][name]["payload"] / ours["payload"] for name in levers]
+    assert payloads[1] == payloads[2] < payloads[0] < 1 < payloads[3]
     assert ours["sent"] is None  # nobody can tell on a shared loopback
     assert files["picture"].stat().st_size > 1000
     assert "| internsp |" in files["markdown"].read_text()

@@ -1,0 +1,51 @@
+"""``tools/codec_losses.py``: the losses of runs that differ in their codec, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from internsp.train.metrics import StepMetrics
+from tools.codec_losses import main, table
+
+
+def row(step: int, loss: float, held_out: float | None = None) -> StepMetrics:
+    metrics = StepMetrics(step, loss, 1.0, 1e-3, 10, 1.0, 10.0, 0.0, 2**20, 0, 0)
+    return replace(metrics, eval_loss=held_out)
+
+
+def test_the_table_has_the_first_every_tenth_and_the_last_step() -> None:
+    runs = {
+        "none": [row(n, 3.0 - n / 100, 2.5 if n == 12 else None) for n in range(1, 13)],
+        "int8": [row(n, 3.0, 2.75 if n == 12 else None) for n in range(1, 13)],
+    }
+    assert table(runs, 10)[2:] == [
+        "| 1 | 2.9900 | 3.0000 |",
+        "| 10 | 2.9000 | 3.0000 |",
+        "| 12 | 2.8800 | 3.0000 |",
+        "| held out | 2.5000 | 2.7500 |",
+        "| gathered a step | 1.00 MiB | 1.00 MiB |",
+    ]
+
+
+@pytest.mark.ranks
+def test_coded_runs_learn_as_the_plain_one_does(capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(__file__).parents[1] / "data"
+    tiny = ("model.layers=2", "model.hidden_size=64", "weight_parallel.codec_min_elements=2048",
+            "weight_parallel.together_bytes=0")
+    assert main(["--text", str(text), "--steps", "6", "--every", "6", "--options", *tiny]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, last = ([float(x) for x in line.split("|")[2:5]] for line in lines[2:4])
+    for plain, coded in ((first[0], x) for x in first[1:]):
+        assert coded == pytest.approx(plain, rel=1e-3)
+        assert coded != plain
+    assert all(loss < first[0] - 0.5 for loss in last)
+    gathered = [float(x.split()[0]) for x in lines[-1].split("|")[2:5]]
+    assert gathered[1] == gathered[2] < gathered[0] / 2
+
+
+def test_a_failed_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--codecs", "int9"]) == 2
+    assert 'did you mean "int8"' in capsys.readouterr().err

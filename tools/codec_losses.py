@@ -1,0 +1,104 @@
+"""What coded weights do to the loss: the same training with every codec, side by side.
+
+    python tools/codec_losses.py --text tests/data --steps 50
+
+The text is small, so that a run of minutes shows whether rounded weights still fit it. Seed, data
+order and initial values are the same in all runs; only what the gathers carry differs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from internsp.train.metrics import StepMetrics, read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train with each codec and print the losses."""
+
+    config: Path = ROOT / "configs" / "demo.toml"
+    """Of the run; model, data and steps are overridden below."""
+    text: Path = ROOT / "tests" / "data"
+    """A file or folder of text."""
+    steps: int = 50
+    """Optimizer steps of each run."""
+    every: int = 10
+    """Steps between printed rows."""
+    codecs: tuple[str, ...] = ("none", "int8", "fp8")
+    """The first is what the others are compared with."""
+    options: tuple[str, ...] = ()
+    """More options of the runs, as SECTION.KEY=VALUE."""
+
+
+def command(given: Arguments, codec: str, output: Path) -> list[str]:
+    """The command line of one run."""
+    changes = {
+        "data.source": "text",
+        "data.paths": str(given.text),
+        "data.sequence_length": "128",
+        "train.steps": str(given.steps),
+        "train.eval_batches": "4",
+        "train.sample_bytes": "0",
+        "train.log_every": str(given.steps),
+        "checkpoint.save": "false",
+        "weight_parallel.codec": codec,
+        **dict(option.split("=", 1) for option in given.options),
+    }
+    words = [word for key, value in changes.items() for word in (f"--{key}", value)]
+    return [
+        sys.executable, "-m", "internsp", "train", str(given.config), "--output", str(output),
+        *words,
+    ]  # fmt: skip
+
+
+def table(runs: Mapping[str, Sequence[StepMetrics]], every: int) -> list[str]:
+    """Losses by step, and what the gathers of a step carried, as lines of Markdown."""
+    names = list(runs)
+    first = runs[names[0]]
+    lines = ["| step | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
+    for index, row in enumerate(first):
+        if index == 0 or (index + 1) % every == 0 or index == len(first) - 1:
+            losses = [f"{runs[name][index].loss:.4f}" for name in names]
+            lines.append(f"| {row.step} | {' | '.join(losses)} |")
+    held_out = [next(r.eval_loss for r in reversed(runs[n]) if r.eval_loss is not None)
+                for n in names]
+    lines.append("| held out | " + " | ".join(f"{loss:.4f}" for loss in held_out) + " |")
+    carried = [f"{runs[name][-1].gathered_bytes / 2**20:.2f} MiB" for name in names]
+    lines.append("| gathered a step | " + " | ".join(carried) + " |")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or the exit status of the first run that failed."""
+    given = tyro.cli(Arguments, args=argv, description=__doc__)
+    runs: dict[str, list[StepMetrics]] = {}
+    with tempfile.TemporaryDirectory(prefix="codec-losses-") as home:
+        for codec in given.codecs:
+            output = Path(home) / codec
+            done = subprocess.run(
+                command(given, codec, output), cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                print(f"{codec}: {done.stdout}\n{done.stderr}", file=sys.stderr)
+                return done.returncode
+            runs[codec] = read_metrics(output / "metrics.jsonl")
+            print(f"{codec}: {len(runs[codec])} steps", file=sys.stderr)
+    print("\n".join(table(runs, given.every)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
