@@ -83,7 +83,7 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         text = "each says which blocks stay whole; set one of them"
         yield Problem(tuple(f"weight_parallel.{key}" for key in chosen), text)
     if weights.codec != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
-        text = 'float16 has no range for scales; compute in bfloat16 or float32, or use "none"'
+        text = "float16 has no range for scales; use bfloat16 or float32"
         kinds = ("weight_parallel.codec", "weight_parallel.compute_dtype", "train.dtype")
         yield Problem(kinds, text)
     if weights.resident_blocks > model.layers:
