@@ -74,11 +74,12 @@ CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...]
     ("int8", {"granularity": "module"}, FULL),
     ("int8", {"prefetch_depth": 2, "trigger": "mlp"}, HALF),
 )
+ROLLING = ("int8", {"prefetch_depth": 2, "trigger": "rolling"}, HALF)
 
 
 def trained(rank: int, world_size: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for kind, config, checkpoint in CASES:
+    for kind, config, checkpoint in (*CASES, ROLLING):
         bits = []
         for overlap in (True, False):
             what = f"{kind} {config} overlap {overlap}"
