@@ -6,7 +6,7 @@ on its output. Where no communicator is attached both do nothing, so that the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -47,6 +47,36 @@ class Site(Protocol):
         """The whole parameter's gradient exists; start its reduction. ``tag``: of its use."""
 
 
+class Uses(Protocol):
+    """What one node of the graph takes: the uses of one parameter, or of a whole block's."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """One for each parameter."""
+
+    def acquire(self) -> Sequence[Tensor]:
+        """See :meth:`Site.acquire`, for each parameter."""
+
+    def born(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
+        """See :meth:`Site.born`; ``None`` where there is no gradient. The last is born first."""
+
+
+class _Use:
+    """The use of one parameter."""
+
+    __slots__ = ("sites",)
+
+    def __init__(self, site: Site) -> None:
+        self.sites = (site,)
+
+    def acquire(self) -> Sequence[Tensor]:
+        return (self.sites[0].acquire(),)
+
+    def born(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
+        if gradients[0] is not None:
+            self.sites[0].born(gradients[0], tags[0])
+
+
 class _Views(torch.autograd.Function):
     """Differentiable views: parameters (shards) -> whole tensors in their slots.
 
@@ -55,16 +85,16 @@ class _Views(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, taken: Sequence[Site], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, taken: Uses, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.taken = taken
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        views = tuple([site.acquire() for site in taken])
+        views = tuple(taken.acquire())
         if len(views) > 1:  # of several, those of frozen parameters need no gradient
             pairs = zip(views, parameters, strict=True)
             if frozen := [v for v, p in pairs if not p.requires_grad]:
                 ctx.mark_non_differentiable(*frozen)
-        ctx.tags = [site.tag for site in taken]
+        ctx.tags = [site.tag for site in taken.sites]
         return views
 
     @staticmethod
@@ -75,16 +105,17 @@ class _Views(torch.autograd.Function):
                 "the graph when its reduction starts; compute second derivatives on one process"
             )
         answers: list[Tensor | None] = [None] * (len(gradients) + 1)
-        leaves = ctx.next_functions  # a new tuple at every look
-        for i in range(len(gradients) - 1, -1, -1):  # the last used is born first
-            gradient, site = gradients[i], ctx.taken[i]
+        born = list(gradients)
+        for i, (leaf, _) in enumerate(ctx.next_functions):
+            gradient = born[i]
             if gradient is None:
                 continue
-            wanted = _wanted(leaves[i][0])
+            wanted = _wanted(leaf)
             if wanted == _CAPTURED:
-                answers[i + 1] = _answer(site, gradient, ctx.parameters[i])
-            if wanted != _NO:
-                site.born(gradient, ctx.tags[i])
+                answers[i + 1] = _answer(ctx.taken.sites[i], gradient, ctx.parameters[i])
+            if wanted == _NO:
+                born[i] = None
+        ctx.taken.born(born, ctx.tags)
         return tuple(answers)
 
 
@@ -149,18 +180,18 @@ def whole(module: nn.Module, name: str) -> Any:
                 "so that nobody would reduce its gradient: write into it, or use load_state_dict"
             )
         return parameter  # somebody (a compiled block) has put the whole one in
-    return _Views.apply((attached[name],), parameter)[0]
+    return _Views.apply(_Use(attached[name]), parameter)[0]
 
 
 def whole_block(
-    taken: Sequence[Site], parameters: Sequence[nn.Parameter | None]
+    taken: Uses, parameters: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """:func:`whole` for the parameters of several modules at once, at their block's entry.
 
     One node of the graph for all: their gradients are born together, after the block's backward.
 
     Args:
-        taken: their sites, in the order of use.
+        taken: their uses, in the order of use.
         parameters: what the modules hold.
     """
     views: tuple[Tensor, ...] = _Views.apply(taken, *parameters)
@@ -184,22 +215,28 @@ def guard(module: nn.Module, output: Output) -> Output:
 
 
 def guard_sites(used: Iterable[Site], output: Any, inputs: Any = ()) -> None:
-    """:func:`guard` for ``output`` computed from several modules' parameters.
-
-    Args:
-        inputs: tensors among them that ``output`` only passes on are not guarded: their backward
-            is somebody else's.
-    """
+    """:func:`guard` for ``output`` computed from several modules' parameters and ``inputs``."""
     tags = [(site, site.tag) for site in used if site.guarded]
     for site, _ in tags:
         site.release()
-    if not tags:
-        return
+    if tags:
+        before_backward_of(output, partial(_before_backward, tags), inputs)
+
+
+def before_backward_of(
+    output: Any, call: Callable[[tuple[Tensor, ...]], None], inputs: Any = ()
+) -> None:
+    """Have ``call`` called before backward runs through any tensor in ``output``.
+
+    Args:
+        inputs: tensors among them that ``output`` only passes on are left out: their backward
+            is somebody else's.
+    """
     given = {id(tensor) for tensor in tensors(inputs)}
     for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
         if tensor.grad_fn is not None and id(tensor) not in given:
             # A hook of the node, not of the tensor: the same moment at half the cost.
-            tensor.grad_fn.register_prehook(partial(_before_backward, tags))
+            tensor.grad_fn.register_prehook(call)
 
 
 def _before_backward(tags: list[tuple[Site, Any]], gradients: tuple[Tensor, ...]) -> None:

@@ -9,12 +9,14 @@ weight. Gradients are born together, at the end of the block's backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from internsp.layers.access import guard_sites, sites, whole_block
+from internsp.layers.access import before_backward_of, sites, whole_block
+from internsp.wp.at_entry import BlockUses
 
 
 def take_at_entry(
@@ -27,21 +29,28 @@ def take_at_entry(
     """
     inner = prepare(block.forward) if prepare is not None else block.forward
     owners = [(m, n) for m in block.modules() for n in sites(m)]
-    every_site = [sites(m)[n] for m, n in owners]
+    uses = BlockUses([sites(m)[n] for m, n in owners])
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [module._parameters[name] for module, name in owners]
         try:
-            for (module, name), view in zip(owners, whole_block(every_site, kept), strict=True):
+            for (module, name), view in zip(owners, whole_block(uses, kept), strict=True):
                 module._parameters[name] = view  # type: ignore[assignment]
             output = inner(*args, **kwargs)
         finally:
             for (module, name), parameter in zip(owners, kept, strict=True):
                 module._parameters[name] = parameter
-        guard_sites(every_site, output, (args, kwargs))
+        uses.release()
+        if uses.cut:
+            call = partial(_before_backward, uses, uses.tags())
+            before_backward_of(output, call, (args, kwargs))
         return output
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _before_backward(uses: BlockUses, tags: list[Any], gradients: Any) -> None:
+    uses.before_backward(tags)
 
 
 def compile_block(block: nn.Module, **options: Any) -> None:

@@ -168,7 +168,7 @@ class UnitCommunicator(WPCommunicator):
             if slot.tags.get(weight) == tag:
                 continue
             if weight in state.handles:  # an older version is still arriving at the same place
-                self._wait(unit, weight, phase)
+                self.await_gather(unit, weight, phase)
             slot.tags[weight] = tag
             if state.policy.small(weight.slot_nbytes) and weight.layout.size > 1:
                 if together and together[0].axis is not weight.axis:
@@ -215,7 +215,7 @@ class UnitCommunicator(WPCommunicator):
     def settle(self, unit: Unit) -> None:
         """Wait for gathers of ``unit`` that nobody used: its slot is about to be overwritten."""
         for weight in unit.weights:
-            self._wait(unit, weight, "settle")
+            self.await_gather(unit, weight, "settle")
 
     def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
@@ -285,14 +285,15 @@ class UnitCommunicator(WPCommunicator):
         if not self.verified(unit, weight):
             self.fetch(unit, (weight,), phase)
         if weight in state.handles:
-            self._wait(unit, weight, phase)
+            self.await_gather(unit, weight, phase)
         if not weight.resident:
             state.pool.slots[unit.slot].streams.read(weight)
         if state.trace.enabled:
             state.trace.record("USE", unit.name, weight.name, phase)
         self.follow(unit, weight, phase)
 
-    def _wait(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+    def await_gather(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
+        """Wait for what ``weight``'s last gather brings, once."""
         handle = self.state.handles.pop(weight, None)
         if handle is not None:
             self.state.collectives.wait(handle, unit.name, weight.name, phase)

@@ -7,7 +7,7 @@ called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,8 @@ class ISPCommunicator(BlockGathers):
         recovery: what happens after an exception.
         places: which parameter each module holds under which name.
     """
+
+    by_block = True  # a block's weights come and go together
 
     def __init__(
         self,
@@ -170,9 +172,25 @@ class ISPCommunicator(BlockGathers):
 
     def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
-        if unit is self._open and unit.recomputed and in_backward():
-            self._recomputed = True
+        if in_backward():
+            self.recomputes(unit)
         return super().weight_hook(unit, weight)
+
+    def recomputes(self, unit: Unit) -> None:
+        """A weight is used in backward: the recompute of its block has begun."""
+        if unit is self._open and unit.recomputed:
+            self._recomputed = True
+
+    def gradients_hook(self, unit: Unit, born: Sequence[tuple[ShardedWeight, Tensor]]) -> None:
+        """:meth:`gradient_hook` for weights of a block that are born together, in that order."""
+        if unit is self._open and not self._held and self._waiting == [w for w, _ in born]:
+            self._ensure_callback()
+            self._waiting = []
+            for weight, gradient in born:
+                self.reduce(unit, weight, gradient)
+        else:
+            for weight, gradient in born:
+                self.gradient_hook(unit, weight, gradient)
 
     def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
         """Launch reductions in the declared order: a birth waits for those before it (WP-2)."""

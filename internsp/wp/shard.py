@@ -128,6 +128,7 @@ class ShardedWeight:
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
         sent_as: what its gradient is reduced in; ``None``: in the compute dtype.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
+        device_type: where it computes.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
     """
 
@@ -152,7 +153,7 @@ class ShardedWeight:
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
-        self._device = device.type
+        self.device_type = device.type
         self.partial: Tensor | None = None
         self.lent = False
         self.ready: Ready | None = None
@@ -216,9 +217,9 @@ class ShardedWeight:
         Decided where the weight is used, because autocast may surround a part of the model only;
         what is gathered ahead takes the dtype of the last use.
         """
-        active = torch.is_autocast_enabled(self._device)
+        active = torch.is_autocast_enabled(self.device_type)
         self.compute_dtype = (
-            torch.get_autocast_dtype(self._device) if active else self.base_compute_dtype
+            torch.get_autocast_dtype(self.device_type) if active else self.base_compute_dtype
         )
 
     def invalidate(self) -> None:
