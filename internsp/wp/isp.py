@@ -187,7 +187,7 @@ class ISPCommunicator(BlockGathers):
             self._ensure_callback()
             self._waiting = []
             for weight, gradient in born:
-                self.reduce(unit, weight, gradient)
+                self.reduce_in_turn(unit, weight, gradient)
         else:
             for weight, gradient in born:
                 self.gradient_hook(unit, weight, gradient)

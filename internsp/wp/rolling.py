@@ -32,6 +32,8 @@ class RollingCommunicator(ISPCommunicator):
         rolling: the line of gathers, and the places that they take.
     """
 
+    by_block = False
+
     def __init__(
         self,
         state: ChunkState,
@@ -140,7 +142,7 @@ class RollingCommunicator(ISPCommunicator):
         slot = self.state.pool.slots[unit.slot]
         for weight in weights:
             for owner, other in self.rolling.under(unit, weight):
-                self._wait(owner, other, "settle")
+                self.await_gather(owner, other, "settle")
             gone = self.rolling.take(unit, weight, purpose)
             slot.occupy(unit, weight, [other for _, other in gone], self.state.pool.poison)
         return slot
