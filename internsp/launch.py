@@ -14,6 +14,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ Run = Callable[[Config, Path], None]
 
 # What a rank sees when another one has gone; never the cause.
 _CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe")
+_CAUSE_SECONDS = 2.0  # in which the launcher finds the rank that has gone
 
 
 class ChildError(errors.InternspError, RuntimeError):
@@ -56,8 +58,7 @@ class _Cause:
     @property
     def order(self) -> tuple[bool, int]:
         """Real causes before consequences, early ones first."""
-        text = self.message.lower()
-        return any(sign in text for sign in _CONSEQUENCES), self.written
+        return _is_consequence(self.message), self.written
 
     def __str__(self) -> str:
         kind = self.message.partition(":")[0]
@@ -112,10 +113,19 @@ def _rank(run: Run, config: Config, output: Path) -> None:
     torch.set_num_threads(config.launch.threads)
     parent = os.getppid()
     with StopRequest() as stop:
-        run(config, output)
+        try:
+            run(config, output)
+        except Exception as error:
+            if _is_consequence(str(error)):
+                time.sleep(_CAUSE_SECONDS)  # or the launcher might find this rank's end first
+            raise
     # After a signal the launcher no longer collects results, and would let this process wait.
     if stop.requested or os.getppid() != parent:
         raise SystemExit(INTERRUPTED)
+
+
+def _is_consequence(message: str) -> bool:
+    return any(sign in message.lower() for sign in _CONSEQUENCES)
 
 
 def _explain(logs: Path, error: ChildFailedError) -> str:

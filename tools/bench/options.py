@@ -25,6 +25,7 @@ DEFAULT_VARIANTS = (
     "fsdp2:prefetch",
     "fsdp2:chunked",
     "fsdp2:unshard",
+    "fsdp2:chunked+unshard+last",
     "fsdp2:whole",
     "zero3",
 )
@@ -112,6 +113,8 @@ class Options:
     """Write everything measured to this file."""
     markdown: Path | None = None
     """Write the tables to this file."""
+    mark: str = ""
+    """Between which marks of it; none: those of the preset."""
     picture: Path | None = None
     """Write bars and timelines to this file (.png or .svg)."""
 
@@ -161,7 +164,7 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; paths of outputs are left out."""
-        return {k: v for k, v in asdict(self).items() if k not in ("json", "markdown", "picture")}
+        return {k: v for k, v in asdict(self).items() if k not in ("json", "markdown", "mark", "picture")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Options:
