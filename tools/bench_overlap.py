@@ -68,7 +68,8 @@ def write(options: Options, summary: dict[str, object], arguments: Sequence[str]
         options.json.write_text(json.dumps(summary, indent=1) + "\n")
     if options.markdown is not None:
         command = ["python", "-m", "tools.bench_overlap", *arguments]
-        report.put(options.markdown, options.mark or options.preset, report.markdown(summary, command))
+        body = report.markdown(summary, command)
+        report.put(options.markdown, options.mark or options.preset, body)
     if options.picture is not None:
         from tools.bench.picture import draw
 

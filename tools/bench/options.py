@@ -164,7 +164,8 @@ class Options:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; paths of outputs are left out."""
-        return {k: v for k, v in asdict(self).items() if k not in ("json", "markdown", "mark", "picture")}
+        outputs = ("json", "markdown", "mark", "picture")
+        return {k: v for k, v in asdict(self).items() if k not in outputs}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Options:
