@@ -1,5 +1,6 @@
 # make train    the demo: makes .venv with what training needs, trains on two local processes
 # make test     makes .venv with what tests need, then lint, types, tests and coverage
+# make quick    the tests that are not marked slow, without coverage
 # make lint     ruff and mypy only
 #
 # Only Python 3.11 or newer with pip is assumed. A second call finds the stamp and starts at once.
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 
-.PHONY: train test lint clean
+.PHONY: train test quick lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -26,6 +27,9 @@ test: lint
 	$(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+quick: lint
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .

@@ -78,6 +78,7 @@ def zero(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [plain_loop, zero])
 def test_gradients_norms_and_steps_equal_one_process(loop: Any) -> None:
     for found in run_ranks(loop, 4, list(CASES.values())):

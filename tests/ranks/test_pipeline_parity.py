@@ -108,6 +108,7 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Found, bool
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_loss_every_gradient_and_every_message_are_as_they_should_be(world: int) -> None:
     cases = [case_of(c) for c in covering(options(world), possible)]

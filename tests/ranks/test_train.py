@@ -83,6 +83,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 def test_fifty_steps_equal_one_process_on_every_mesh(tmp_path: Path) -> None:
     wanted = rows_of_runs(tmp_path, 1, OPTIMIZERS)
     for rows in wanted:

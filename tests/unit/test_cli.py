@@ -225,6 +225,7 @@ def test_the_cause_of_a_failure_is_told_once_with_its_rank(tmp_path, capfd):
     assert "the cause" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_killed_rank_stops_the_others_and_is_named(tmp_path):
     begin = time.monotonic()

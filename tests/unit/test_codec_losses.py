@@ -30,6 +30,7 @@ def test_the_table_has_the_first_every_tenth_and_the_last_step() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_coded_runs_learn_as_the_plain_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(__file__).parents[1] / "data"
