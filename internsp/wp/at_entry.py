@@ -80,7 +80,7 @@ class BlockUses:
                 site.before_backward(tag)
             return
         slot = state.pool.slots[unit.slot]
-        for site, tag in pairs:
+        for site, tag in pairs:  # WP-14: other values, or not in the slot, are the site's business
             weight = site.weight
             if tag[0] != weight.version() or slot.tags.get(weight) != tag:
                 site.before_backward(tag)
