@@ -24,6 +24,7 @@ from tools.bench.bounds import (
     shares,
     step_seconds,
 )
+from tools.bench.idle import found
 from tools.bench.network import Link
 from tools.bench.options import Options, Spec
 from tools.bench.session import Refused, Session
@@ -235,7 +236,11 @@ def _row(
         "peak_bytes": max(a["peak_bytes"] for a in flat),
         "phases": first["phases"],
         "profile": first.get("profile"),
+        "idle": None,
     }
+    profiles = [a["profile"] for a in runs[0] if "profile" in a]
+    if profiles and outcome.rate_mbit is not None and not spec.free:
+        row["idle"] = found(profiles, outcome.rate_mbit)
     if "schedule" in first:
         row.update(_ours(outcome, spec, first, spread.median))
     return row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,18 @@ def _timeline(axes: Axes, row: dict[str, Any], rate_mbit: float | None) -> None:
     axes.tick_params(axis="x", labelsize=8)
 
 
-def _link(axes: Axes, samples: list[list[float]], rate_mbit: float | None) -> None:
+def thinned(samples: Sequence[Sequence[float]], seconds: float = 0.01) -> list[Sequence[float]]:
+    """Those at least ``seconds`` apart: finer ones show single bursts of the sender."""
+    kept: list[Sequence[float]] = []
+    for sample in samples:
+        if not kept or sample[0] >= kept[-1][0] + seconds:
+            kept.append(sample)
+    return kept
+
+
+def _link(axes: Axes, samples: Sequence[Sequence[float]], rate_mbit: float | None) -> None:
     """The lower half: what was sent between samples, as a share of the rate (else of the peak)."""
+    samples = thinned(samples)
     if len(samples) < 2:
         return
     middle = [(a[0] + b[0]) / 2 for a, b in itertools.pairwise(samples)]

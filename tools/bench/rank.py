@@ -33,6 +33,9 @@ from tools.bench.model import exchanged_bytes, initial_weights, large
 from tools.bench.options import Options, Spec
 from tools.bench.variants import Ours, Setting, Variant, make, reference, unavailable
 
+TOLD = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT")
+"""Kinds of events that the parent gets of the step that is looked into."""
+
 
 class Worker:
     """Keeps the process group and the initial weights; a variant lives for one request."""
@@ -161,6 +164,7 @@ class Worker:
         if trace is not None:
             trace.enabled = False
         return {
+            "zero": zero,
             "marks": marks,
             "waits": [(a - zero, b - zero) for a, b in self.clock.take()],
             "link": [(t - zero, n) for t, n in sampler.samples],
@@ -168,7 +172,7 @@ class Worker:
                 (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or e.start) - zero,
                  e.nbytes)
                 for e in events
-                if isinstance(variant, Ours) and e.kind in ("AG", "RS", "WAIT", "A2A_WAIT")
+                if isinstance(variant, Ours) and e.kind in TOLD
             ],
         }
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.bench.idle import sentence
+
 HEAD = (
     "variant",
     "step s",
@@ -109,6 +111,8 @@ def remarks(summary: dict[str, Any]) -> list[str]:
         if (name == "ours" or cut) and row.get("exposures"):
             most = ", ".join(f"{u} {p} {s * 1e3:.0f} ms" for u, p, s in row["exposures"][:6])
             lines.append(f"{row['label']}: waited in one step, by block and phase: {most}")
+        if name != "compute" and row.get("idle"):
+            lines.append(sentence(row["label"], row["idle"]))
     labels = {n: r["label"] for n, r in summary["variants"].items()}
     for what in ("skipped", "failed"):
         for name, reason in summary[what].items():

@@ -1,0 +1,171 @@
+"""Where the link stood still in one step: by phase and block, and what it stood still for.
+
+Pure. A rank's interface tells how many bytes it has sent by when; what the rate would have carried
+and the interface did not is lost time. A token bucket lets a sender catch up with its burst, so
+only sums over more than a few milliseconds mean anything, and a lost time may be a little negative.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tools.bench.bounds import MBIT, union
+
+Intervals = list[tuple[float, float]]
+Named = list[tuple[float, float, str]]
+
+COLLECTIVES = ("AG", "RS", "A2A")
+DRAIN = "drain"
+NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
+
+
+def phases(marks: Sequence[tuple[str, float]], last_launch: float | None) -> Named:
+    """The step cut at its marks; backward behind its last launch is called ``drain``."""
+    out: Named = []
+    for (name, start), (_, end) in itertools.pairwise(marks):
+        start = start if out else 0.0
+        cut = last_launch if name == "backward" and last_launch is not None else end
+        cut = min(max(cut, start), end)
+        out += [(start, cut, name), (cut, end, DRAIN)]
+    return [(a, b, name) for a, b, name in out if b > a]
+
+
+def blocks(events: Sequence[Sequence[Any]], end: float) -> Named:
+    """Which block computes or waits for its weights, from one use to the next."""
+    starts: list[tuple[float, str]] = []
+    for kind, unit, _, phase, start, _, _ in events:
+        if kind == "USE" or (kind == "WAIT" and phase != DRAIN):
+            starts.append((start, unit))
+    starts.sort()
+    nexts = [start for start, _ in starts[1:]] + [end]
+    return [(a, b, unit) for (a, unit), b in zip(starts, nexts, strict=True) if b > a]
+
+
+def causes(flights: Sequence[Intervals], end: float) -> Named:
+    """Cut ``0 .. end`` by whether the link had anything to send.
+
+    Args:
+        flights: of each rank, from launch to end of every collective, in the order of launch
+            (the same on all ranks). A collective can travel once its last rank has launched it.
+    """
+    ready: Intervals = []
+    asked: Intervals = []
+    for together in zip(*flights, strict=True):
+        first, last = min(a for a, _ in together), max(a for a, _ in together)
+        done = max(b for _, b in together)
+        ready.append((last, max(last, done)))
+        asked.append((first, max(last, done)))
+    named: Named = [(a, b, FLYING) for a, b in union(ready)]
+    for a, b in union(asked):
+        named += [(x, y, BEHIND) for x, y in gaps(ready, a, b)]
+    named += [(a, b, NOTHING) for a, b in gaps(asked, 0.0, end)]
+    return sorted((max(a, 0.0), min(b, end), name) for a, b, name in named if a < end and b > 0.0)
+
+
+def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> Intervals:
+    """What of ``start .. end`` no interval covers."""
+    out: Intervals = []
+    at = start
+    for a, b in union(covered):
+        if a > at:
+            out.append((at, min(a, end)))
+        at = max(at, b)
+        if at >= end:
+            break
+    if at < end:
+        out.append((at, end))
+    return [(a, b) for a, b in out if b > a]
+
+
+def lost(
+    samples: Sequence[Sequence[float]], rate_mbit: float, cuts: Sequence[Named], end: float
+) -> dict[tuple[str, ...], float]:
+    """Seconds of the link that carried nothing, by the names of all ``cuts`` at that time.
+
+    Args:
+        samples: ``(seconds, bytes sent so far)``, in order.
+        cuts: ways to name a time; where one has no name for it, the name is ``""``.
+        end: of the step, which began at 0.
+    """
+    sums: dict[tuple[str, ...], float] = {}
+    edges = sorted({0.0, end, *(x for cut in cuts for a, b, _ in cut for x in (a, b))})
+    for (start, before), (stop, after) in itertools.pairwise(samples):
+        if stop <= start:
+            continue
+        share = 1.0 - (after - before) / (rate_mbit * MBIT) / (stop - start)
+        low, high = max(start, 0.0), min(stop, end)
+        inside = [low, *(x for x in edges if low < x < high), high]
+        for a, b in itertools.pairwise(inside):
+            if b > a:
+                names = tuple(_name(cut, (a + b) / 2) for cut in cuts)
+                sums[names] = sums.get(names, 0.0) + share * (b - a)
+    return sums
+
+
+def _name(cut: Named, time: float) -> str:
+    return next((name for a, b, name in cut if a <= time < b), "")
+
+
+def found(profiles: Sequence[dict[str, Any]], rate_mbit: float) -> dict[str, Any] | None:
+    """What one profiled step says of rank 0's link; ``None`` where nobody could read it.
+
+    Args:
+        profiles: of all ranks, rank 0's first; its ``zero`` is on a clock that they share.
+
+    Returns:
+        ``seconds`` of the step and ``idle`` ones among them, and how these fall on ``phases``, on
+        ``blocks`` (a list of block, phase, seconds, longest first) and on ``causes``; the last two
+        are empty for a variant that keeps no trace.
+    """
+    own = profiles[0]
+    if len(own["link"]) < 2:
+        return None
+    end = own["marks"][-1][1]
+    flights = [_flights(profile, own["zero"]) for profile in profiles]
+    launches = [a for a, _ in flights[0]]
+    traced = bool(launches) and all(len(f) == len(launches) for f in flights)
+    cuts: list[Named] = [phases(own["marks"], max(launches) if traced else None)]
+    cuts += [blocks(own["events"], end), causes(flights, end)] if traced else [[], []]
+    cells = lost(own["link"], rate_mbit, cuts, end)
+    by_phase, by_block, by_cause = _sums(cells, 0), _sums(cells, 1, 0), _sums(cells, 2)
+    ordered = sorted(by_block.items(), key=lambda item: -item[1])
+    return {
+        "seconds": end,
+        "idle": sum(cells.values()),
+        "phases": {k[0]: v for k, v in by_phase.items()},
+        "blocks": [(*names, value) for names, value in ordered] if traced else [],
+        "causes": {k[0]: v for k, v in by_cause.items()} if traced else {},
+        "cells": [(*names, value) for names, value in cells.items()],
+    }
+
+
+def _flights(profile: dict[str, Any], zero: float) -> Intervals:
+    shift = profile["zero"] - zero
+    return [(e[4] + shift, e[5] + shift) for e in profile["events"] if e[0] in COLLECTIVES]
+
+
+def _sums(cells: dict[tuple[str, ...], float], *places: int) -> dict[tuple[str, ...], float]:
+    sums: dict[tuple[str, ...], float] = {}
+    for names, value in cells.items():
+        key = tuple(names[place] for place in places)
+        sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def sentence(label: str, told: dict[str, Any]) -> str:
+    """For the report."""
+
+    def listed(items: Sequence[tuple[str, float]]) -> str:
+        return ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in items)
+
+    share = told["idle"] / told["seconds"]
+    out = (
+        f"{label}: link idle in one step, {told['idle']:.3f} s of {told['seconds']:.3f} s "
+        f"({share:.0%}), by phase: {listed(list(told['phases'].items()))}"
+    )
+    if told["blocks"]:
+        most = [(f"{block or 'start'} {phase}", s) for block, phase, s in told["blocks"][:8]]
+        out += f"; by block: {listed(most)}; why: {listed(list(told['causes'].items()))}"
+    return out
