@@ -237,7 +237,7 @@ class _Builder:
             for group in (attrgetter("weight_group"), attrgetter("gradient_group"))
         )
         pending = PendingGradients(
-            reductions, trace, pool, self.config.pending_blocks, plan.policy.small
+            reductions, trace, pool, plan.pending_bytes, plan.policy.small
         )
         collectives = gathers[self.mesh.dense]
         state = ChunkState(collectives, gathers, pool, pending, plan.policy, counters, trace)

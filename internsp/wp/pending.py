@@ -40,7 +40,7 @@ class PendingGradients:
     Args:
         collectives: of the gradient group of each axis.
         pool: where received and packed pieces lie.
-        limit: units whose whole gradients may be in flight; the oldest unit is drained first.
+        limit: bytes of whole gradients that may be in flight; the oldest is drained first.
         small: whether a weight of so many bytes is small.
 
     Attributes:
@@ -62,6 +62,7 @@ class PendingGradients:
         self._limit = limit
         self._small = small
         self._queue: deque[PendingGradient] = deque()
+        self._nbytes = 0  # of whole gradients in the queue
         self._together: list[tuple[ShardedWeight, Tensor | None]] = []
         self._unit: Unit | None = None  # of what is kept to travel together
         self.accumulating = False
@@ -137,7 +138,7 @@ class PendingGradients:
     def _start(
         self, unit: Unit, weights: list[ShardedWeight], pieces: Tensor, packed: Tensor | None
     ) -> None:
-        self._make_room(unit)
+        self._make_room(pieces.nbytes)
         size = weights[0].layout.size
         received = pieces if size == 1 else self._pool.take(pieces.numel(), pieces.dtype)
         payload = {
@@ -146,20 +147,24 @@ class PendingGradients:
         collectives = self._collectives[weights[0].axis]
         handle = collectives.reduce(received, pieces, unit.name, payload, "backward")
         self._queue.append(PendingGradient(unit, weights, received, packed, handle))
+        self._nbytes += pieces.nbytes
 
-    def _make_room(self, unit: Unit) -> None:
-        """Drain until ``unit`` and at most ``limit - 1`` others have gradients in flight."""
-        if self._queue and self._queue[-1].unit is unit:
-            return  # its first gradient has made the room
-        while True:
-            units = {id(p.unit) for p in self._queue} - {id(unit)}
-            if len(units) < self._limit:
-                return
+    def _make_room(self, nbytes: int) -> None:
+        """Drain until ``nbytes`` more are within the limit.
+
+        No more than that: a whole unit drained at once would leave the link idle.
+        """
+        while self._queue and self._nbytes + nbytes > self._limit:
             self.drain_one()
+
+    def _pop(self) -> PendingGradient:
+        pending = self._queue.popleft()
+        self._nbytes -= pending.received.nbytes
+        return pending
 
     def drain_one(self) -> None:
         """Wait for the oldest reduction and add it to its shards' partial sums."""
-        pending = self._queue.popleft()
+        pending = self._pop()
         unit, weights = pending.unit, pending.weights
         collectives = self._collectives[weights[0].axis]
         collectives.wait(pending.handle, unit.name, weights[0].name, "drain")
@@ -189,7 +194,7 @@ class PendingGradients:
         self._together.clear()
         self.whole.discard()
         while self._queue:
-            pending = self._queue.popleft()
+            pending = self._pop()
             first = pending.weights[0]
             collectives = self._collectives[first.axis]
             collectives.wait(pending.handle, pending.unit.name, first.name, "drain")

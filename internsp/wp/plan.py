@@ -199,6 +199,7 @@ def _weight(
         resident=size == 1 and compute == parameter.dtype,
         small=small,
         coded=coded,
+        gradient_bytes=layout.padded_numel * sent.itemsize,
         expert=assignment.expert and shape.separate,
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

@@ -124,6 +124,8 @@ class WeightPlan:
     """What is gathered of each shard, where a codec codes it."""
     expert: bool = False
     """Travels over the experts' weight group, which is not the dense weights'."""
+    gradient_bytes: int = 0
+    """Of its whole gradient as it travels, padded."""
     sum_bytes: int = 0
     """Of its whole gradient, summed over micro-batches in fp32 or wider."""
 
@@ -206,6 +208,12 @@ class ChunkPlan:
     def outer(self) -> tuple[UnitPlan, ...]:
         """Gathered at the model's entry and reduced at the end of backward."""
         return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Whole gradients that may be in flight: those of the ``pending_units`` largest units."""
+        sizes = [sum(w.gradient_bytes for w in u.weights if w.trainable) for u in self.units]
+        return sum(sorted(sizes, reverse=True)[: self.pending_units])
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:

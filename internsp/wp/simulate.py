@@ -28,7 +28,8 @@ class Simulator:
         self.out = Schedule()
         self.slots: dict[int, tuple[UnitPlan, set[str]]] = {}
         self.flying: dict[str, list[WeightPlan]] = {}  # with what travels together
-        self.pending: deque[tuple[UnitPlan, list[WeightPlan]]] = deque()
+        self.pending: deque[list[WeightPlan]] = deque()
+        self.pending_bytes = 0
         self.kept: list[WeightPlan] = []  # small weights of one unit, born and not yet launched
         self.kept_unit: UnitPlan | None = None
         self.accumulating = False  # whole gradients are summed, not reduced
@@ -213,25 +214,27 @@ class Simulator:
             self.kept_unit = unit
             self.kept.append(weight)
         else:
-            self.reduce(unit, [weight])
+            self.reduce([weight])
         self.add("FREE", BACKWARD, weight)
         self.let_go(unit, weight)
 
     def flush(self) -> None:
         """As ``PendingGradients.flush``."""
         kept, self.kept = self.kept, []
-        if kept and self.kept_unit is not None:
-            self.reduce(self.kept_unit, kept)
+        if kept:
+            self.reduce(kept)
 
-    def reduce(self, unit: UnitPlan, weights: list[WeightPlan]) -> None:
+    def reduce(self, weights: list[WeightPlan]) -> None:
         """One launch."""
-        while len({id(u) for u, _ in self.pending} - {id(unit)}) >= self.plan.pending_units:
+        nbytes = sum(w.gradient_bytes for w in weights)
+        while self.pending and self.pending_bytes + nbytes > self.plan.pending_bytes:
             self.drain_one()
+        self.pending_bytes += nbytes
         for weight in weights:
             self.add("RS", BACKWARD, weight, weight.reduce_bytes)
         if weights[0].reduce_bytes and not self.overlap:
             self.add("WAIT", BACKWARD, weights[0])
-        self.pending.append((unit, weights))
+        self.pending.append(weights)
 
     def drain(self) -> None:
         """As ``PendingGradients.drain``."""
@@ -241,7 +244,8 @@ class Simulator:
 
     def drain_one(self) -> None:
         """As ``PendingGradients.drain_one``."""
-        _, weights = self.pending.popleft()
+        weights = self.pending.popleft()
+        self.pending_bytes -= sum(w.gradient_bytes for w in weights)
         if weights[0].reduce_bytes and self.overlap:
             self.add("WAIT", DRAIN, weights[0])
         for weight in weights:
