@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.bench import campaign, report
+from tools.bench import campaign, chunks, report
 from tools.bench.network import (
     Link,
     Namespaces,
@@ -61,16 +62,21 @@ def make_link(options: Options) -> Link:
     return Namespaces(options.size("ranks"), options.mtu, options.burst_kib)
 
 
-def write(options: Options, summary: dict[str, object], arguments: Sequence[str]) -> None:
-    """The files asked for."""
+def write(
+    options: Options,
+    summary: dict[str, object],
+    arguments: Sequence[str],
+    page: Callable[[dict[str, Any], Sequence[str]], str] = report.markdown,
+) -> None:
+    """The files asked for; ``page`` makes what goes into the one that people read."""
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(summary, indent=1) + "\n")
     if options.markdown is not None:
         command = ["python", "-m", "tools.bench_overlap", *arguments]
-        body = report.markdown(summary, command)
+        body = page(summary, command)
         report.put(options.markdown, options.mark or options.preset, body)
-    if options.picture is not None:
+    if options.picture is not None and "variants" in summary:
         from tools.bench.picture import draw
 
         draw(summary, options.picture)
@@ -83,6 +89,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = options.resolve()
         with make_link(options) as link, Session(options, link) as session:
+            if options.probe == "chunks":
+                probed = chunks.run(options, link, session, say)
+                print(chunks.text(probed))
+                write(options, probed, arguments, chunks.markdown)
+                return 0
             outcome = campaign.run(options, link, session, say)
     except (NetworkError, ValueError) as error:
         say(f"{error}\n{OFFER}" if isinstance(error, NetworkError) else str(error))

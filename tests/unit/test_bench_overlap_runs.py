@@ -73,6 +73,58 @@ def test_cut_sequences_compete_for_the_link_and_train_the_same(tmp_path: Path) -
         assert any(phase.endswith("all-to-all") for _, phase, _ in row["exposures"])
 
 
+@pytest.mark.ranks
+def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--network", "loopback", "--micro-batches", "2", "--json", str(file))
+    full = "ours:accumulation=full"
+    wanted = ("ours", full, "ours:gradient_group=shared", "ddp", "fsdp2:full",
+              "fsdp2:chunked+last")  # fmt: skip
+    done = bench(*SMALL, *flags, "--variants", *wanted, "zero3")
+    assert done.returncode == 0, done.stderr
+    assert "2 micro-batches of 1 x 16 tokens" in done.stdout
+    summary = json.loads(file.read_text())
+    assert set(summary["variants"]) == {"compute", *wanted}
+    assert "one micro-batch" in summary["skipped"]["zero3"]
+    rows = summary["variants"]
+    for name in ("ours", full, "ours:gradient_group=shared"):
+        assert rows[name]["payload_seen"] == rows[name]["payload"], name
+    assert rows["ours"]["payload"] == summary["least_bytes"]
+    # One of two reductions of every weight, of which half is sent.
+    assert rows["ours"]["payload"] - rows[full]["payload"] == summary["weight_bytes"] / 2
+
+
+@pytest.mark.ranks
+def test_hybrid_groups_train_the_same_and_send_less_for_gathers(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    flags = ("--network", "loopback", "--ranks", "4", "--json", str(file))
+    wanted = ("ours:weight=2", "fsdp2:hybrid", "fsdp2:chunked+hybrid")
+    done = bench(*SMALL, *flags, "--variants", *wanted)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(file.read_text())
+    assert set(summary["variants"]) == {"compute", *wanted}
+    ours, weights, layers = summary["variants"]["ours:weight=2"], summary["weight_bytes"], 3
+    assert ours["payload_seen"] == ours["payload"]
+    gathered = ours["payload"] - ours["replica_bytes"]
+    assert gathered == weights * (3 - 2 / layers) / 2
+    # Half a shard there and half a shard back; norms and padding add little.
+    assert weights / 2 <= ours["replica_bytes"] <= 1.02 * weights / 2
+
+
+@pytest.mark.ranks
+def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path) -> None:
+    files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
+    flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
+    done = bench(*SMALL, "--network", "loopback", "--probe", "chunks", *flags)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(files["json"].read_text())
+    cases = {(row["pieces"], row["flying"]) for row in summary["rows"]}
+    assert cases == {(p, f) for p in (1, 2, 4) for f in (4, 8, 16)}
+    weights = 3 * (4 * 96 * 96 + 3 * 96 * 256) * 2
+    assert summary["payload"] == weights * (3 - 2 / 3) / 2
+    assert "| halves | 4 |" in files["markdown"].read_text()
+
+
 def _namespaces() -> list[str]:
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return re.findall(r"^ispbench\d+\S+", done.stdout, re.MULTILINE)

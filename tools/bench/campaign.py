@@ -72,16 +72,26 @@ class Outcome:
     def least(self) -> float:
         """Bytes each rank must send in a step with two slots."""
         size = self.options.size
-        return least_bytes(self.weight_bytes, size("layers"), size("ranks"))
+        layers, ranks = size("layers"), size("ranks")
+        micro_batches = self.options.micro_batches
+        return least_bytes(self.weight_bytes, layers, ranks, micro_batches=micro_batches)
 
 
 def run(options: Options, link: Link, session: Session, say: Say) -> Outcome:
     """Measure. Prints no time: nobody knows yet whether the variants train the same."""
     began = time.monotonic()
-    hello = session.ask("hello")[0]
+    outcome = prepare(options, link, session, say)
     needed = options.warm_up + options.steps + 1
-    reference = session.ask("reference", steps=needed)[0]
-    outcome = Outcome(options, link.label, hello, reference, None, 0.0, None)
+    outcome.reference = session.ask("reference", steps=needed)[0]
+    _rounds(outcome, link, session, say)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def prepare(options: Options, link: Link, session: Session, say: Say) -> Outcome:
+    """Sizes, compute, and the link at the rate that follows; nothing trained yet."""
+    hello = session.ask("hello")[0]
+    outcome = Outcome(options, link.label, hello, [], None, 0.0, None)
     outcome.skipped = dict(hello["reasons"])
     link.limit(None)
     answers = session.ask(
@@ -95,8 +105,6 @@ def run(options: Options, link: Link, session: Session, say: Say) -> Outcome:
         link.limit(outcome.rate_mbit)
         outcome.link_mbit = _probe_link(session, outcome.rate_mbit)
         say(f"limit {outcome.rate_mbit:.0f} Mbit/s; payload reached {outcome.link_mbit:.0f}")
-    _rounds(outcome, link, session, say)
-    outcome.seconds = time.monotonic() - began
     return outcome
 
 
@@ -213,6 +221,7 @@ def _row(
         outcome.weight_bytes,
         outcome.options.size("ranks"),
         outcome.options.size("layers"),
+        outcome.options.micro_batches,
     )
     if least is not None:
         least += outcome.exchanged
@@ -248,15 +257,16 @@ def _row(
 
 def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) -> dict[str, Any]:
     events = (first.get("profile") or {}).get("events", [])
-    travelled = sum(e[6] for e in events if e[0] in ("AG", "RS"))
+    travelled = sum(e[6] for e in events if e[0] in ("AG", "RS", "DRAIN", "PUBLISH"))
     told: dict[str, Any] = {
         "slot_bytes": first["slot_bytes"],
         "payload": first["payload"],
+        "replica_bytes": first.get("replica_bytes", 0),
         "payload_seen": travelled if events else None,
         "exposures": exposures(events),
     }
     rate = None if spec.free else outcome.rate_mbit
-    if rate is not None:
+    if rate is not None and not told["replica_bytes"]:  # the schedule has no replicas
         bound = schedule_bound(outcome, first["schedule"], rate)
         told.update({"bound": bound, "over_bound": median / bound})
     return told
@@ -269,7 +279,8 @@ def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float
         name: statistics.median(a["phases"][name] for answers in runs for a in answers)
         for name in ("forward", "backward", "optimizer")
     }
-    each = shares(outcome.hello["numels"], {k: phases[k] for k in ("forward", "backward")})
+    passes = {k: phases[k] / outcome.options.micro_batches for k in ("forward", "backward")}
+    each = shares(outcome.hello["numels"], passes)
     lines = [Line(*action) for action in schedule]
     return play(lines, each, rate_mbit).step + phases["optimizer"]
 

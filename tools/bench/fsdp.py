@@ -11,6 +11,9 @@ unshard     the next block's ``unshard(async_op=True)`` right before the out-pro
             asynchronous gathers in backward
 last        the last block is not resharded after forward (backward begins with it)
 whole       no block is
+full        with several micro-batches, whole gradients are summed and reduced in the last one
+hybrid      weights are cut in groups of two ranks, and shards' gradients summed over the groups,
+            once a step; chunked reductions are then completed at once: FSDP2 goes on with them
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -99,7 +103,8 @@ class ChunkedReduceScatter(_Allocates):
     anybody reads a gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pending: int = PENDING) -> None:
+        self._limit = pending
         self._pending: deque[tuple[Tensor, list[tuple[Any, Tensor, Tensor]]]] = deque()
 
     def __call__(
@@ -111,7 +116,7 @@ class ChunkedReduceScatter(_Allocates):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Send the pieces of ``[ranks * n]``; ``[n]`` is complete after :meth:`drain`."""
-        while len(self._pending) >= PENDING:
+        while self._pending and len(self._pending) >= self._limit:
             self._drain_one()
         rows = input_tensor.view(group.size(), -1)
         flying: list[tuple[Any, Tensor, Tensor]] = []
@@ -123,6 +128,8 @@ class ChunkedReduceScatter(_Allocates):
             )
             flying.append((work, piece, received))
         self._pending.append((output_tensor, flying))
+        if not self._limit:
+            self.drain()
         return None
 
     def _drain_one(self) -> None:
@@ -142,7 +149,9 @@ class Fsdp2(Variant):
 
     def prepare(self, model: Blocks) -> nn.Module:
         """Shard, then apply the forms."""
-        forms, mesh = self.spec.forms, self.setting.flat_mesh
+        forms = self.spec.forms
+        mesh = self.setting.hybrid_mesh if "hybrid" in forms else self.setting.flat_mesh
+        self._earlier: dict[nn.Parameter, Tensor] = {}
         layers: list[Any] = list(model.layers)
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward="whole" not in forms)
@@ -156,7 +165,7 @@ class Fsdp2(Variant):
             self._at_out_projection(layers)
         self._reductions: ChunkedReduceScatter | None = None
         if "chunked" in forms:
-            self._reductions = ChunkedReduceScatter()
+            self._reductions = ChunkedReduceScatter(0 if "hybrid" in forms else PENDING)
             for layer in layers:
                 layer.set_custom_all_gather(ChunkedAllGather())
                 layer.set_custom_reduce_scatter(self._reductions)
@@ -180,10 +189,33 @@ class Fsdp2(Variant):
 
             layer.attention.wo.register_forward_pre_hook(start)
 
-    def finish(self) -> None:
-        """Complete asynchronous reductions."""
-        if self._reductions is not None:
-            self._reductions.drain()
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Tell FSDP2 which messages between ranks the last micro-batch alone sends."""
+        if len(self.batches) > 1:
+            model: Any = self.blocks
+            if "full" in self.spec.forms:
+                model.set_requires_gradient_sync(last)
+            if "hybrid" in self.spec.forms:
+                model.set_requires_all_reduce(last)
+        return nullcontext()
+
+    def finish(self, last: bool) -> None:
+        """Complete asynchronous reductions.
+
+        FSDP2 adds a micro-batch's gradients to those before as soon as it has asked for them,
+        when chunked ones are not there yet: those before are kept aside.
+        """
+        if self._reductions is None:
+            return
+        self._reductions.drain()
+        if len(self.batches) == 1 or "hybrid" in self.spec.forms:
+            return
+        for parameter in self.blocks.parameters():
+            earlier = self._earlier.pop(parameter, None)
+            if parameter.grad is not None and earlier is not None:
+                parameter.grad += earlier
+            if parameter.grad is not None and not last:
+                self._earlier[parameter], parameter.grad = parameter.grad, None
 
     def unsharded_bytes(self) -> int:
         """Whole weights, and gathered buffers that are not copied out yet."""

@@ -16,7 +16,7 @@ from tools.bench.bounds import MBIT, union
 Intervals = list[tuple[float, float]]
 Named = list[tuple[float, float, str]]
 
-COLLECTIVES = ("AG", "RS", "A2A")
+COLLECTIVES = ("AG", "RS", "A2A", "PUBLISH")
 DRAIN = "drain"
 NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
 
@@ -143,7 +143,11 @@ def found(profiles: Sequence[dict[str, Any]], rate_mbit: float) -> dict[str, Any
 
 def _flights(profile: dict[str, Any], zero: float) -> Intervals:
     shift = profile["zero"] - zero
-    return [(e[4] + shift, e[5] + shift) for e in profile["events"] if e[0] in COLLECTIVES]
+    return [
+        (e[4] + shift, e[5] + shift)
+        for e in profile["events"]
+        if e[0] in COLLECTIVES or (e[0] == "DRAIN" and e[6])  # between replicas it carries bytes
+    ]
 
 
 def _sums(cells: dict[tuple[str, ...], float], *places: int) -> dict[tuple[str, ...], float]:

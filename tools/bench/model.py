@@ -74,18 +74,23 @@ def fresh(options: Options, weights: dict[str, Tensor], device: str = "cpu") -> 
     return model
 
 
-def whole_batch(options: Options, data: int) -> tuple[Tensor, Tensor]:
-    """Input and target of the ``data``-th sequences, not cut, the same in every step."""
-    generator = torch.Generator().manual_seed(options.seed * 1000 + data + 1)
+def whole_batch(options: Options, data: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+    """Input and target of the ``data``-th sequences, not cut, the same in every step.
+
+    Args:
+        micro: which micro-batch of the step; each has data of its own.
+    """
+    seed = options.seed * 1000 + micro * options.size("ranks") + data + 1
+    generator = torch.Generator().manual_seed(seed)
     shape = (options.batch, options.size("sequence"), options.size("hidden"))
     x = torch.randn(shape, generator=generator).to(DTYPE)
     return x.requires_grad_(True), torch.randn(shape, generator=generator)
 
 
-def batch(options: Options, rank: int) -> tuple[Tensor, Tensor]:
+def batch(options: Options, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     """One rank's part of its sequences: neighbouring ranks share them where they are cut."""
     data, part = divmod(rank, options.sequence_ranks)
-    whole = whole_batch(options, data)
+    whole = whole_batch(options, data, micro)
     x, target = (w.detach().chunk(options.sequence_ranks, 1)[part].contiguous() for w in whole)
     return x.requires_grad_(True), target
 
@@ -102,15 +107,15 @@ def layout(options: Options, rank: int) -> SequenceLayout | None:
 def exchanged_bytes(options: Options) -> float:
     """Bytes a rank sends for attention in a step: q, k, v, the result, and their gradients."""
     cut = options.sequence_ranks
-    tokens = options.batch * options.size("sequence") / cut
+    tokens = options.micro_batches * options.batch * options.size("sequence") / cut
     share = (options.kv_heads or options.size("heads")) / options.size("heads")
     features = options.size("hidden") * (2 + 2 * share) * 2
     return options.size("layers") * tokens * features * DTYPE.itemsize * (cut - 1) / cut
 
 
 def elements(options: Options) -> int:
-    """By which the summed loss of all ranks is divided."""
-    tokens = options.batch * options.size("sequence")
+    """By which the summed loss of all ranks and micro-batches is divided."""
+    tokens = options.micro_batches * options.batch * options.size("sequence")
     groups = options.size("ranks") // options.sequence_ranks
     return groups * tokens * options.size("hidden")
 

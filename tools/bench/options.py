@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tools.bench.bounds import HYBRID
+
 Network = Literal["namespaces", "loopback"]
 PresetName = Literal["light", "even", "heavy", "four", "tiny"]
 
@@ -65,9 +67,12 @@ class Options:
     """light, even, heavy: communication 0.6, 1.3, 2.8 times compute; four: 1.3 at four ranks."""
     network: Network = "namespaces"
     """namespaces: a rate-limited link (root, iproute2); loopback: plain, no limit, any user."""
+    probe: Literal["none", "chunks"] = "none"
+    """chunks: only a step's collectives, whole weights against halves and quarters; no training."""
     variants: tuple[str, ...] = DEFAULT_VARIANTS
-    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel; fsdp2: FORM+FORM of
-    prefetch, chunked, unshard, last, whole; @free: no rate limit. compute is always added."""
+    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS of a
+    group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,
+    full, hybrid; @free: no rate limit. compute is always added."""
     ranks: int | None = None
     """Processes, each with one computing thread."""
     ratio: float | None = None
@@ -91,6 +96,8 @@ class Options:
     sequence_ranks: int = 1
     """Ranks over which a sequence is cut: its all-to-alls compete for the link. For compute and
     ours only; the variants are then, unless given, where ours starts the next block's gather."""
+    micro_batches: int = 1
+    """Forward and backward passes of a step, each with data of its own."""
     rounds: int = 5
     """Rounds; each runs every variant, starting with another one."""
     steps: int = 2
@@ -132,9 +139,10 @@ class Options:
         done = replace(self, **filled)
         if self.ratio is not None and self.rate_mbit is not None:
             raise ValueError("--ratio and --rate-mbit exclude each other")
-        for name in ("ranks", "layers", "rounds", "steps", "sequence", "batch"):
+        counts = ("ranks", "layers", "rounds", "steps", "sequence", "batch", "micro_batches")
+        for name in counts:
             if getattr(done, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if done.size("ranks") < 2:
             raise ValueError("--ranks must be at least 2: one rank sends nothing")
         if done.size("hidden") % done.size("heads"):
@@ -143,6 +151,8 @@ class Options:
             done = done._with_cut_sequences()
         names = done.variants if "compute" in done.variants else ("compute", *done.variants)
         unique = tuple(dict.fromkeys(names))
+        for name in unique:
+            Spec.parse(name).require(done.size("ranks"))
         return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
 
     def _with_cut_sequences(self) -> Options:
@@ -173,7 +183,8 @@ class Options:
         return cls(**{**data, "variants": tuple(data["variants"])})
 
 
-FORMS = ("prefetch", "chunked", "unshard", "last", "whole")
+FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid")
+MESH_KEYS = ("weight", "gradient_group")  # of ours: the groups, which are no setting of weights
 FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
 
 
@@ -220,12 +231,40 @@ class Spec:
 
     def arguments(self) -> dict[str, Any]:
         """Of ``ours``: keyword arguments of ``WeightParallelConfig``."""
+        return {k: v for k, v in self._given().items() if k not in MESH_KEYS}
+
+    @property
+    def weight(self) -> int | None:
+        """Of ``ours``: ranks of a weight group; ``None``: all."""
+        return self._given().get("weight") if self.family == "ours" else None
+
+    @property
+    def shared_group(self) -> bool:
+        """Of ``ours``: whether reductions go through the group of the gathers."""
+        return self.family == "ours" and self._given().get("gradient_group") == "shared"
+
+    def require(self, ranks: int) -> None:
+        """Whether the groups it asks for can be made of ``ranks`` ranks.
+
+        Raises:
+            ValueError: naming the variant, if not.
+        """
+        group = self.weight
+        if group is not None and (type(group) is not int or group < 1 or ranks % group):
+            raise ValueError(f"variant {self}: {ranks} ranks are not groups of {group}")
+        hybrid = self.family == "fsdp2" and "hybrid" in self.forms
+        if hybrid and (ranks % HYBRID or ranks == HYBRID):
+            raise ValueError(f"variant {self}: {ranks} ranks are not several groups of {HYBRID}")
+
+    def _given(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for part in filter(None, self.settings.split(",")):
             key, sign, value = part.partition("=")
             if not sign:
                 raise ValueError(f"variant {self}: {part!r} is not KEY=VALUE")
             out[key] = _value(value)
+        if out.get("gradient_group", "shared") != "shared":
+            raise ValueError(f"variant {self}: gradient_group is shared, or not given")
         return out
 
     @property

@@ -31,9 +31,10 @@ from tools.bench.measure import (
 )
 from tools.bench.model import exchanged_bytes, initial_weights, large
 from tools.bench.options import Options, Spec
+from tools.bench.pieces import Message, messages, send, verify
 from tools.bench.variants import Ours, Setting, Variant, make, reference, unavailable
 
-TOLD = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT")
+TOLD = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
 """Kinds of events that the parent gets of the step that is looked into."""
 
 
@@ -46,11 +47,13 @@ class Worker:
         self.clock = WaitClock()
         self.clock.install()
         self.setting = Setting(options, initial_weights(options))
+        self.messages: list[Message] = []
 
     def hello(self) -> dict[str, Any]:
         """Versions, sizes of the weights, and which variants cannot run, with reasons."""
         weights = self.setting.weights
-        reasons = {name: unavailable(Spec.parse(name)) for name in self.options.variants}
+        names = self.options.variants
+        reasons = {name: unavailable(Spec.parse(name), self.options) for name in names}
         return {
             "torch": torch.__version__,
             "reasons": {name: reason for name, reason in reasons.items() if reason},
@@ -85,6 +88,21 @@ class Worker:
                 work.wait()
             seconds.append(time.perf_counter() - start)
         return seconds
+
+    def pieces_ready(self, pieces: list[int]) -> int:
+        """Look whether pieces arrive as the whole does; bytes that a step sends."""
+        made = Ours(self.setting, Spec("ours"))
+        schedule = made.report()["schedule"]
+        self.messages = messages(schedule, self.setting.world)
+        for count in pieces:
+            for numel in sorted({numel for _, numel in self.messages}):
+                verify(self.setting.mesh, numel, count)
+        return sum(action[3] for action in schedule if action[0] in ("AG", "RS"))
+
+    def pieces(self, pieces: int, flying: int, steps: int) -> list[float]:
+        """Seconds of a step's collectives, ``steps`` times, after one that is not told."""
+        mesh = self.setting.mesh
+        return [send(mesh, self.messages, pieces, flying) for _ in range(steps + 1)][1:]
 
     def run(self, variant: str, warm_up: int, steps: int, probe: bool) -> dict[str, Any]:
         """Build a variant, warm it up, time it, look closer at one more step, take it down."""
@@ -160,6 +178,7 @@ class Worker:
         with Sampler(self.interface) as sampler:
             zero = time.perf_counter()
             variant.step(lambda name: marks.append((name, time.perf_counter() - zero)))
+            over = time.perf_counter()
         events = list(trace.events) if trace is not None else []
         if trace is not None:
             trace.enabled = False
@@ -169,10 +188,10 @@ class Worker:
             "waits": [(a - zero, b - zero) for a, b in self.clock.take()],
             "link": [(t - zero, n) for t, n in sampler.samples],
             "events": [
-                (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or e.start) - zero,
+                (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or over) - zero,
                  e.nbytes)
                 for e in events
-                if isinstance(variant, Ours) and e.kind in TOLD
+                if isinstance(variant, Ours) and (e.kind in TOLD or e.nbytes)
             ],
         }
 

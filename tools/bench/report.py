@@ -62,13 +62,15 @@ def facts(summary: dict[str, Any]) -> list[str]:
     """What the figures rest on, a sentence a line."""
     o, m = summary["options"], summary["machine"]
     ranks = o["ranks"]
+    several = o.get("micro_batches", 1)
+    micro = f"{several} micro-batches of " if several > 1 else ""
     lines = [
         f"{m['processor']}, {m['cores']} cores, Linux {m['kernel']}, Python {m['python']}, "
         f"torch {m['torch']}",
         f"{ranks} ranks with one computing thread each; {summary['link']}",
         f"{o['layers']} Llama blocks, width {o['hidden']}, {o['heads']} heads, bf16, "
-        f"{o['batch']} x {o['sequence']} tokens a rank, {summary['weight_bytes'] / 1e6:.1f} MB of "
-        "weights",
+        f"{micro}{o['batch']} x {o['sequence']} tokens a rank, "
+        f"{summary['weight_bytes'] / 1e6:.1f} MB of weights",
     ]
     if o["sequence_ranks"] > 1:
         lines.append(
@@ -102,10 +104,12 @@ def remarks(summary: dict[str, Any]) -> list[str]:
                 f"step is {row['over_bound']:.2f} times that"
             )
         if row.get("payload_seen") is not None:
+            extra = row.get("replica_bytes")
+            between = f" with {extra} between replicas" if extra else ""
             same = "exactly" if row["payload_seen"] == row["payload"] else "NOT"
             lines.append(
                 f"{row['label']}: payload sent in a step {row['payload_seen']} bytes, {same} the "
-                f"schedule's {row['payload']}; slots {row['slot_bytes'] / 1e6:.1f} MB"
+                f"schedule's {row['payload']}{between}; slots {row['slot_bytes'] / 1e6:.1f} MB"
             )
         cut = summary["options"]["sequence_ranks"] > 1
         if (name == "ours" or cut) and row.get("exposures"):
@@ -137,10 +141,15 @@ def markdown(summary: dict[str, Any], command: Sequence[str]) -> str:
     rows = table(summary)
     out = ["```", shlex.join(command), "```", ""]
     out += [f"- {line}" for line in facts(summary)]
-    out += ["", f"| {' | '.join(rows[0])} |", "|---" + "|---:" * (len(HEAD) - 1) + "|"]
-    out += [f"| {' | '.join(row)} |" for row in rows[1:]]
+    out += ["", *lines_of(rows)]
     out += ["", *(f"- {line}" for line in remarks(summary))]
     return "\n".join(out) + "\n"
+
+
+def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of a page; the first row is its head."""
+    out = [f"| {' | '.join(rows[0])} |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
+    return out + [f"| {' | '.join(row)} |" for row in rows[1:]]
 
 
 def put(path: Path, name: str, body: str) -> None:

@@ -7,9 +7,11 @@ The loss is a sum over ranks divided by the number of elements, and gradients ar
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from internsp import ParallelMesh, WeightParallelConfig, parallelize
+from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
 from internsp.trace import Trace
 from internsp.wp.simulate import simulate
-from tools.bench.model import Blocks, batch, elements, fresh, layout, whole_batch
+from tools.bench.bounds import HYBRID
+from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, layout, whole_batch
 from tools.bench.options import Options, Spec
 
 Mark = Callable[[str], None]
@@ -38,6 +41,7 @@ class Setting:
 
     options: Options
     weights: dict[str, Tensor] = field(repr=False)
+    _meshes: dict[int, ParallelMesh] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -52,8 +56,22 @@ class Setting:
     @cached_property
     def mesh(self) -> ParallelMesh:
         """Weight parallel over all ranks. Collective, once."""
+        return self._make(self.world)
+
+    def mesh_for(self, spec: Spec) -> ParallelMesh:
+        """The mesh that a variant of ours asks for. Collective, once for each size of a group."""
+        size = spec.weight or self.world
+        if size == self.world:
+            mesh = self.mesh
+        else:
+            if size not in self._meshes:
+                self._meshes[size] = self._make(size)
+            mesh = self._meshes[size]
+        return with_shared_group(mesh) if spec.shared_group else mesh
+
+    def _make(self, weight: int) -> ParallelMesh:
         return ParallelMesh.create(
-            weight=self.world, sequence=self.options.sequence_ranks, device_type="cpu",
+            weight=weight, sequence=self.options.sequence_ranks, device_type="cpu",
             timeout_seconds=self.options.timeout,
         )  # fmt: skip
 
@@ -61,6 +79,21 @@ class Setting:
     def flat_mesh(self) -> DeviceMesh:
         """For FSDP2."""
         return dist.init_device_mesh("cpu", (self.world,))
+
+    @cached_property
+    def hybrid_mesh(self) -> DeviceMesh:
+        """For FSDP2: sharded in groups of two, replicated over them. Collective, once."""
+        sizes = (self.world // HYBRID, HYBRID)
+        return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def with_shared_group(mesh: ParallelMesh) -> ParallelMesh:
+    """A copy of ``mesh`` whose reductions go through the groups of its gathers."""
+    shared = copy.copy(mesh)
+    shared.dense = replace(mesh.dense, gradient_group=mesh.dense.weight_group)
+    shared.experts = shared.dense
+    shared.gradient_group = shared.dense.gradient_group
+    return shared
 
 
 class Variant(ABC):
@@ -70,7 +103,8 @@ class Variant(ABC):
 
     def __init__(self, setting: Setting, spec: Spec) -> None:
         self.setting, self.spec = setting, spec
-        self.x, self.target = batch(setting.options, setting.rank)
+        options = setting.options
+        self.batches = [batch(options, setting.rank, i) for i in range(options.micro_batches)]
         self.elements = elements(setting.options)
         self.scale = 1.0 / self.elements
         self.blocks = fresh(setting.options, setting.weights)
@@ -89,23 +123,32 @@ class Variant(ABC):
         """Plain SGD on what this rank keeps of every weight."""
         return torch.optim.SGD(model.parameters(), lr=self.setting.options.lr)
 
-    def finish(self) -> None:
-        """After backward, when gradients are not complete yet: make them so."""
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch, the ``last`` of a step or not."""
+        return nullcontext()
+
+    def finish(self, last: bool) -> None:
+        """After a backward, when gradients are not complete yet: make them so."""
         return
 
     def step(self, mark: Mark = no_mark) -> float:
         """One training step; returns this rank's part of the loss."""
-        mark("forward")
-        total = self.model(self.x, self.target)
-        mark("backward")
-        (total * self.scale).backward()
-        self.finish()
+        summed = 0.0
+        for index, (x, target) in enumerate(self.batches, start=1):
+            last = index == len(self.batches)
+            with self.micro_batch(last):
+                mark("forward")
+                total = self.model(x, target)
+                mark("backward")
+                (total * self.scale).backward()
+            self.finish(last)
+            x.grad = None
+            summed += float(total.detach())
         mark("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.x.grad = None
         mark("end")
-        return float(total.detach()) / self.elements
+        return summed / self.elements
 
     def report(self) -> dict[str, Any]:
         """What only this variant knows, as plain values."""
@@ -137,9 +180,9 @@ class Compute(Variant):
             self.rows.append((parameter, nn.Parameter(parameter.data[mine]), mine))
         return torch.optim.SGD([r for _, r, _ in self.rows], lr=self.setting.options.lr)
 
-    def finish(self) -> None:
+    def finish(self, last: bool) -> None:
         """Hand the rows' gradients over."""
-        for parameter, rows, mine in self.rows:
+        for parameter, rows, mine in self.rows if last else ():
             assert parameter.grad is not None, "backward has just filled it"
             rows.grad, parameter.grad = parameter.grad[mine], None
 
@@ -152,14 +195,27 @@ class Ours(Variant):
     """internsp: ``parallelize`` with its defaults, changed by the settings in the name."""
 
     def prepare(self, model: Blocks) -> nn.Module:
-        """Cut the weights over all ranks."""
+        """Cut the weights over the weight group: all ranks, unless the name says fewer."""
         self.config = WeightParallelConfig(**self.spec.arguments())
         self.trace = Trace()
         model.layout = layout(self.setting.options, self.setting.rank)
-        mesh = self.setting.mesh
+        mesh = self.setting.mesh_for(self.spec)
         assert model.layout is None or model.layout.rank == mesh.sequence_rank, "batch() cuts alike"
-        self.communicator = parallelize(model, self.setting.mesh, self.config, trace=self.trace)
+        self.communicator = parallelize(model, mesh, self.config, trace=self.trace)
         return model
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        """SGD; over replicas of the shards a ``ZeroOptimizer``, gradients in bf16 as HSDP's."""
+        if self.communicator.mesh.replicas == 1:
+            return super().optimizer_of(model)
+        return ZeroOptimizer(
+            self.communicator, torch.optim.SGD, lr=self.setting.options.lr, reduce_dtype=DTYPE
+        )
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """With full accumulation all but the last send no gradient."""
+        whole = self.config.accumulation == "full" and not last
+        return self.communicator.no_sync() if whole else nullcontext()
 
     def unsharded_bytes(self) -> int:
         """What the pool holds now."""
@@ -170,14 +226,30 @@ class Ours(Variant):
         plan = self.communicator.plan
         assert plan is not None, "parallelize always makes a plan"
         pool = self.communicator.state.pool
-        schedule = simulate(plan, overlap=self.config.overlap)
+        micro_batches = self.setting.options.micro_batches
+        schedule = simulate(plan, micro_batches, overlap=self.config.overlap)
+        between = replica_bytes(self.optimizer) if self.communicator.mesh.replicas > 1 else 0
         return {
             "schedule": [[a.kind, a.phase, a.weight, a.nbytes] for a in schedule.actions],
-            "payload": schedule.nbytes("AG") + schedule.nbytes("RS"),
+            "payload": schedule.nbytes("AG") + schedule.nbytes("RS") + between,
+            "replica_bytes": between,
             "slot_bytes": pool.slot_nbytes,
             "buffer_bytes": pool.buffer_nbytes,
             "buffer_allocations": pool.buffer_allocations,
         }
+
+
+def replica_bytes(optimizer: ZeroOptimizer) -> int:
+    """Bytes a rank sends in a step to the holders of the same shards: gradients, new weights.
+
+    Weights that are not cut (norms) travel with their gradients in one all-reduce, not counted.
+    """
+    total = 0
+    for bucket in optimizer._buckets:
+        gradients = 0 if bucket.small else DTYPE.itemsize
+        others = (bucket.axis.zero - 1) * bucket.owned.numel()
+        total += others * (gradients + bucket.owned.element_size())
+    return total
 
 
 class Ddp(Variant):
@@ -186,7 +258,12 @@ class Ddp(Variant):
     def prepare(self, model: Blocks) -> nn.Module:
         """Wrap."""
         self.scale *= self.setting.world
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return self.wrapped
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """All but the last send nothing."""
+        return nullcontext() if last else self.wrapped.no_sync()
 
     def unsharded_bytes(self) -> int:
         """All of them."""
@@ -204,7 +281,7 @@ def make(setting: Setting, spec: Spec) -> Variant:
     return kinds[spec.family](setting, spec)
 
 
-def unavailable(spec: Spec) -> str | None:
+def unavailable(spec: Spec, options: Options) -> str | None:
     """Why a variant cannot run here, or ``None``."""
     from tools.bench import fsdp, zero3
 
@@ -217,6 +294,8 @@ def unavailable(spec: Spec) -> str | None:
     if spec.family == "fsdp2":
         return fsdp.unavailable(spec)
     if spec.family == "zero3":
+        if options.micro_batches > 1:
+            return "here it has one micro-batch a step only"
         return zero3.unavailable()
     return None
 
@@ -227,7 +306,11 @@ def reference(setting: Setting, steps: int) -> list[float]:
     model = fresh(options, setting.weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
     groups = options.size("ranks") // options.sequence_ranks
-    batches = [whole_batch(options, data) for data in range(groups)]
+    batches = [
+        whole_batch(options, data, micro)
+        for micro in range(options.micro_batches)
+        for data in range(groups)
+    ]
     losses: list[float] = []
     for _ in range(steps):
         total = 0.0

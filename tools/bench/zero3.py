@@ -73,12 +73,13 @@ class Zero3(Variant):
     def step(self, mark: Mark = no_mark) -> float:
         """See :meth:`Variant.step`."""
         mark("forward")
-        total = self.engine(self.x, self.target)
+        ((x, target),) = self.batches
+        total = self.engine(x, target)
         mark("backward")
         self.engine.backward(total * self.scale)
         mark("optimizer")
         self.engine.step()
-        self.x.grad = None
+        x.grad = None
         mark("end")
         return float(total.detach()) / self.elements
 

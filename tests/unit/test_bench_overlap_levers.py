@@ -1,0 +1,153 @@
+"""Levers of the benchmark: micro-batches, hybrid groups, one group for both, weights in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from internsp.mesh import WeightAxis
+from tools.bench import chunks, pieces
+from tools.bench.bounds import MBIT, least_bytes, own_least_bytes, passes
+from tools.bench.campaign import Outcome
+from tools.bench.model import batch, elements, exchanged_bytes, whole_batch
+from tools.bench.options import Options, Spec
+from tools.bench.variants import with_shared_group
+
+
+def test_each_turn_between_passes_saves_the_blocks_in_the_slots() -> None:
+    # Three micro-batches: six passes of gathers meet at five turns; each saves two blocks.
+    assert passes(8, micro_batches=3) == 9 - 5 * 2 / 8
+    assert passes(2, micro_batches=3) == 1 + 3  # two blocks never leave their slots
+    assert least_bytes(800, 8, 2, micro_batches=3) == pytest.approx(400 * (9 - 10 / 8))
+
+
+def test_micro_batches_cost_each_family_what_it_gathers_and_reduces_in_them() -> None:
+    sizes = (800, 2, 8, 3)
+    assert own_least_bytes("ddp", (), *sizes) == 2 * 400
+    assert own_least_bytes("fsdp2", (), *sizes) == 3 * 3 * 400
+    assert own_least_bytes("fsdp2", {"full"}, *sizes) == (3 * 2 + 1) * 400
+    assert own_least_bytes("fsdp2", {"whole"}, *sizes) == 3 * 2 * 400
+    assert own_least_bytes("fsdp2", {"whole", "full"}, *sizes) == (3 + 1) * 400
+    assert own_least_bytes("fsdp2", {"last"}, *sizes) == 3 * (3 - 1 / 8) * 400
+    assert own_least_bytes("ours", (), *sizes) == least_bytes(800, 8, 2, micro_batches=3)
+
+
+def test_hybrid_groups_send_half_of_the_weights_and_once_the_sums_of_the_shards() -> None:
+    # Two groups of two: shards of 400 bytes, whose sum is an all-reduce of two ranks.
+    assert own_least_bytes("fsdp2", {"hybrid"}, 800, 4, 8) == 3 * 400 + 400
+    assert own_least_bytes("fsdp2", {"hybrid"}, 800, 4, 8, 3) == 9 * 400 + 400
+
+
+def test_each_micro_batch_has_data_of_its_own_and_the_first_is_that_of_a_plain_step() -> None:
+    options = Options(preset="tiny", ranks=4, sequence_ranks=2, micro_batches=3).resolve()
+    plain = replace(options, micro_batches=1)
+    found = [whole_batch(options, data, micro)[0] for micro in range(3) for data in range(2)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+    assert torch.equal(batch(options, 3)[0], batch(plain, 3)[0])
+    parts = [batch(options, rank, 2)[0] for rank in (2, 3)]
+    assert torch.equal(torch.cat(parts, 1), whole_batch(options, 1, 2)[0])
+    assert elements(options) == 3 * elements(plain)
+    assert exchanged_bytes(options) == 3 * exchanged_bytes(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(micro_batches=0), "--micro-batches must be at least 1"),
+        (Options(preset="four", variants=("ours:weight=3",)), "4 ranks are not groups of 3"),
+        (Options(variants=("ours:weight=true",)), "not groups of True"),
+        (Options(variants=("fsdp2:hybrid",)), "not several groups of 2"),
+        (Options(variants=("ours:gradient_group=own",)), "shared, or not given"),
+    ],
+)
+def test_groups_that_cannot_be_made_are_refused(options: Options, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options.resolve()
+
+
+def test_what_a_name_says_of_groups_is_no_setting_of_weights() -> None:
+    spec = Spec.parse("ours:weight=2,gradient_group=shared,trigger=qkv")
+    assert spec.arguments() == {"trigger": "qkv"}
+    assert (spec.weight, spec.shared_group) == (2, True)
+    assert (Spec("ours").weight, Spec("ours").shared_group) == (None, False)
+    assert Spec("fsdp2", "hybrid").weight is None
+
+
+def test_a_shared_group_changes_a_copy_of_the_mesh_only() -> None:
+    groups: dict[str, Any] = {
+        f"{name}_group": object()
+        for name in ("weight", "gradient", "replica", "zero", "zero_replica")
+    }
+    unused: Any = None
+    axis = WeightAxis("weight", unused, 0, 0, 0, param_mesh=unused, **groups)
+    mesh: Any = SimpleNamespace(dense=axis, experts=axis, gradient_group=axis.gradient_group)
+    shared = with_shared_group(mesh)
+    assert shared.dense.gradient_group is shared.gradient_group is axis.weight_group
+    assert shared.experts is shared.dense
+    assert mesh.dense is axis
+    assert axis.gradient_group is groups["gradient_group"] is mesh.gradient_group
+
+
+@dataclass
+class FakeGroup:
+    """Two ranks in this process that send the same; ``shift`` puts pieces out of place."""
+
+    shift: int = 0
+
+    def size(self) -> int:
+        return 2
+
+    def gather(self, out: list[torch.Tensor], piece: torch.Tensor, **_: Any) -> Any:
+        for row in out:
+            row.copy_(piece.roll(self.shift))
+        return SimpleNamespace(wait=lambda: None)
+
+    def gather_whole(self, out: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
+        out.copy_(shard.repeat(2))
+        return SimpleNamespace(wait=lambda: None)
+
+    def exchange(self, out: torch.Tensor, source: torch.Tensor, **_: Any) -> Any:
+        out.copy_(source.view(2, -1)[:1].expand(2, -1).reshape(-1))
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_pieces_of_a_weight_must_arrive_where_the_whole_does(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shift in (0, 1):
+        fake = FakeGroup(shift)
+        monkeypatch.setattr(torch.distributed, "all_gather", fake.gather)
+        monkeypatch.setattr(torch.distributed, "all_to_all_single", fake.exchange)
+        monkeypatch.setattr(pieces, "gather_slices", fake.gather_whole)
+        mesh: Any = SimpleNamespace(rank=0, weight=2, weight_group=fake, gradient_group=fake)
+        if shift:
+            with pytest.raises(RuntimeError, match="do not arrive as the whole"):
+                pieces.verify(mesh, 19, count)
+        else:
+            pieces.verify(mesh, 19, count)
+
+
+def test_what_is_sent_is_what_the_schedule_prints() -> None:
+    schedule = [
+        ["AG", "forward", "a", 12], ["WAIT", "forward", "a", 0], ["RS", "backward", "a", 36],
+    ]  # fmt: skip
+    assert pieces.messages(schedule, world=4) == [("AG", 2), ("RS", 6)]
+
+
+def test_pieces_are_compared_with_whole_weights_that_have_as_much_in_flight() -> None:
+    options = Options(preset="tiny").resolve()
+    hello: dict[str, Any] = {"torch": "2", "numels": {"a": 4}, "itemsize": 2}
+    outcome = Outcome(options, "a link", hello, [], 8.0, 1.0, 7.0)
+    payload = int(8.0 * MBIT)  # a second at the rate
+    seconds = {(1, 4): [1.25, 1.25], (2, 4): [1.0, 1.0], (1, 8): [2.0, 2.0], (2, 8): [3.0, 3.0]}
+    rows = chunks.summarise(outcome, payload, seconds)["rows"]
+    assert [row["against_whole"] for row in rows] == pytest.approx([1.0, 0.8, 1.0, 1.5])
+    assert [row["of_rate"] for row in rows] == pytest.approx([0.8, 1.0, 0.5, 1 / 3])
+    page = chunks.markdown(chunks.summarise(outcome, payload, seconds), ["python", "x y"])
+    assert "| halves | 4 | 1.000 | 1.000 .. 1.000 | 1.000 | 0.800 |" in page
+    assert "python 'x y'" in page

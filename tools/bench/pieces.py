@@ -1,0 +1,115 @@
+"""One step's collectives without any compute, whole or cut into pieces that fly together.
+
+A gather in pieces cannot land in one place: a piece of every rank's rows goes to as many places of
+the slot, so it takes the list form of all-gather, into views. An exchange in pieces packs each
+piece anew. Both must give the bits of the whole form, which :func:`verify` looks at first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp import ParallelMesh
+from internsp.wp.collectives import gather_slices
+from tools.bench.fsdp import Works, cuts
+from tools.bench.model import DTYPE
+
+Message = tuple[str, int]
+"""``AG`` or ``RS``, and the elements of one rank's shard."""
+
+
+def messages(schedule: Sequence[Sequence[Any]], world: int) -> list[Message]:
+    """What a printed schedule sends, in the order of launch."""
+    each = (world - 1) * DTYPE.itemsize
+    return [(a[0], a[3] // each) for a in schedule if a[0] in ("AG", "RS") and a[3]]
+
+
+def gather(slot: Tensor, shard: Tensor, group: dist.ProcessGroup, pieces: int) -> Any:
+    """All-gather ``shard`` ``[n]`` into ``slot`` ``[ranks * n]``."""
+    if pieces == 1:
+        return gather_slices(slot, shard, group)
+    rows = slot.view(group.size(), -1)
+    works = [
+        dist.all_gather([r[a:b] for r in rows], shard[a:b], group=group, async_op=True)
+        for a, b in cuts(len(shard), pieces)
+    ]
+    return Works(works)
+
+
+def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces: int) -> Any:
+    """All-to-all of ``packed`` ``[ranks * n]``; in pieces ``received`` has one after another."""
+    if pieces == 1:
+        return dist.all_to_all_single(received, packed, group=group, async_op=True)
+    rows = packed.view(group.size(), -1)
+    ranges = cuts(rows.shape[1], pieces)
+    parts = received.split([group.size() * (b - a) for a, b in ranges])
+    works = []
+    keep: list[Tensor] = []
+    for part, (a, b) in zip(parts, ranges, strict=True):
+        keep.append(rows[:, a:b].contiguous().view(-1))
+        works.append(dist.all_to_all_single(part, keep[-1], group=group, async_op=True))
+    return Works(works, keep)
+
+
+def reduced(received: Tensor, ranks: int, pieces: int) -> Tensor:
+    """The sum of what :func:`exchange` has received, ``[n]`` in fp32."""
+    ranges = cuts(len(received) // ranks, pieces)
+    parts = received.split([ranks * (b - a) for a, b in ranges])
+    return torch.cat([part.view(ranks, -1).sum(0, dtype=torch.float32) for part in parts])
+
+
+def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
+    """Collective. The pieces must arrive where the whole does.
+
+    Raises:
+        RuntimeError: when they do not.
+    """
+    ranks = mesh.weight
+    generator = torch.Generator().manual_seed(mesh.rank)
+    shard = torch.randn(numel, generator=generator).to(DTYPE)
+    gradient = torch.randn(ranks * numel, generator=generator).to(DTYPE)
+    found: list[tuple[Tensor, Tensor]] = []
+    for count in (1, pieces):
+        slot, received = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        gather(slot, shard, mesh.weight_group, count).wait()
+        exchange(received, gradient, mesh.gradient_group, count).wait()
+        found.append((slot, reduced(received, ranks, count)))
+    if not all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True)):
+        raise RuntimeError(f"{pieces} pieces of a weight do not arrive as the whole does")
+
+
+def send(mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int) -> float:
+    """Seconds of all ``sent``, ``flying`` whole weights in flight at most. Collective, blocks."""
+    ranks = mesh.weight
+    rings = {message: _ring(*message, ranks, flying + 1) for message in set(sent)}
+    queue: deque[Any] = deque()
+    dist.barrier()
+    start = time.perf_counter()
+    for message in sent:
+        while len(queue) >= flying:
+            queue.popleft().wait()
+        output, source = next(rings[message])
+        if message[0] == "AG":
+            queue.append(gather(output, source, mesh.weight_group, pieces))
+        else:
+            queue.append(exchange(output, source, mesh.gradient_group, pieces))
+    while queue:
+        queue.popleft().wait()
+    return time.perf_counter() - start
+
+
+def _ring(kind: str, numel: int, ranks: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    source = numel if kind == "AG" else ranks * numel
+    made = [
+        (torch.zeros(ranks * numel, dtype=DTYPE), torch.zeros(source, dtype=DTYPE))
+        for _ in range(count)
+    ]
+    while True:
+        yield from made
