@@ -22,6 +22,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+# What ranks would otherwise import one by one, each for itself (about a second of a core).
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -33,6 +37,8 @@ PRELOAD = [
     "pydantic",
     "pytest",
     "hypothesis",
+    "internsp.train.run",
+    "model_zoo",
 ]
 GROUP_TIMEOUT_SECONDS = 30.0
 STACK_SIGNAL = signal.SIGUSR1
@@ -43,7 +49,7 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on each rank and return its values by rank.
 
@@ -57,11 +63,13 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     _start_server()
+    # In this process, since a file as a store is polled: a mesh took twice as long to make.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(fn, rank, world_size, args, folder),
+                args=(fn, rank, world_size, args, folder, store.port),
                 name=f"rank{rank}",
                 daemon=True,
             )
@@ -189,11 +197,13 @@ def _wait_for_peers(folder: Path, world_size: int) -> None:
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: str
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    folder: str,
+    port: int,
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
     home = Path(folder)
     with (home / f"stack{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
@@ -201,13 +211,14 @@ def _rank_main(
         torch.set_num_threads(1)
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(True)
+        timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
         try:
             dist.init_process_group(
                 "gloo",
-                init_method=f"file://{home / 'rendezvous'}",
+                store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+                timeout=timeout,
             )
             outcome: dict[str, Any] = {"value": fn(rank, world_size, *args)}
             data = pickle.dumps(outcome)
