@@ -256,9 +256,9 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
         if len(ranks[0]) > 1:
             groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
             continue
-        if alone is None:
-            ranks = [[rank] for rank in range(shape.world_size)]
-            alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        if alone is None:  # each rank makes its own; as a collective it would be one for each rank
+            own = [dist.get_rank()]
+            alone = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
         groups[name] = alone
     return groups
 
