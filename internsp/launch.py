@@ -89,14 +89,14 @@ def start(run: Run, config: Config, output: Path) -> int:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            # The server of this method has torch loaded once for all ranks, and ignores Ctrl-C
-            # while they start.
+            # The server of this method has torch and the run's module loaded once for all ranks,
+            # and ignores Ctrl-C while they start.
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             shutdown_timeout=GRACE_SECONDS,
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours, see _interrupts
         )
-        multiprocessing.set_forkserver_preload(["torch", __name__])
+        multiprocessing.set_forkserver_preload(["torch", __name__, run.__module__])
         try:
             elastic_launch(settings, _rank)(run, config, output)
         except SignalException as error:
