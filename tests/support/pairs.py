@@ -33,13 +33,16 @@ def covering(
     possible: Callable[[Combination], bool] = lambda _: True,
     seed: int = 0,
     tries: int = 60,
+    cost: Callable[[Combination], float] = lambda _: 1.0,
 ) -> list[Combination]:
     """A small list of combinations that covers every possible pair, the same at every call.
 
-    Greedy: of ``tries`` random combinations around an uncovered pair, the one that covers most.
+    Greedy: of ``tries`` random combinations around an uncovered pair, the one that covers most for
+    what it costs.
 
     Args:
         possible: whether a combination, perhaps of some options only, may occur.
+        cost: the work that a combination takes, in any unit.
     """
     generator = random.Random(seed)
     left = all_pairs(options, possible)
@@ -54,7 +57,7 @@ def covering(
                 candidates.append(made)
         if not candidates:
             raise ValueError(f"no possible combination holds {a}={x} with {b}={y}")
-        best = max(candidates, key=lambda c: len(pairs_of(c) & left))
+        best = max(candidates, key=lambda c: len(pairs_of(c) & left) / cost(c))
         chosen.append(best)
         left -= pairs_of(best)
     return chosen
