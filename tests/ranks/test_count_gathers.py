@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from internsp.mesh import ParallelMesh
 from tests.support.ranks import run_ranks
 from tools.count_gathers import HEAD, RANKS, TWELVE, TWO_A_CHUNK, WEIGHT, WORLD, line, quiet
@@ -17,6 +19,7 @@ def rows(rank: int, world_size: int) -> list[str]:
     return [line(mesh, case) for case in TWO_A_CHUNK]
 
 
+@pytest.mark.slow
 def test_the_small_case_is_as_the_document_says() -> None:
     first, *others = run_ranks(rows, WORLD, timeout=120)
     assert all(other == first for other in others)

@@ -33,13 +33,22 @@ CASES = {
 }
 
 
-def plain_loop(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
-    """Two steps of torch's own optimizer: gradients, clipped norm and parameters."""
+# Torch takes a second of a core for the foreach forms of one case, so not all have them.
+FOREACH = ("wider groups, three experts on four ranks", "narrower groups",
+           "two owners with replicas")  # fmt: skip
+
+
+def plain_loop(rank: int, world: int, cases: dict[str, Case]) -> list[dict[str, float]]:
+    """Two steps of torch's own optimizers: gradients, clipped norm and parameters."""
     found = []
-    for case in cases:
+    for name, case in cases.items():
         pair = Pair(case)
-        ours = torch.optim.AdamW(pair.ours.parameters(), lr=1e-2, foreach=True)  # of two meshes
-        theirs = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2)
+        if name in FOREACH:  # over parameters of two meshes
+            ours: Any = torch.optim.AdamW(pair.ours.parameters(), lr=1e-2, foreach=True)
+            theirs: Any = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2)
+        else:
+            ours = torch.optim.SGD(pair.ours.parameters(), lr=0.1)
+            theirs = torch.optim.SGD(pair.plain.parameters(), lr=0.1)
         worst = {"gradient": 0.0, "norm": 0.0}
         for step in range(2):
             pair.backward(step)
@@ -54,10 +63,10 @@ def plain_loop(rank: int, world: int, cases: list[Case]) -> list[dict[str, float
     return found
 
 
-def zero(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
+def zero(rank: int, world: int, cases: dict[str, Case]) -> list[dict[str, float]]:
     """The same with ZeroOptimizer."""
     found = []
-    for case in cases:
+    for case in cases.values():
         pair = Pair(case)
         ours = ZeroOptimizer(pair.communicator, torch.optim.AdamW, lr=1e-2, max_grad_norm=1.0)
         theirs = torch.optim.AdamW(pair.plain.parameters(), lr=1e-2)
@@ -81,7 +90,7 @@ def zero(rank: int, world: int, cases: list[Case]) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [plain_loop, zero])
 def test_gradients_norms_and_steps_equal_one_process(loop: Any) -> None:
-    for found in run_ranks(loop, 4, list(CASES.values())):
+    for found in run_ranks(loop, 4, CASES, timeout=240):
         for name, worst in zip(CASES, found, strict=True):
             assert max(worst.values()) < BOUND, (name, worst)
 

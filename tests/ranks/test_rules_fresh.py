@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -180,6 +181,7 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
         step("after an edit under no_grad")
 
 
+@pytest.mark.slow
 def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
     run_ranks(between, 2)
 

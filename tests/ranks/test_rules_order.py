@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -110,14 +111,20 @@ class Extra(Tiny):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
 
 
-def idle(rank: int, world_size: int, weight: int) -> None:
-    mesh = mesh_of(weight)
-    cases: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
-        ({}, None), ({"granularity": "module"}, None), ({"overlap": False}, FULL),
-        ({"granularity": "module", "pending_blocks": 1}, REENTRANT), (SOME, None), (ALL, HALF),
-        ({"memory_pool": False, "unexpected_order": "gather"}, HALF),
-        (ROLLING, None), (ROLLING | {"overlap": False}, HALF),
-    )  # fmt: skip
+Idle = tuple[dict[str, Any], ActivationCheckpointConfig | None]
+IDLE_WITH_REPLICAS: tuple[Idle, ...] = (
+    ({}, None), ({"granularity": "module", "pending_blocks": 1}, REENTRANT), (ALL, HALF),
+    (ROLLING, None),
+)  # fmt: skip
+IDLE: tuple[Idle, ...] = (
+    *IDLE_WITH_REPLICAS, ({"granularity": "module"}, None), ({"overlap": False}, FULL),
+    (SOME, None), ({"memory_pool": False, "unexpected_order": "gather"}, HALF),
+    (ROLLING | {"overlap": False}, HALF),
+)  # fmt: skip
+
+
+def idle(rank: int, world_size: int, cases: tuple[Idle, ...]) -> None:
+    mesh = mesh_of(2)
     for config, checkpoint in cases:
         twin = Twin(Extra, mesh, checkpoint, **config)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin.plain, twin.ours)]
@@ -143,11 +150,11 @@ def idle(rank: int, world_size: int, weight: int) -> None:
 
 
 def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros() -> None:
-    run_ranks(idle, 2, 2)
+    run_ranks(idle, 2, IDLE)
 
 
 def test_idle_weights_with_replicas() -> None:
-    run_ranks(idle, 4, 2)
+    run_ranks(idle, 4, IDLE_WITH_REPLICAS)
 
 
 TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int], ...] = (
@@ -228,6 +235,7 @@ def sequences(rank: int, world_size: int) -> None:
     assert one.trace.lines(COMMUNICATION) == simulate(one.communicator.plan).lines()
 
 
+@pytest.mark.slow
 def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
     run_ranks(sequences, 2)
 

@@ -27,6 +27,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 SMALL = ("--preset", "tiny", "--lr", "10", "--rounds", "1", "--steps", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
