@@ -18,7 +18,8 @@ from internsp.errors import GradientError, StructureError
 from internsp.wp.communicator import tensors
 from internsp.wp.shard import not_to_be_copied
 
-_SITES = "_weight_sites"
+SITES = "_weight_sites"
+"""Where a module's own ``__dict__`` keeps its sites."""
 
 
 class Site(Protocol):
@@ -90,10 +91,10 @@ class _Views(torch.autograd.Function):
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         views = tuple(taken.acquire())
-        if len(views) > 1:  # of several, those of frozen parameters need no gradient
-            pairs = zip(views, parameters, strict=True)
-            if frozen := [v for v, p in pairs if not p.requires_grad]:
-                ctx.mark_non_differentiable(*frozen)
+        wanted = ctx.needs_input_grad[1:]
+        if len(views) > 1 and not all(wanted):  # of several, those of frozen ones need no gradient
+            frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
+            ctx.mark_non_differentiable(*frozen)
         ctx.tags = [site.tag for site in taken.sites]
         return views
 
@@ -153,12 +154,12 @@ class _Sites(dict[str, Site]):
 
 def attach(module: nn.Module, name: str, site: Site) -> None:
     """Make ``module`` use parameter ``name`` through ``site`` from now on."""
-    module.__dict__.setdefault(_SITES, _Sites())[name] = site
+    module.__dict__.setdefault(SITES, _Sites())[name] = site
 
 
 def sites(module: nn.Module) -> dict[str, Site]:
     """The sites attached to ``module`` itself, by parameter name."""
-    return module.__dict__.get(_SITES, {})
+    return module.__dict__.get(SITES, {})
 
 
 def whole(module: nn.Module, name: str) -> Any:
@@ -170,17 +171,22 @@ def whole(module: nn.Module, name: str) -> Any:
     early gives its gradient late.
     """
     parameter = module._parameters[name]
-    attached = module.__dict__.get(_SITES)
+    attached = module.__dict__.get(SITES)
     if attached is None:
         return parameter
     if not isinstance(parameter, DTensor):
         if type(parameter) is nn.Parameter:
-            raise StructureError(
-                f"parameter {name} of a {type(module).__name__} was replaced after parallelize(), "
-                "so that nobody would reduce its gradient: write into it, or use load_state_dict"
-            )
-        return parameter  # somebody (a compiled block) has put the whole one in
+            raise replaced(module, name)
+        return parameter  # somebody has put the whole one in
     return _Views.apply(_Use(attached[name]), parameter)[0]
+
+
+def replaced(module: nn.Module, name: str) -> StructureError:
+    """The error for a parameter that is no longer the one that ``parallelize`` made."""
+    return StructureError(
+        f"parameter {name} of a {type(module).__name__} was replaced after parallelize(), "
+        "so that nobody would reduce its gradient: write into it, or use load_state_dict"
+    )
 
 
 def whole_block(
@@ -208,7 +214,7 @@ def guard(module: nn.Module, output: Output) -> Output:
     ``output`` so that the weights are whole again, with the same values, before backward runs
     through any of them (WP-14).
     """
-    attached = module.__dict__.get(_SITES)
+    attached = module.__dict__.get(SITES)
     if attached is not None and isinstance(module._parameters[next(iter(attached))], DTensor):
         guard_sites(attached.values(), output)
     return output

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from internsp.layers.access import before_backward_of, sites, whole_block
+from internsp.layers.access import SITES, before_backward_of, replaced, sites, whole_block
 from internsp.wp.at_entry import BlockUses
 
 
@@ -28,18 +28,27 @@ def take_at_entry(
         prepare: what is done to the code in between, such as ``torch.compile``.
     """
     inner = prepare(block.forward) if prepare is not None else block.forward
-    owners = [(m, n) for m in block.modules() for n in sites(m)]
-    uses = BlockUses([sites(m)[n] for m, n in owners])
+    attached = [(m, sites(m)) for m in block.modules() if sites(m)]
+    owners = [(m, n) for m, own in attached for n in own]
+    uses = BlockUses([site for _, own in attached for site in own.values()])
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [module._parameters[name] for module, name in owners]
+        for (module, name), parameter in zip(owners, kept, strict=True):
+            if type(parameter) is nn.Parameter:
+                raise replaced(module, name)
+        views = whole_block(uses, kept)
         try:
-            for (module, name), view in zip(owners, whole_block(uses, kept), strict=True):
+            for (module, name), view in zip(owners, views, strict=True):
                 module._parameters[name] = view  # type: ignore[assignment]
+            for module, _ in attached:  # in between they are ordinary modules
+                del module.__dict__[SITES]
             output = inner(*args, **kwargs)
         finally:
             for (module, name), parameter in zip(owners, kept, strict=True):
                 module._parameters[name] = parameter
+            for module, own in attached:
+                module.__dict__[SITES] = own
         uses.release()
         if uses.cut:
             call = partial(_before_backward, uses, uses.tags())

@@ -33,6 +33,9 @@ class WholeGradients:
     def __contains__(self, weight: ShardedWeight) -> bool:
         return weight in self._sums
 
+    def __len__(self) -> int:
+        return len(self._sums)
+
     def __iter__(self) -> Iterator[tuple[Unit, ShardedWeight]]:
         return iter([(unit, weight) for weight, (unit, _) in self._sums.items()])
 

@@ -29,6 +29,7 @@ class BlockUses:
     def __init__(self, sites: Sequence[Any]) -> None:
         self.sites = list(sites)
         self.cut = [site for site in sites if isinstance(site, WeightSite)]
+        self._weights = [s.weight if isinstance(s, WeightSite) else None for s in sites]
         owners = {(id(site.communicator), id(site.unit)) for site in self.cut}
         communicator = self.cut[0].communicator if self.cut else None
         self._whole = (
@@ -48,17 +49,16 @@ class BlockUses:
         if phase == RECOMPUTE and isinstance(communicator, ISPCommunicator):
             communicator.recomputes(unit)
         found = []
-        for site in self.sites:
-            weight = site.weight if isinstance(site, WeightSite) else None
-            tag = slot.tags.get(weight) if weight is not None else None
+        for site, weight in zip(self.sites, self._weights, strict=True):
+            tag = None if weight is None else slot.tags.get(weight)
             if weight is None or tag is None or tag[1] != weight.base_compute_dtype:
                 found.append(site.acquire())
                 continue
             weight.compute_dtype, site.tag = weight.base_compute_dtype, tag
             if weight in state.handles:
                 communicator.await_gather(unit, weight, phase)
-            slot.streams.read(weight)
             found.append(slot.whole(unit, weight))
+        slot.streams.read(*unit.weights)
         return found
 
     def release(self) -> None:
@@ -80,25 +80,27 @@ class BlockUses:
                 site.before_backward(tag)
             return
         slot = state.pool.slots[unit.slot]
+        slot_tags, handles = slot.tags, state.handles
         for site, tag in pairs:  # WP-14: other values, or not in the slot, are the site's business
             weight = site.weight
-            if tag[0] != weight.version() or slot.tags.get(weight) != tag:
+            if tag[0] != weight.version() or slot_tags.get(weight) != tag:
                 site.before_backward(tag)
                 continue
             weight.compute_dtype = tag[1]
-            if weight in state.handles:
+            if weight in handles:
                 site.communicator.await_gather(unit, weight, BACKWARD)
-            slot.streams.read(weight)
+        slot.streams.read(*unit.weights)
 
     def born(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
         """Gradients of all sites, ``None`` where there is none; the last used is born first."""
         together = self._whole and self.cut[0].communicator.state.split is None
         cut = []
-        for site, gradient, tag in zip(self.sites[::-1], gradients[::-1], tags[::-1], strict=True):
+        all_of_them = zip(self.sites, self._weights, gradients, tags, strict=True)
+        for site, weight, gradient, tag in reversed(list(all_of_them)):
             if gradient is None:
                 continue
-            if together and isinstance(site, WeightSite):
-                cut.append((site.weight, gradient))
+            if together and weight is not None:
+                cut.append((weight, gradient))
             else:
                 site.born(gradient, tag)
         if cut:

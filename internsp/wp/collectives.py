@@ -88,6 +88,8 @@ class Handle:
     events: list[int] = field(default_factory=list)
     keep: tuple[Tensor, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes: kept until the wait (WP-6)."""
+    carries: Sequence[Any] = ()
+    """The weights that come with it: for whoever launched it."""
     stream: Stream | None = None
     """The stream it was launched from, on a device that has streams."""
 
@@ -164,12 +166,12 @@ class Collectives:
         phase: str,
     ) -> Handle:
         """:meth:`gather` for several small weights in one launch (DESIGN 8)."""
-        sizes = [(self.size - 1) * shard.nbytes for shard in shards]
-        self.counters.gathered_bytes += sum(sizes)
-        self.counters.gathers += len(sizes)
+        others = self.size - 1
+        self.counters.gathered_bytes += others * sum([shard.nbytes for shard in shards])
+        self.counters.gathers += len(shards)
         events = [
-            self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)
-            for weight, nbytes in zip(weights, sizes, strict=True)
+            self.trace.record("AG", unit, weight, phase, others * shard.nbytes, in_flight=True)
+            for weight, shard in zip(weights, shards, strict=True)
             if self.trace.enabled
         ]
         self.ledger.launched += 1
@@ -182,18 +184,18 @@ class Collectives:
         """Send piece ``p`` of ``pieces`` ``[size * piece]`` to rank ``p``; receive into ``output``.
 
         A piece may hold shards of several small ``weights``, one after another; the values of
-        ``weights`` are their payload bytes, for the trace.
+        ``weights`` are the shards' elements.
 
         After the wait, the sum of ``output``'s pieces in a wide dtype is this rank's reduced shard.
         Does not block unless ``overlap`` is off.
         """
-        nbytes = (self.size - 1) * (pieces.numel() // self.size) * pieces.element_size()
-        self.counters.reduced_bytes += nbytes
+        others = (self.size - 1) * pieces.element_size()
+        self.counters.reduced_bytes += others * (pieces.numel() // self.size)
         self.counters.reductions += 1
         self.ledger.launched += 1
         events = [
-            self.trace.record("RS", unit, weight, phase, share, in_flight=True)
-            for weight, share in weights.items()
+            self.trace.record("RS", unit, weight, phase, others * numel, in_flight=True)
+            for weight, numel in weights.items()
             if self.trace.enabled
         ]
         if self.size == 1:

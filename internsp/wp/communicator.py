@@ -19,7 +19,7 @@ from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Counters, Handle
-from internsp.wp.pending import PendingGradients, Split
+from internsp.wp.pending import Born, PendingGradients, Split
 from internsp.wp.pool import MemoryPool, Slot, Unit
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
 from internsp.wp.shard import ShardedWeight, Tag, stale
@@ -34,11 +34,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
+            yield from tensors(item)
+    elif isinstance(value, (dict, Mapping)):  # the first answers at once
+        for item in value.values():
             yield from tensors(item)
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
@@ -163,6 +163,7 @@ class UnitCommunicator(WPCommunicator):
             return
         slot = self._lease(unit, moving, phase)
         together: list[ShardedWeight] = []  # small weights next to each other: one launch
+        last = False
         for weight in moving:
             tag = weight.tag()
             if slot.tags.get(weight) == tag:
@@ -170,16 +171,14 @@ class UnitCommunicator(WPCommunicator):
             if weight in state.handles:  # an older version is still arriving at the same place
                 self.await_gather(unit, weight, phase)
             slot.tags[weight] = tag
-            if state.policy.small(weight.slot_nbytes) and weight.layout.size > 1:
-                if together and together[0].axis is not weight.axis:
-                    self._gather(unit, slot, together, phase)
-                    together = []
-                together.append(weight)
-                continue
+            small = state.policy.small(weight.slot_nbytes) and weight.layout.size > 1
+            if together and not (small and last and together[0].axis is weight.axis):
+                self._gather(unit, slot, together, phase)
+                together = []
+            together.append(weight)
+            last = small
+        if together:
             self._gather(unit, slot, together, phase)
-            together = []
-            self._gather(unit, slot, [weight], phase)
-        self._gather(unit, slot, together, phase)
 
     def _lease(self, unit: Unit, weights: Sequence[ShardedWeight], purpose: str) -> Slot:
         """Take the right to fill the places of ``weights``: here the unit's whole slot (WP-4)."""
@@ -189,10 +188,7 @@ class UnitCommunicator(WPCommunicator):
         return self.state.pool.lease(unit, purpose)
 
     def _gather(self, unit: Unit, slot: Slot, weights: list[ShardedWeight], phase: str) -> None:
-        if not weights:
-            return
-        for weight in weights:
-            slot.streams.before_overwrite(weight)
+        slot.streams.before_overwrite(*weights)
         outputs = [slot.flat(unit, w) for w in weights]
         state, codec = self.state, self.state.codec
         collectives = state.gathers[weights[0].axis]
@@ -209,8 +205,8 @@ class UnitCommunicator(WPCommunicator):
             names = [w.name for w in weights]
             handle = collectives.gather_together(outputs, shards, unit.name, names, phase)
         if not handle.done:
-            for weight in weights:
-                state.handles[weight] = handle
+            handle.carries = weights
+            state.handles.update(dict.fromkeys(weights, handle))
 
     def settle(self, unit: Unit) -> None:
         """Wait for gathers of ``unit`` that nobody used: its slot is about to be overwritten."""
@@ -250,11 +246,16 @@ class UnitCommunicator(WPCommunicator):
 
     def reduce(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
         """Launch one reduction; ``None`` stands for zeros, so that ranks stay in step (WP-2)."""
+        self.reduce_all(unit, ((weight, gradient),))
+
+    def reduce_all(self, unit: Unit, born: Sequence[Born]) -> None:
+        """:meth:`reduce` for several weights of a unit, in that order."""
         state = self.state
-        state.pending.launch(unit, weight, gradient)
-        state.touched[weight] = state.touched.get(weight, False) or gradient is not None
-        if state.trace.enabled:
-            state.trace.record("FREE", unit.name, weight.name, BACKWARD)
+        state.pending.launch_all(unit, born)
+        for weight, gradient in born:
+            state.touched[weight] = gradient is not None or state.touched.get(weight, False)
+            if state.trace.enabled:
+                state.trace.record("FREE", unit.name, weight.name, BACKWARD)
 
     def used(self, unit: Unit) -> None:
         """A use of a unit outside the blocks has ended: nobody holds its slot."""
@@ -293,9 +294,11 @@ class UnitCommunicator(WPCommunicator):
         self.follow(unit, weight, phase)
 
     def await_gather(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
-        """Wait for what ``weight``'s last gather brings, once."""
-        handle = self.state.handles.pop(weight, None)
+        """Wait for what ``weight``'s last gather brings, once; others may come with it."""
+        handle = self.state.handles.get(weight)
         if handle is not None:
+            for other in handle.carries:
+                self.state.handles.pop(other, None)
             self.state.collectives.wait(handle, unit.name, weight.name, phase)
             self.state.arrived(weight)
 

@@ -108,9 +108,9 @@ class BlockGathers(UnitCommunicator):
         """A block has been left: its slot may be overwritten."""
         self.state.pool.slots[unit.slot].release(unit)
 
-    def make_way(self) -> None:
-        """In backward the graph says which block comes next: a prefetch for another gives way."""
-        self.release_all()
+    def make_way(self, unit: Unit) -> None:
+        """In backward the graph says that ``unit`` comes next: a prefetch for another gives way."""
+        self.state.pool.release_all(but=unit)
 
     def release_all(self) -> None:
         """A pass begins or is over: nobody holds a slot."""

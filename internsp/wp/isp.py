@@ -147,7 +147,7 @@ class ISPCommunicator(BlockGathers):
         if self._open is unit or self._weight_part():
             return
         self._close()
-        self.make_way()
+        self.make_way(unit)
         self._open = unit
         self._waiting = [w for w in reversed(unit.weights) if w.requires_grad]
         self._due = len(self._waiting)
@@ -186,8 +186,7 @@ class ISPCommunicator(BlockGathers):
         if unit is self._open and not self._held and self._waiting == [w for w, _ in born]:
             self._ensure_callback()
             self._waiting = []
-            for weight, gradient in born:
-                self.reduce_in_turn(unit, weight, gradient)
+            self.reduce_all(unit, born)
         else:
             for weight, gradient in born:
                 self.gradient_hook(unit, weight, gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,10 @@ from internsp.trace import Trace
 from internsp.wp.accumulation import WholeGradients
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.pool import MemoryPool, Unit
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedWeight, unflatten
+
+Born = tuple[ShardedWeight, Tensor | None]
+"""A weight and its whole gradient; ``None`` stands for zeros."""
 
 
 @dataclass
@@ -63,7 +66,7 @@ class PendingGradients:
         self._small = small
         self._queue: deque[PendingGradient] = deque()
         self._nbytes = 0  # of whole gradients in the queue
-        self._together: list[tuple[ShardedWeight, Tensor | None]] = []
+        self._together: list[Born] = []
         self._unit: Unit | None = None  # of what is kept to travel together
         self.accumulating = False
         self.whole = WholeGradients(pool)
@@ -73,10 +76,15 @@ class PendingGradients:
 
     def launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
         """Start the reduction of ``weight``'s whole gradient; ``None`` stands for zeros (WP-2)."""
-        if self.accumulating:
-            self.whole.add(unit, weight, gradient)
-            return
-        self._launch(unit, weight, gradient)
+        self.launch_all(unit, ((weight, gradient),))
+
+    def launch_all(self, unit: Unit, born: Iterable[Born]) -> None:
+        """:meth:`launch` for several weights of a unit, in that order."""
+        for weight, gradient in born:
+            if self.accumulating:
+                self.whole.add(unit, weight, gradient)
+            else:
+                self._launch(unit, weight, gradient)
 
     def launch_accumulated(self) -> None:
         """Start the reductions of every sum that is left, in the declared order."""
@@ -85,16 +93,17 @@ class PendingGradients:
             self._launch(unit, weight, None)
 
     def _launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
-        if self._small(weight.slot_nbytes) and weight.layout.size > 1:
-            first = self._together[0][0] if self._together else weight
+        small = self._small(weight.slot_nbytes) and weight.layout.size > 1
+        if self._together:
+            first = self._together[0][0]
             alike = first.axis is weight.axis and first.reduce_dtype == weight.reduce_dtype
-            if unit is not self._unit or not alike:
+            if not small or unit is not self._unit or not alike:
                 self.flush()
+        if small:
             self._unit = unit
             self._together.append((weight, gradient))
-            return
-        self.flush()
-        self._start(unit, [weight], *self._pieces(weight, gradient))
+        else:
+            self._start(unit, [weight], *self._pieces(weight, gradient))
 
     def flush(self) -> None:
         """Launch the small ones that were kept."""
@@ -104,17 +113,25 @@ class PendingGradients:
         if len(kept) == 1:
             self._start(self._unit, [kept[0][0]], *self._pieces(*kept[0]))
             return
-        weights = [weight for weight, _ in kept]
-        sizes = [weight.layout.shard_numel for weight in weights]
-        ranks, dtype = weights[0].layout.size, weights[0].reduce_dtype
-        packed = self._pool.take(ranks * sum(sizes), dtype)
+        packed = self._packed(kept)
+        self._start(self._unit, [weight for weight, _ in kept], packed, packed)
+
+    def _packed(self, kept: list[Born]) -> Tensor:
+        """Gradients that travel together, flat: in the piece of each rank one after another."""
+        layout, dtype = kept[0][0].layout, kept[0][0].reduce_dtype
+        shard = sum(weight.layout.shard_numel for weight, _ in kept)
+        packed = self._pool.take(layout.size * shard, dtype)
+        out = packed.view(layout.size, shard)
+        ready = [g for w, g in kept if g is not None and w.layout.in_rows(g) and g.dtype == dtype]
+        if len(ready) == len(kept) and not len(self.whole):
+            torch._chunk_cat(ready, 0, layout.size, out=out)  # as FSDP2 packs: one call for all
+            return packed
         parts = [self._pieces(weight, gradient) for weight, gradient in kept]
-        rows = [pieces.view(ranks, -1) for pieces, _ in parts]
-        torch.cat(rows, 1, out=packed.view(ranks, sum(sizes)))
+        torch.cat([pieces.view(layout.size, -1) for pieces, _ in parts], 1, out=out)
         for _, temporary in parts:
             if temporary is not None:
                 self._pool.give(temporary)
-        self._start(self._unit, weights, packed, packed)
+        return packed
 
     def _pieces(
         self, weight: ShardedWeight, gradient: Tensor | None
@@ -141,11 +158,9 @@ class PendingGradients:
         self._make_room(pieces.nbytes)
         size = weights[0].layout.size
         received = pieces if size == 1 else self._pool.take(pieces.numel(), pieces.dtype)
-        payload = {
-            w.name: (size - 1) * w.layout.shard_numel * pieces.element_size() for w in weights
-        }
+        shares = {w.name: w.layout.shard_numel for w in weights}
         collectives = self._collectives[weights[0].axis]
-        handle = collectives.reduce(received, pieces, unit.name, payload, "backward")
+        handle = collectives.reduce(received, pieces, unit.name, shares, "backward")
         self._queue.append(PendingGradient(unit, weights, received, packed, handle))
         self._nbytes += pieces.nbytes
 
@@ -176,8 +191,8 @@ class PendingGradients:
             return
         wide = torch.promote_types(received.dtype, torch.float32)
         total = received.view(weights[0].layout.size, -1).sum(0, dtype=wide)
-        sizes = [w.layout.shard_numel for w in weights]
-        for weight, part in zip(weights, total.split(sizes), strict=True):
+        parts = unflatten(total, [weight.storage for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
             weight.add_partial(part)
             if self._trace.enabled:
                 self._trace.record("DRAIN", unit.name, weight.name, "drain")

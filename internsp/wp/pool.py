@@ -226,10 +226,11 @@ class MemoryPool:
             slot._buffers[None if self.reuse else unit].data.fill_(0xFF)  # NaN in every float type
         return slot
 
-    def release_all(self) -> None:
-        """End every lease; contents stay."""
+    def release_all(self, but: Unit | None = None) -> None:
+        """End every lease, except that of ``but``; contents stay."""
         for slot in self.slots:
-            slot.holder, slot.purpose = None, ""
+            if slot.holder is not but:
+                slot.holder, slot.purpose = None, ""
 
     def forget(self) -> None:
         """After a failure: no lease, and nothing to be reused (WP-10)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Counters, all_reduce
-from internsp.wp.shard import Ready, ShardedWeight, dtensor_like, local_of, stale, version_of
+from internsp.wp.shard import (
+    Ready,
+    ShardedWeight,
+    dtensor_like,
+    local_of,
+    stale,
+    unflatten,
+    version_of,
+)
 
 
 class ReplicatedParameter:
@@ -139,9 +147,8 @@ class SmallParameters:
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
-        self.offsets: list[int] = []
         self.numel = 0
-        self._values: list[Tensor] = []  # views of the flat sum
+        self._values: Sequence[Tensor] = ()  # views of the flat sum
         self._births: set[int] = set()
 
     def everyone(self) -> list[ReplicatedParameter | ShardedWeight]:
@@ -151,7 +158,6 @@ class SmallParameters:
     def append(self, member: ReplicatedParameter) -> ReplicatedSite:
         """Take in a parameter; the flat gradient is made at the first birth."""
         self.members.append(member)
-        self.offsets.append(self.numel)
         self.numel += member.shape.numel()
         return self.site(len(self.members) - 1)
 
@@ -169,7 +175,7 @@ class SmallParameters:
                 dtype = torch.promote_types(dtype, weight.dtype)
             length = self.numel + len(self.members) + len(self.sharded)
             self.flat = torch.zeros(length, dtype=dtype, device=self._mesh.device)
-            self._values = self._split(self.flat)
+            self._values = self._shaped(self.flat)
         return self.flat
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -192,13 +198,12 @@ class SmallParameters:
         self.gradient()
         return self._values[index]
 
-    def values(self) -> list[Tensor]:
+    def values(self) -> Sequence[Tensor]:
         """A copy of every parameter's part of the flat sum, in its shape."""
-        return self._split(self.gradient().clone())
+        return self._shaped(self.gradient().clone())
 
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        members = zip(self.offsets, self.members, strict=True)
-        return [flat[start : start + m.shape.numel()].view(m.shape) for start, m in members]
+    def _shaped(self, flat: Tensor) -> Sequence[Tensor]:
+        return unflatten(flat[: self.numel], [member.storage for member in self.members])
 
     def used(self) -> tuple[list[bool], list[bool]]:
         """After the reduction: which small and which sharded parameters some rank used."""

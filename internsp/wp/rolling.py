@@ -104,7 +104,7 @@ class RollingCommunicator(ISPCommunicator):
         """A block has been left: none of its places is needed."""
         self.rolling.give_back(unit)
 
-    def make_way(self) -> None:
+    def make_way(self, unit: Unit) -> None:
         """Whether the line has brought the block that comes is found at its entry."""
 
     def release_all(self) -> None:

@@ -13,6 +13,7 @@ transposed view of the slot.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,6 +68,11 @@ class ShardLayout:
         return (self.rows, *self.front[1:])
 
     @cached_property
+    def padded(self) -> bool:
+        """Whether the tail of the gathered whole is padding."""
+        return self.size * self.rows != self.shape[self.dim]
+
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of the padded shard."""
         return math.prod(self.shard_shape)
@@ -101,9 +107,13 @@ class ShardLayout:
         flat = out.view(self.size * self.rows, *self.front[1:])
         flat[: self.shape[self.dim]].add_(gradient.movedim(self.dim, 0))
 
+    def in_rows(self, gradient: Tensor) -> bool:
+        """Whether ``gradient``'s rows are, as they lie, those of the shards."""
+        return self.dim == 0 and gradient.is_contiguous()
+
     def packed_as_is(self, gradient: Tensor) -> Tensor | None:
         """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
-        if self.size * self.rows != self.shape[self.dim]:
+        if self.padded:
             return None
         front = gradient.movedim(self.dim, 0) if self.dim else gradient
         return front.view(-1) if front.is_contiguous() else None
@@ -146,6 +156,7 @@ class ShardedWeight:
         self.layout = layout
         self.axis = axis
         self.rank = axis.rank
+        self._valid = layout.valid_rows(axis.rank)
         self.dtype = parameter.dtype
         self.compute_dtype = compute_dtype or parameter.dtype
         self.base_compute_dtype = self.compute_dtype
@@ -181,8 +192,7 @@ class ShardedWeight:
 
     def local(self, storage: Tensor) -> Tensor:
         """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
-        valid = self.layout.valid_rows(self.rank)
-        rows = storage if valid == len(storage) else storage[:valid]
+        rows = storage if self._valid == self.layout.rows else storage[: self._valid]
         return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
 
     def rows_of(self, values: Tensor) -> Tensor:
@@ -274,8 +284,7 @@ class ShardedWeight:
             self.local(self.storage).copy_(local)
 
     def add_partial(self, total: Tensor) -> None:
-        """Add ``total`` (flat, like ``storage``, fp32 or wider), which is given away."""
-        total = total.view(self.layout.shard_shape)
+        """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""
         self.partial = total if self.partial is None else self.own_partial().add_(total)
 
     def lend_partial(self, gradient: Tensor) -> None:
@@ -296,6 +305,12 @@ class ShardedWeight:
     def drop_partial(self) -> None:
         """Forget the sum."""
         self.partial, self.lent = None, False
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of ``flat`` in the shapes of ``like``, in one call: a split and views take longer."""
+    views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
+    return views
 
 
 def version_of(parameter: nn.Parameter) -> int:
@@ -332,8 +347,8 @@ def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | Non
 def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
     """``local`` as a ``DTensor`` placed like ``parameter``, in its own dtype.
 
-    By the constructor that FSDP2 uses: ``from_local`` takes ten times as long, for every gradient
-    of every step.
+    Not by ``from_local``, which takes ten times as long, for every gradient of every step; nor by
+    ``DTensor()``, whose ``__init__`` does nothing but keep the compiler out.
     """
     spec = parameter._spec  # type: ignore[attr-defined]
     if local.dtype != parameter.dtype:
@@ -341,7 +356,7 @@ def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def stale(name: str, rank: int) -> StaleWeightError:

@@ -43,7 +43,7 @@ class SlotStreams:
         self._readers: set[Stream] = set()
         self._arrived: dict[Hashable, set[Stream]] = {}
 
-    def before_overwrite(self, weight: Hashable = None) -> None:
+    def before_overwrite(self, *weights: Hashable) -> None:
         """The current stream stands behind all readers of the slot; the gather behind it (WP-4)."""
         if self._current is None:
             return
@@ -52,18 +52,20 @@ class SlotStreams:
             if stream != here:
                 here.wait_stream(stream)
         self._readers = {here}  # whoever stands behind this one stands behind them all
-        self._arrived.pop(weight, None)
+        for weight in weights:
+            self._arrived.pop(weight, None)
 
-    def read(self, weight: Hashable) -> None:
-        """The current stream is about to read ``weight``, whose gather some stream waited for."""
+    def read(self, *weights: Hashable) -> None:
+        """The current stream is about to read ``weights``, whose gathers some stream waited for."""
         if self._current is None:
             return
         here = self._current()
-        arrived = self._arrived.setdefault(weight, set())
-        if here not in arrived:
-            if arrived:  # a gather is waited for once, by another stream
-                here.wait_stream(next(iter(arrived)))
-            arrived.add(here)
+        for weight in weights:
+            arrived = self._arrived.setdefault(weight, set())
+            if here not in arrived:
+                if arrived:  # a gather is waited for once, by another stream
+                    here.wait_stream(next(iter(arrived)))
+                arrived.add(here)
         self._readers.add(here)
 
 

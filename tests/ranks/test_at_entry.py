@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, Tiny, Twin, raises
+from internsp.pipeline.apart import begin_part, end_part
+from internsp.pipeline.stage import _Sink
+from tests.support.models import ALL, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -39,3 +43,76 @@ def unrecorded(rank: int, world_size: int) -> None:
 
 def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> None:
     run_ranks(unrecorded, 2)
+
+
+def mixed(rank: int, world_size: int) -> None:
+    """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Tiny, mesh, dtype=torch.float32, **ALL)
+    twin.trace.enabled = False
+    unit = twin.communicator.blocks[1]
+    for step, half in enumerate((False, True, True, False)):
+        for model in (twin.plain, twin.ours):
+            block = model.layers[1]  # type: ignore[index, union-attr]
+            for parameter in (block.wo.weight, block.norm.bias, block.w2.bias):  # type: ignore[union-attr]
+                parameter.requires_grad_(step == 3)
+        everybody, mine = twin.batch()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            losses = [twin.plain(*everybody), twin.ours(*mine)]
+        gathered = {tag[1] for tag in twin.communicator.state.pool.slots[unit.slot].tags.values()}
+        assert (torch.bfloat16 in gathered) == half, f"step {step}: {gathered}"
+        for loss in losses:
+            loss.backward()
+        twin.check_gradients(f"step {step}, autocast {half}", 3e-2 if half else 1e-5)
+        twin.zero_grad()
+
+
+def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
+    run_ranks(mixed, 2)
+
+
+class Stage(nn.Module):
+    """What lies between two cuts of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def in_parts(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Stage, mesh, **ALL)
+    twin.trace.enabled = False
+    state, generator = twin.communicator.state, torch.Generator().manual_seed(5)
+    for step in range(2):
+        both = torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)
+        given = both[rank].clone().requires_grad_()
+        twin.plain(both).square().sum().backward()
+        outputs = [twin.ours(given)]
+        begin_part(twin.communicator, weights=False)
+        (arrived,), groups = stage_backward_input(
+            outputs, [2 * outputs[0].detach()], [given], map(_Sink, twin.ours.parameters())
+        )
+        end_part(twin.communicator)
+        assert all(p.grad is None for p in twin.ours.parameters())
+        alone = both[rank].clone().requires_grad_()
+        twin.plain(alone).square().sum().backward(inputs=[alone])
+        assert arrived is not None
+        assert alone.grad is not None
+        close(arrived, alone.grad, f"step {step}: gradient of the input")
+        gathers = state.counters.gathers
+        begin_part(twin.communicator, weights=True)
+        stage_backward_weight(map(_Sink, twin.ours.parameters()), groups)
+        end_part(twin.communicator)
+        twin.check_gradients(f"step {step}, in two parts")
+        assert state.counters.gathers == gathers, "a weight part needs no weight"
+        twin.zero_grad()
+
+
+def test_a_backward_in_two_parts_is_right_without_a_trace() -> None:
+    run_ranks(in_parts, 2)
