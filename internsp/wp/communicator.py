@@ -251,7 +251,7 @@ class UnitCommunicator(WPCommunicator):
     def reduce_all(self, unit: Unit, born: Sequence[Born]) -> None:
         """:meth:`reduce` for several weights of a unit, in that order."""
         state = self.state
-        state.pending.launch_all(unit, born)
+        state.pending.launch(unit, born)
         for weight, gradient in born:
             state.touched[weight] = gradient is not None or state.touched.get(weight, False)
             if state.trace.enabled:

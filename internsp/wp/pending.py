@@ -74,12 +74,8 @@ class PendingGradients:
     def __len__(self) -> int:
         return len(self._queue) + bool(self._together)
 
-    def launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
-        """Start the reduction of ``weight``'s whole gradient; ``None`` stands for zeros (WP-2)."""
-        self.launch_all(unit, ((weight, gradient),))
-
-    def launch_all(self, unit: Unit, born: Iterable[Born]) -> None:
-        """:meth:`launch` for several weights of a unit, in that order."""
+    def launch(self, unit: Unit, born: Iterable[Born]) -> None:
+        """Start the reductions of a unit's whole gradients, in the order given (WP-2)."""
         for weight, gradient in born:
             if self.accumulating:
                 self.whole.add(unit, weight, gradient)

@@ -220,14 +220,14 @@ def bounded(rank: int, world_size: int) -> None:
     for limit in (1, 2):
         twin = Twin(partial(Tiny, layers=5), mesh, pending_blocks=limit)
         pending, most = twin.communicator.state.pending, 0
-        launch = pending.launch_all
+        launch = pending.launch
 
         def spy(*args: Any, launch: Any = launch, pending: Any = pending) -> None:
             nonlocal most
             launch(*args)
             most = max(most, sum(p.received.nbytes for p in pending._queue))
 
-        pending.launch_all = spy  # type: ignore[method-assign]
+        pending.launch = spy  # type: ignore[method-assign]
         pool = twin.communicator.state.pool
         for step in range(4):
             twin.backward()
