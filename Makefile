@@ -1,5 +1,5 @@
 # make train    the demo: makes .venv with what training needs, trains on two local processes
-# make test     makes .venv with what tests need, then lint, types, tests and coverage
+# make test     makes .venv with what tests need, then lint, types, all tests and coverage
 # make quick    the tests that are not marked slow, without coverage
 # make lint     ruff and mypy only
 #
@@ -22,9 +22,11 @@ STAMPS := $(VENV)/stamps
 train: $(STAMPS)/train
 	$(BIN)/internsp train $(CONFIG) $(ARGS)
 
+# Coverage is that of the tests that are not slow, which is enough; slow ones run without a tracer.
 test: lint
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
