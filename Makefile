@@ -10,11 +10,14 @@ CONFIG ?= configs/demo.toml
 TORCH ?= 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
+# Workers that share the tests: two fill two cores, of which a rank's waits leave some free.
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
+WORKERS := --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: train test quick lint clean
 .DELETE_ON_ERROR:
@@ -25,13 +28,13 @@ train: $(STAMPS)/train
 # Coverage is that of the tests that are not slow, which is enough; slow ones run without a tracer.
 test: lint
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m "not slow" $(ARGS)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/coverage run -m pytest $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
 quick: lint
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .
