@@ -251,8 +251,8 @@ class UnitCommunicator(WPCommunicator):
     def reduce_all(self, unit: Unit, born: Sequence[Born]) -> None:
         """:meth:`reduce` for several weights of a unit, in that order."""
         state = self.state
-        state.pending.launch(unit, born)
         for weight, gradient in born:
+            state.pending.launch(unit, weight, gradient)
             state.touched[weight] = gradient is not None or state.touched.get(weight, False)
             if state.trace.enabled:
                 state.trace.record("FREE", unit.name, weight.name, BACKWARD)

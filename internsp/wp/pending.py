@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +74,12 @@ class PendingGradients:
     def __len__(self) -> int:
         return len(self._queue) + bool(self._together)
 
-    def launch(self, unit: Unit, born: Iterable[Born]) -> None:
-        """Start the reductions of a unit's whole gradients, in the order given (WP-2)."""
-        for weight, gradient in born:
-            if self.accumulating:
-                self.whole.add(unit, weight, gradient)
-            else:
-                self._launch(unit, weight, gradient)
+    def launch(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
+        """Start the reduction of ``weight``'s whole gradient; ``None`` stands for zeros (WP-2)."""
+        if self.accumulating:
+            self.whole.add(unit, weight, gradient)
+        else:
+            self._launch(unit, weight, gradient)
 
     def launch_accumulated(self) -> None:
         """Start the reductions of every sum that is left, in the declared order."""

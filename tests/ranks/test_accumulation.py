@@ -170,9 +170,9 @@ def summed(rank: int, world_size: int) -> list[float]:
     weight = unit.weights[0]
     one = torch.ones(weight.layout.shape, dtype=torch.bfloat16)
     with twin.communicator.no_sync():
-        state.pending.launch(unit, [(weight, 256 * one)])
-        state.pending.launch(unit, [(weight, one)])
-    state.pending.launch(unit, [(weight, one)])
+        state.pending.launch(unit, weight, 256 * one)
+        state.pending.launch(unit, weight, one)
+    state.pending.launch(unit, weight, one)
     state.pending.drain()
     assert weight.partial is not None
     values: list[float] = weight.partial.unique().tolist()

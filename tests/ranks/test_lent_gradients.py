@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.wp.pending import Born
 from internsp.wp.pool import Unit
+from internsp.wp.shard import ShardedWeight
 from tests.support.models import Tiny, Twin
 from tests.support.ranks import run_ranks
 
@@ -83,11 +82,10 @@ def no_copy(rank: int, world_size: int) -> None:
     communicator = twin.communicator
     launch = communicator.state.pending.launch
 
-    def spy(unit: Unit, pairs: Sequence[Born]) -> None:
-        for weight, gradient in pairs:
-            if gradient is not None:
-                born[weight.name] = gradient.data_ptr()
-        launch(unit, pairs)
+    def spy(unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            born[weight.name] = gradient.data_ptr()
+        launch(unit, weight, gradient)
 
     communicator.state.pending.launch = spy  # type: ignore[method-assign]
     twin.backward()

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -196,6 +197,14 @@ def _wait_for_peers(folder: Path, world_size: int) -> None:
         time.sleep(0.002)
 
 
+def _trace_one_rank(rank: int) -> None:
+    """Leave coverage to rank 0: the others run the same lines, and a tracer doubles their time."""
+    coverage = sys.modules.get("coverage")
+    current = coverage.Coverage.current() if coverage is not None and rank else None
+    if current is not None:
+        current.stop()
+
+
 def _rank_main(
     fn: Callable[..., Any],
     rank: int,
@@ -204,6 +213,7 @@ def _rank_main(
     folder: str,
     port: int,
 ) -> None:
+    _trace_one_rank(rank)
     home = Path(folder)
     with (home / f"stack{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
