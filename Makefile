@@ -10,14 +10,15 @@ CONFIG ?= configs/demo.toml
 TORCH ?= 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
-# Workers that share the tests: two fill two cores, of which a rank's waits leave some free.
-JOBS ?= 2
+# Workers that share the tests; 0 is one process. Two are faster on two cores, but then ranks of two
+# tests compete for them, and one that must wait for its peer may wait too long.
+JOBS ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
-WORKERS := --numprocesses $(JOBS) --dist worksteal
+WORKERS = --numprocesses $(JOBS) $(if $(filter-out 0,$(JOBS)),--dist worksteal)
 
 .PHONY: train test quick lint clean
 .DELETE_ON_ERROR:

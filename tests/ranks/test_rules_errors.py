@@ -63,7 +63,7 @@ class Classified(Tiny):
 
 
 def together(rank: int, world_size: int) -> None:
-    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=30)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({"granularity": "module"}, HALF), ({"memory_pool": False}, REENTRANT),
         (SOME, None), (ALL, HALF), (ROLLING, None),
