@@ -131,8 +131,10 @@ def _wait(processes: list[Any], folder: Path, deadline: float, timeout: float) -
         bad = False
         for sentinel in ready:
             bad = "value" not in _outcome(folder, running.pop(sentinel)) or bad
-        if bad:
-            raise RankError(_failure(processes, folder))
+        if bad:  # where the others are tells why, when one has waited for them in vain
+            failure = _failure(processes, folder)
+            alive = sorted(r for r in running.values() if not _outcome(folder, r))
+            raise RankError(f"{failure}\n{_stacks(processes, alive, folder)}".rstrip())
 
 
 def _outcome(folder: Path, rank: int) -> dict[str, Any]:
@@ -170,7 +172,7 @@ def _stacks(processes: list[Any], alive: list[int], folder: Path) -> str:
     for rank in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[rank].pid, STACK_SIGNAL)
-    time.sleep(0.3)
+    time.sleep(0.3 if alive else 0.0)
     parts = []
     for rank in alive:
         path = folder / f"stack{rank}"
