@@ -26,7 +26,7 @@ from internsp.train.resident_plan import Residents
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan, coded_bytes
-from internsp.wp.schedule import ChunkPlan, Schedule, WeightPlan
+from internsp.wp.schedule import ChunkPlan, Schedule
 from internsp.wp.simulate import simulate
 
 _KINDS = {
@@ -101,7 +101,9 @@ def _memory(
     size = DTYPES[config.train.dtype].itemsize
     wide = max(size, 4)
     elements = (shards + small_bytes) // size
-    largest = sorted((_whole_bytes(u.weights, shape) for u in units), reverse=True)
+    # A weight group of one sends nothing.
+    moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
+    largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.pending_blocks])
     moments = {"adamw": 2, "sgd": int(config.optimizer.momentum > 0)}[config.optimizer.name]
     masters = int(size < 4)
@@ -122,14 +124,6 @@ def _memory(
         ("whole gradient sums (full accumulation)", whole),
         ("optimizer state", owned * wide * (moments + masters)),
     ]
-
-
-def _whole_bytes(weights: tuple[WeightPlan, ...], shape: MeshShape) -> int:
-    """Of what travels; a weight group of one sends nothing."""
-    sizes = [shape.axis(w.expert).size for w in weights]
-    return sum(
-        w.reduce_bytes * n // max(n - 1, 1) for w, n in zip(weights, sizes, strict=True)
-    )
 
 
 def _exchange_bytes(config: Config, shape: MeshShape, model: Model) -> int:
