@@ -4,6 +4,10 @@ A reduction is an all-to-all of the whole gradient's pieces and a local sum: on 
 half of what its ``reduce_scatter`` sends, and on every backend the pieces travel in the
 gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and
 the synchronous form issue the same messages in the same order; only the wait differs (WP-12).
+
+On gloo, on the host, a large weight's collective is a message between each pair of ranks, from the
+shard straight into its place: gloo's own all-gather copies everything twice more, and lets two
+collectives of a group travel at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +25,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from internsp.errors import CollectiveError
 from internsp.trace import Trace
 from internsp.wp.streams import Stream, current_stream
+from internsp.wp.works import Watcher, Work, Works, when_over
 
 CPU = torch.device("cpu")
+MOST_DIRECT = 8
+"""Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
 
 
 @dataclass
@@ -59,25 +66,6 @@ class Ledger:
         )
         self.failure = self.failure or message
         return CollectiveError(message)
-
-
-class Work(Protocol):
-    """What is needed of ``dist.Work``."""
-
-    def wait(self) -> Any:
-        """Block (CPU) or make the current stream stand behind the collective."""
-
-
-class Works:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
 
 
 @dataclass(slots=True)
@@ -130,8 +118,11 @@ class Collectives:
         self._device = device
         self._current = current_stream(device)
         # On device tensors, gloo's threads copy through the host and its waits block the host.
-        self._blocking_waits = self._current is not None and dist.get_backend(group) == "gloo"
+        gloo = dist.get_backend(group) == "gloo"
+        self._blocking_waits = gloo and self._current is not None
+        self._direct = gloo and device.type == "cpu" and self.size <= MOST_DIRECT
         self._observer: torch.cuda.Stream | None = None
+        self._watcher = Watcher()
         # torch.distributed's functions check for every tensor what our layouts have settled, and
         # at a block's twenty-odd collectives that shows: call the group's own methods.
         self._gather = getattr(group, "all_gather_single", group._allgather_base)
@@ -232,6 +223,9 @@ class Collectives:
     # begins behind what the current stream has queued, and so does whoever waits behind it.
 
     def _send_gather(self, output: Tensor, shard: Tensor) -> Work:
+        if self._direct:
+            places = output.view(self.size, *shard.shape).unbind()
+            return self._send_pairs(places, [shard] * self.size)
         return self._gather(output, shard, self._gather_options)
 
     def _send_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
@@ -240,7 +234,23 @@ class Collectives:
         return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
 
     def _send_exchange(self, output: Tensor, pieces: Tensor) -> Work:
+        if self._direct:
+            places = output.view(self.size, -1).unbind()
+            return self._send_pairs(places, pieces.view(self.size, -1).unbind())
         return self._exchange(output, pieces, [], [], self._exchange_options)
+
+    def _send_pairs(self, places: Sequence[Tensor], pieces: Sequence[Tensor]) -> Work:
+        """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]``.
+
+        The tag is the launch's number, the same on all ranks (WP-2): ranks that are not in step
+        wait for each other in vain instead of taking one weight for another.
+        """
+        group, rank, tag = self.group, self.rank, self.ledger.launched % 2**30
+        others = [(rank + i) % self.size for i in range(1, self.size)]
+        works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
+        works += [group.send([pieces[p]], p, tag) for p in others]
+        places[rank].copy_(pieces[rank])
+        return Works(works)
 
     def _outlive(self, handle: Handle) -> None:
         """Waited for on another stream than it was launched from: memory must not go back early.
@@ -255,18 +265,24 @@ class Collectives:
             for tensor in handle.keep:
                 tensor.record_stream(here)  # type: ignore[arg-type]
 
-    def _stamp(self, work: Work, events: list[int]) -> None:
-        """Note when the collective itself ended, without polling (DESIGN 8)."""
+    def _stamped(self, work: Work, events: list[int]) -> Work:
+        """``work``, noted when it ends by itself, without polling (DESIGN 8)."""
+
+        def stamp(end: Any) -> None:
+            for event in events:
+                self.trace.finish(event, end)
+
         if self._current is not None and not self._blocking_waits:
             if self._observer is None:
                 self._observer = torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._observer):  # stands behind it, and nobody behind this
                 work.wait()
-                end = self.trace.now()
-            for event in events:
-                self.trace.finish(event, end)
+                stamp(self.trace.now())
+        elif self._direct and isinstance(work, Works):
+            return self._watcher.watch(work, stamp)
         elif isinstance(work, dist.Work):
-            _stamp(work, self.trace, events)
+            when_over(work, stamp)
+        return work
 
     def _launched(
         self,
@@ -277,11 +293,11 @@ class Collectives:
         weight: str,
         phase: str,
     ) -> Handle:
+        if self.trace.enabled:
+            work = self._stamped(work, events)
         handle = Handle(work, events, keep)
         if self._current is not None:
             handle.stream = self._current()
-        if self.trace.enabled:
-            self._stamp(work, events)
         if not self.overlap:
             self.wait(handle, unit, weight, phase)
         return handle
@@ -323,20 +339,6 @@ def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dis
         dist, "all_gather_single", dist.all_gather_into_tensor
     )
     return call(output, shard, group=group, async_op=True)
-
-
-def _stamp(work: dist.Work, trace: Trace, events: list[int]) -> None:
-    """Let the thread that carries the collective note its end, in the host's time."""
-    try:
-        future = work.get_future()
-    except RuntimeError:
-        return
-
-    def stamp(_: object) -> None:
-        for event in events:
-            trace.finish(event, time.perf_counter())
-
-    future.add_done_callback(stamp)
 
 
 def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> None:

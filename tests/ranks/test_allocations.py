@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Collectives, Works
+from internsp.wp.collectives import Collectives
+from internsp.wp.works import Works
 from tests.support.models import ROLLING, SOME, Block, Tiny, Twin
 from tests.support.ranks import run_ranks
 
@@ -44,18 +45,13 @@ def allocated(work: Any) -> Counter[int]:
 
 
 def without_copies(collectives: Collectives) -> None:
-    """Gather by sends straight into the slot: gloo's own form allocates and copies the whole."""
-    group, rank, peer = collectives.group, collectives.rank, 1 - collectives.rank
-
-    def send(output: Tensor, shard: Tensor) -> Works:
-        pieces = output.view(2, -1)
-        pieces[rank].copy_(shard)
-        return Works([group.recv([pieces[peer]], peer, 0), group.send([shard], peer, 0)])
+    """Gather small weights one by one: gloo's own form for several allocates and copies them."""
 
     def send_all(outputs: list[Tensor], shards: list[Tensor]) -> Works:
-        return Works([send(o, s) for o, s in zip(outputs, shards, strict=True)])
+        pairs = zip(outputs, shards, strict=True)
+        return Works([collectives._send_gather(o, s) for o, s in pairs])
 
-    collectives._send_gather, collectives._send_gathers = send, send_all  # type: ignore[method-assign]
+    collectives._send_gathers = send_all  # type: ignore[method-assign]
 
 
 def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]:

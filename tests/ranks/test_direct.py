@@ -1,0 +1,101 @@
+"""On gloo a weight travels by messages between pairs of ranks: a collective's very bits."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.errors import CollectiveError
+from internsp.trace import Trace
+from internsp.wp.collectives import MOST_DIRECT, Collectives, Counters
+from tests.support.ranks import run_ranks
+
+SHARD = (15,)
+
+
+def made(direct: bool, trace: Trace | None = None) -> Collectives:
+    collectives = Collectives(dist.group.WORLD, True, trace or Trace(), Counters())
+    assert collectives._direct, "gloo, host tensors, few ranks"
+    collectives._direct = direct
+    return collectives
+
+
+def both_ways(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float64, torch.bfloat16, torch.uint8):
+        shard = torch.randint(0, 200, SHARD, generator=generator).to(dtype)
+        pieces = torch.randint(0, 200, (world_size * 7,), generator=generator).to(dtype)
+        found: list[tuple[Tensor, Tensor]] = []
+        for direct in (False, True):
+            collectives = made(direct)
+            slots = [torch.zeros(world_size * shard.numel(), dtype=dtype) for _ in range(3)]
+            received = [torch.zeros_like(pieces) for _ in range(3)]
+            # Several in flight, and waited for out of turn.
+            handles = []
+            for i in range(3):
+                handles.append(collectives.gather(slots[i], shard + i, "u", "w", "forward"))
+                handles.append(collectives.reduce(received[i], pieces + i, "u", {"w": 7}, "b"))
+            for handle in reversed(handles):
+                collectives.wait(handle, "u", "w", "forward")
+            found.append((torch.stack(slots), torch.stack(received)))
+        for whole, pair in zip(*found, strict=True):
+            assert torch.equal(whole, pair), dtype
+            assert whole.any(), "something has arrived"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages_between_pairs_bring_the_bits_of_a_collective(ranks: int) -> None:
+    run_ranks(both_ways, ranks)
+
+
+def traced(rank: int, world_size: int) -> tuple[float, float, float]:
+    trace = Trace(enabled=True)
+    collectives = made(True, trace)
+    slot, shard = torch.zeros(2 * 15), torch.ones(SHARD)
+    dist.barrier()
+    time.sleep(0.2 * rank)
+    launched = time.perf_counter()
+    handle = collectives.gather(slot, shard, "u", "w", "forward")
+    time.sleep(0.6)
+    before = time.perf_counter()
+    collectives.wait(handle, "u", "w", "forward")
+    end = trace.events[0].end
+    assert end is not None
+    return launched, end, before
+
+
+def test_a_trace_tells_when_a_gather_ended_not_when_it_was_waited_for() -> None:
+    (first, end, waited), (second, _, _) = run_ranks(traced, 2)
+    assert first < second < end < waited  # one machine, one clock
+
+
+def out_of_step(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    collectives = Collectives(group, True, Trace(), Counters())
+    collectives.ledger.launched += rank  # rank 1 believes that it has sent one more
+    slot = torch.zeros(2 * 15)
+    handle = collectives.gather(slot, torch.ones(SHARD), "u", "wq", "forward")
+    with pytest.raises(CollectiveError, match="wq") as caught:
+        collectives.wait(handle, "u", "wq", "forward")
+    return str(caught.value)
+
+
+def test_ranks_out_of_step_get_an_error_and_never_the_wrong_weight() -> None:
+    for rank, message in enumerate(run_ranks(out_of_step, 2)):
+        assert f"rank {rank}" in message
+
+
+def alone(rank: int, world_size: int) -> None:
+    collectives = Collectives(dist.group.WORLD, True, Trace(), Counters())
+    assert collectives._direct == (world_size <= MOST_DIRECT)
+    cut = Collectives(dist.group.WORLD, True, Trace(), Counters(), device=torch.device("meta"))
+    assert not cut._direct, "gloo sends device tensors by collectives only"
+
+
+def test_only_host_tensors_of_few_ranks_travel_so() -> None:
+    run_ranks(alone, 2)

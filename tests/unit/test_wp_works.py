@@ -1,0 +1,74 @@
+"""Works that are watched: told in turn, errors kept for who waits, no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from internsp.wp.works import Watcher, Works
+
+
+class Gate:
+    """A work that is over when it is opened."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.opened = threading.Event()
+        self.waits = 0
+        self._error = error
+
+    def wait(self) -> None:
+        self.waits += 1
+        assert self.opened.wait(10)
+        if self._error is not None:
+            raise self._error
+
+
+def watchers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "internsp-watcher"]
+
+
+def none_left() -> bool:
+    deadline = time.monotonic() + 10
+    while watchers() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not watchers()
+
+
+def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> None:
+    watcher, told = Watcher(), []
+    gates = [Gate(), Gate()]
+    start = time.perf_counter()
+    watched = [
+        watcher.watch(gate, lambda end, i=i: told.append((i, end)))  # type: ignore[misc]
+        for i, gate in enumerate(gates)
+    ]
+    assert len(watchers()) == 1, "one thread for both"
+    assert told == []
+    for gate in reversed(gates):
+        gate.opened.set()
+    assert none_left()
+    assert [i for i, _ in told] == [0, 1]
+    assert start < told[0][1] <= told[1][1] < time.perf_counter()
+    for work in watched:
+        work.wait()
+        work.wait()
+    assert [gate.waits for gate in gates] == [1, 1], "nobody waits for the work itself twice"
+    third = watcher.watch(gates[0], lambda end: told.append((2, end)))
+    third.wait()
+    assert told[-1][0] == 2, "a watcher that has ended begins anew"
+    assert none_left()
+
+
+def test_a_failure_reaches_who_waits_and_those_behind_it_go_on() -> None:
+    watcher, told = Watcher(), []
+    bad, good = Gate(RuntimeError("peer is gone")), Gate()
+    works = [watcher.watch(gate, told.append) for gate in (bad, good)]
+    bad.opened.set()
+    good.opened.set()
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        Works(works).wait()
+    works[1].wait()
+    assert len(told) == 1, "a failure has no end to tell"
+    assert none_left()
