@@ -225,7 +225,7 @@ class Collectives:
     def _send_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, *shard.shape).unbind()
-            return self._send_pairs(places, [shard] * self.size)
+            return send_pairs(self.group, places, [shard] * self.size, self.ledger.launched)
         return self._gather(output, shard, self._gather_options)
 
     def _send_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
@@ -236,21 +236,9 @@ class Collectives:
     def _send_exchange(self, output: Tensor, pieces: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, -1).unbind()
-            return self._send_pairs(places, pieces.view(self.size, -1).unbind())
+            sent = pieces.view(self.size, -1).unbind()
+            return send_pairs(self.group, places, sent, self.ledger.launched)
         return self._exchange(output, pieces, [], [], self._exchange_options)
-
-    def _send_pairs(self, places: Sequence[Tensor], pieces: Sequence[Tensor]) -> Work:
-        """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]``.
-
-        The tag is the launch's number, the same on all ranks (WP-2): ranks that are not in step
-        wait for each other in vain instead of taking one weight for another.
-        """
-        group, rank, tag = self.group, self.rank, self.ledger.launched % 2**30
-        others = [(rank + i) % self.size for i in range(1, self.size)]
-        works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
-        works += [group.send([pieces[p]], p, tag) for p in others]
-        places[rank].copy_(pieces[rank])
-        return Works(works)
 
     def _outlive(self, handle: Handle) -> None:
         """Waited for on another stream than it was launched from: memory must not go back early.
@@ -301,6 +289,23 @@ class Collectives:
         if not self.overlap:
             self.wait(handle, unit, weight, phase)
         return handle
+
+
+def send_pairs(
+    group: dist.ProcessGroup, places: Sequence[Tensor], pieces: Sequence[Tensor], launch: int
+) -> Works:
+    """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]`` (gloo, host).
+
+    Args:
+        launch: its number, the same on all ranks (WP-2). Messages carry it, so that ranks out of
+            step wait for each other in vain instead of taking one weight for another.
+    """
+    rank, size, tag = group.rank(), group.size(), launch % 2**30
+    others = [(rank + i) % size for i in range(1, size)]
+    works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
+    works += [group.send([pieces[p]], p, tag) for p in others]
+    places[rank].copy_(pieces[rank])
+    return Works(works)
 
 
 def all_reduce(

@@ -114,8 +114,15 @@ class FakeGroup:
         out.copy_(source.view(2, -1)[:1].expand(2, -1).reshape(-1))
         return SimpleNamespace(wait=lambda: None)
 
+    def pairs(
+        self, group: Any, places: list[torch.Tensor], sent: list[torch.Tensor], launch: int
+    ) -> Any:
+        for place in places:
+            place.copy_(sent[0].roll(self.shift))
+        return SimpleNamespace(wait=lambda: None)
 
-@pytest.mark.parametrize("count", [2, 4])
+
+@pytest.mark.parametrize("count", [pieces.MESSAGES, 2, 4])
 def test_pieces_of_a_weight_must_arrive_where_the_whole_does(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +131,7 @@ def test_pieces_of_a_weight_must_arrive_where_the_whole_does(
         monkeypatch.setattr(torch.distributed, "all_gather", fake.gather)
         monkeypatch.setattr(torch.distributed, "all_to_all_single", fake.exchange)
         monkeypatch.setattr(pieces, "gather_slices", fake.gather_whole)
+        monkeypatch.setattr(pieces, "send_pairs", fake.pairs)
         mesh: Any = SimpleNamespace(rank=0, weight=2, weight_group=fake, gradient_group=fake)
         if shift:
             with pytest.raises(RuntimeError, match="do not arrive as the whole"):

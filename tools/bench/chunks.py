@@ -1,8 +1,8 @@
 """``--probe chunks``: would weights cut into pieces travel faster over the benchmark's link?
 
-The collectives of one step, in the order of the printed schedule, nothing computed: whole weights,
-halves and quarters, with few and with many weights in flight. What this cannot win, an option of
-the library could not either.
+The collectives of one step, in the order of the printed schedule, nothing computed: the library's
+messages, gloo's own collectives of whole weights, halves and quarters, with few and many in flight.
+What this cannot win, an option of the library could not either.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tools.bench.bounds import MBIT, Spread
 from tools.bench.campaign import Outcome, Say, machine, prepare
 from tools.bench.network import Link
 from tools.bench.options import Options
+from tools.bench.pieces import MESSAGES
 from tools.bench.session import Session
 
-PIECES = (1, 2, 4)
+PIECES = (MESSAGES, 1, 2, 4)
 FLYING = (4, 8, 16)  # whole weights; a block of the model has seven
-NAMES = {1: "whole", 2: "halves", 4: "quarters"}
+NAMES = {MESSAGES: "messages", 1: "whole", 2: "halves", 4: "quarters"}
 HEAD = ("weights travel", "in flight", "seconds", "quartiles", "of the rate", "against whole")
 
 

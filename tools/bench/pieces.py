@@ -1,8 +1,9 @@
-"""One step's collectives without any compute, whole or cut into pieces that fly together.
+"""One step's collectives without any compute: as messages, as gloo's own, or those in pieces.
 
 A gather in pieces cannot land in one place: a piece of every rank's rows goes to as many places of
 the slot, so it takes the list form of all-gather, into views. An exchange in pieces packs each
-piece anew. Both must give the bits of the whole form, which :func:`verify` looks at first.
+piece anew. Messages between pairs of ranks are the library's own form. All must give the bits of
+gloo's whole collective, which :func:`verify` looks at first.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp import ParallelMesh
-from internsp.wp.collectives import gather_slices
+from internsp.wp.collectives import gather_slices, send_pairs
 from tools.bench.fsdp import Works, cuts
 from tools.bench.model import DTYPE
 
+MESSAGES = 0
+"""In place of a number of pieces: messages between pairs, one a whole weight."""
 Message = tuple[str, int]
 """``AG`` or ``RS``, and the elements of one rank's shard."""
 
@@ -33,6 +36,9 @@ def messages(schedule: Sequence[Sequence[Any]], world: int) -> list[Message]:
 
 def gather(slot: Tensor, shard: Tensor, group: dist.ProcessGroup, pieces: int) -> Any:
     """All-gather ``shard`` ``[n]`` into ``slot`` ``[ranks * n]``."""
+    if pieces == MESSAGES:
+        ranks = group.size()
+        return send_pairs(group, slot.view(ranks, -1).unbind(), [shard] * ranks, 0)
     if pieces == 1:
         return gather_slices(slot, shard, group)
     rows = slot.view(group.size(), -1)
@@ -45,6 +51,11 @@ def gather(slot: Tensor, shard: Tensor, group: dist.ProcessGroup, pieces: int) -
 
 def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces: int) -> Any:
     """All-to-all of ``packed`` ``[ranks * n]``; in pieces ``received`` has one after another."""
+    if pieces == MESSAGES:
+        ranks = group.size()
+        return send_pairs(
+            group, received.view(ranks, -1).unbind(), packed.view(ranks, -1).unbind(), 0
+        )
     if pieces == 1:
         return dist.all_to_all_single(received, packed, group=group, async_op=True)
     rows = packed.view(group.size(), -1)
@@ -60,7 +71,7 @@ def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces:
 
 def reduced(received: Tensor, ranks: int, pieces: int) -> Tensor:
     """The sum of what :func:`exchange` has received, ``[n]`` in fp32."""
-    ranges = cuts(len(received) // ranks, pieces)
+    ranges = cuts(len(received) // ranks, max(pieces, 1))
     parts = received.split([ranks * (b - a) for a, b in ranges])
     return torch.cat([part.view(ranks, -1).sum(0, dtype=torch.float32) for part in parts])
 
@@ -82,7 +93,8 @@ def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
         exchange(received, gradient, mesh.gradient_group, count).wait()
         found.append((slot, reduced(received, ranks, count)))
     if not all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True)):
-        raise RuntimeError(f"{pieces} pieces of a weight do not arrive as the whole does")
+        what = f"{pieces} pieces" if pieces else "messages"
+        raise RuntimeError(f"{what} of a weight do not arrive as the whole does")
 
 
 def send(mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int) -> float:
