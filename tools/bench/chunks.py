@@ -20,10 +20,13 @@ from tools.bench.options import Options
 from tools.bench.pieces import MESSAGES
 from tools.bench.session import Session
 
+Times = dict[tuple[int, int], list[float]]
 PIECES = (MESSAGES, 1, 2, 4)
 FLYING = (4, 8, 16)  # whole weights; a block of the model has seven
 NAMES = {MESSAGES: "messages", 1: "whole", 2: "halves", 4: "quarters"}
-HEAD = ("weights travel", "in flight", "seconds", "quartiles", "of the rate", "against whole")
+HEAD = (
+    "weights travel", "in flight", "seconds", "quartiles", "of the rate", "against whole", "cpu s"
+)  # fmt: skip
 
 
 def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, Any]:
@@ -32,19 +35,20 @@ def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, A
     payload = session.ask("pieces_ready", pieces=PIECES)[0]
     say(f"pieces arrive as the whole does; {payload} bytes a step")
     cases = [(pieces, flying) for flying in FLYING for pieces in PIECES]
-    seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    seconds: Times = {case: [] for case in cases}
+    busy: Times = {case: [] for case in cases}
     for index in range(options.rounds):
         turn = index % len(cases)
         for case in cases[turn:] + cases[:turn]:
             answers = session.ask("pieces", pieces=case[0], flying=case[1], steps=options.steps)
-            seconds[case] += [max(column) for column in zip(*answers, strict=True)]
+            for ranks in zip(*answers, strict=True):
+                seconds[case].append(max(wall for wall, _ in ranks))
+                busy[case].append(statistics.mean(cpu for _, cpu in ranks))
         say(f"round {index + 1} of {options.rounds}")
-    return summarise(outcome, payload, seconds)
+    return summarise(outcome, payload, seconds, busy)
 
 
-def summarise(
-    outcome: Outcome, payload: int, seconds: dict[tuple[int, int], list[float]]
-) -> dict[str, Any]:
+def summarise(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
     """Medians, and what they are of the rate and of whole weights with as many in flight."""
     rows: list[dict[str, Any]] = []
     for (pieces, flying), values in seconds.items():
@@ -61,6 +65,7 @@ def summarise(
                 "high": spread.high,
                 "of_rate": None if outcome.rate_mbit is None else reached / outcome.rate_mbit,
                 "against_whole": spread.median / whole,
+                "cpu": statistics.median(busy[(pieces, flying)]),
             }
         )
     return {
@@ -81,7 +86,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
         spread = f"{r['low']:.3f} .. {r['high']:.3f}"
         rows.append(
             (NAMES[r["pieces"]], str(r["flying"]), f"{r['median']:.3f}", spread, share,
-             f"{r['against_whole']:.3f}")
+             f"{r['against_whole']:.3f}", f"{r['cpu']:.3f}")
         )  # fmt: skip
     return rows
 

@@ -97,13 +97,19 @@ def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
         raise RuntimeError(f"{what} of a weight do not arrive as the whole does")
 
 
-def send(mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int) -> float:
-    """Seconds of all ``sent``, ``flying`` whole weights in flight at most. Collective, blocks."""
+def send(
+    mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int
+) -> tuple[float, float]:
+    """Send all of ``sent``, ``flying`` whole weights in flight at most. Collective, blocks.
+
+    Returns:
+        Seconds, and processor seconds of this rank's threads.
+    """
     ranks = mesh.weight
     rings = {message: _ring(*message, ranks, flying + 1) for message in set(sent)}
     queue: deque[Any] = deque()
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     for message in sent:
         while len(queue) >= flying:
             queue.popleft().wait()
@@ -114,7 +120,7 @@ def send(mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int) 
             queue.append(exchange(output, source, mesh.gradient_group, pieces))
     while queue:
         queue.popleft().wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - busy
 
 
 def _ring(kind: str, numel: int, ranks: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:

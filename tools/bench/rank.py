@@ -99,8 +99,8 @@ class Worker:
                 verify(self.setting.mesh, numel, count)
         return sum(action[3] for action in schedule if action[0] in ("AG", "RS"))
 
-    def pieces(self, pieces: int, flying: int, steps: int) -> list[float]:
-        """Seconds of a step's collectives, ``steps`` times, after one that is not told."""
+    def pieces(self, pieces: int, flying: int, steps: int) -> list[tuple[float, float]]:
+        """Seconds and processor seconds of a step's collectives, after one that is not told."""
         mesh = self.setting.mesh
         return [send(mesh, self.messages, pieces, flying) for _ in range(steps + 1)][1:]
 
