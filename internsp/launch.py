@@ -15,6 +15,7 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class _Cause:
     @property
     def order(self) -> tuple[bool, int]:
         """Real causes before consequences, early ones first."""
-        return _is_consequence(self.message), self.written
+        return _is_consequence(self.traceback), self.written
 
     def __str__(self) -> str:
         kind = self.message.partition(":")[0]
@@ -115,8 +116,8 @@ def _rank(run: Run, config: Config, output: Path) -> None:
     with StopRequest() as stop:
         try:
             run(config, output)
-        except Exception as error:
-            if _is_consequence(str(error)):
+        except Exception:
+            if _is_consequence(traceback.format_exc()):
                 time.sleep(_CAUSE_SECONDS)  # or the launcher might find this rank's end first
             raise
     # After a signal the launcher no longer collects results, and would let this process wait.
@@ -124,8 +125,9 @@ def _rank(run: Run, config: Config, output: Path) -> None:
         raise SystemExit(INTERRUPTED)
 
 
-def _is_consequence(message: str) -> bool:
-    return any(sign in message.lower() for sign in _CONSEQUENCES)
+def _is_consequence(stack: str) -> bool:
+    """By the whole traceback: a pipeline stage wraps what it met in an error of its own."""
+    return any(sign in stack.lower() for sign in _CONSEQUENCES)
 
 
 def _explain(logs: Path, error: ChildFailedError) -> str:

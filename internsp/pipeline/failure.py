@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import abort, default_store
+from internsp.wp.recovery import abort, default_store
 
 
 class Watch:

@@ -12,7 +12,6 @@ collectives of a group travel at a time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,8 +176,8 @@ class Collectives:
         A piece may hold shards of several small ``weights``, one after another; the values of
         ``weights`` are the shards' elements.
 
-        After the wait, the sum of ``output``'s pieces in a wide dtype is this rank's reduced shard.
-        Does not block unless ``overlap`` is off.
+        After the wait, :meth:`total` is this rank's reduced shard. Does not block unless
+        ``overlap`` is off.
         """
         others = (self.size - 1) * pieces.element_size()
         self.counters.reduced_bytes += others * (pieces.numel() // self.size)
@@ -195,6 +194,26 @@ class Collectives:
             return Handle(None, keep=(output, pieces))
         work = self._send_exchange(output, pieces)
         return self._launched(work, events, (output, pieces), unit, next(iter(weights)), phase)
+
+    def total(self, received: Tensor, pieces: Tensor) -> Tensor:
+        """The sum of what :meth:`reduce` has brought, ``[piece]`` in fp32 or wider (DESIGN 8).
+
+        After the wait. On the host row by row: torch would first make all of them wide.
+        """
+        dtype = torch.promote_types(received.dtype, torch.float32)
+        rows = received.view(self.size, -1)
+        if not self._direct:
+            return rows.sum(0, dtype=dtype)
+        parts = [*rows.unbind()]
+        parts[self.rank] = pieces.view(self.size, -1)[self.rank]  # it has not travelled
+        first, *others = parts
+        if others and first.dtype == dtype:
+            total = first + others.pop(0)
+        else:
+            total = first.to(dtype, copy=True)
+        for part in others:
+            total += part
+        return total
 
     def wait(self, handle: Handle, unit: str, weight: str, phase: str) -> None:
         """Wait for ``handle`` on the current stream (CPU: block). Later waits return at once.
@@ -225,6 +244,7 @@ class Collectives:
     def _send_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, *shard.shape).unbind()
+            places[self.rank].copy_(shard)
             return send_pairs(self.group, places, [shard] * self.size, self.ledger.launched)
         return self._gather(output, shard, self._gather_options)
 
@@ -296,6 +316,8 @@ def send_pairs(
 ) -> Works:
     """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]`` (gloo, host).
 
+    This rank's own piece stays where it is.
+
     Args:
         launch: its number, the same on all ranks (WP-2). Messages carry it, so that ranks out of
             step wait for each other in vain instead of taking one weight for another.
@@ -304,7 +326,6 @@ def send_pairs(
     others = [(rank + i) % size for i in range(1, size)]
     works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
     works += [group.send([pieces[p]], p, tag) for p in others]
-    places[rank].copy_(pieces[rank])
     return Works(works)
 
 
@@ -358,40 +379,6 @@ def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> No
                 work.wait()
     except RuntimeError as error:
         raise ledger.failed(what, error) from error
-
-
-def all_meet(
-    store: dist.Store, key: str, place: int | None, rank: int, ranks: list[int], seconds: float
-) -> bool:
-    """Whether all ``ranks`` come to the same ``place`` within ``seconds``, by the store alone.
-
-    Used after an exception, when no collective may be trusted (WP-10). All ranks get the same
-    answer, the first that anyone gives: a rank that has given up is not joined later. ``None``
-    gives up at once.
-    """
-    store.set(f"{key}/{rank}", str(place))
-    posted, verdict = [f"{key}/{r}" for r in ranks], f"{key}/verdict"
-    deadline = time.monotonic() + seconds
-    while place is not None and not store.check([verdict]):
-        if store.check(posted) or time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    same = place is not None and store.check(posted)
-    same = same and all(store.get(k).decode() == str(place) for k in posted)
-    return bool(store.compare_set(verdict, "", "together" if same else "apart") == b"together")
-
-
-def abort(group: dist.ProcessGroup) -> None:
-    """End ``group`` now: whoever waits in one of its collectives gets an error."""
-    if dist.get_backend(group) == "nccl":
-        dist.distributed_c10d._abort_process_group(group)
-    else:
-        dist.destroy_process_group(group)
-
-
-def default_store() -> dist.Store:
-    """The store with which the default process group was made."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def is_wide(dtype: torch.dtype) -> bool:

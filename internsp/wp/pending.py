@@ -30,6 +30,8 @@ class PendingGradient:
     received: Tensor
     """``[size * piece]``, flat: one piece from every rank."""
     packed: Tensor | None
+    pieces: Tensor
+    """What was sent; this rank's own piece is in it."""
     handle: Handle
 
 
@@ -156,7 +158,7 @@ class PendingGradients:
         shares = {w.name: w.layout.shard_numel for w in weights}
         collectives = self._collectives[weights[0].axis]
         handle = collectives.reduce(received, pieces, unit.name, shares, "backward")
-        self._queue.append(PendingGradient(unit, weights, received, packed, handle))
+        self._queue.append(PendingGradient(unit, weights, received, packed, pieces, handle))
         self._nbytes += pieces.nbytes
 
     def _make_room(self, nbytes: int) -> None:
@@ -184,8 +186,7 @@ class PendingGradients:
             weights[0].lend_partial(received)  # nobody else has a part: the gradient is the sum
             self._trace.record("DRAIN", unit.name, weights[0].name, "drain")
             return
-        wide = torch.promote_types(received.dtype, torch.float32)
-        total = received.view(weights[0].layout.size, -1).sum(0, dtype=wide)
+        total = collectives.total(received, pending.pieces)
         parts = unflatten(total, [weight.storage for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.add_partial(part)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Ledger, abort, all_meet, default_store
+from internsp.wp.collectives import Ledger
 
 
 class Recovery:
@@ -65,3 +66,37 @@ class Recovery:
         for group in mesh.pass_groups:
             abort(group)
         raise CollectiveError(self._broken)
+
+
+def all_meet(
+    store: dist.Store, key: str, place: int | None, rank: int, ranks: list[int], seconds: float
+) -> bool:
+    """Whether all ``ranks`` come to the same ``place`` within ``seconds``, by the store alone.
+
+    Used after an exception, when no collective may be trusted (WP-10). All ranks get the same
+    answer, the first that anyone gives: a rank that has given up is not joined later. ``None``
+    gives up at once.
+    """
+    store.set(f"{key}/{rank}", str(place))
+    posted, verdict = [f"{key}/{r}" for r in ranks], f"{key}/verdict"
+    deadline = time.monotonic() + seconds
+    while place is not None and not store.check([verdict]):
+        if store.check(posted) or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    same = place is not None and store.check(posted)
+    same = same and all(store.get(k).decode() == str(place) for k in posted)
+    return bool(store.compare_set(verdict, "", "together" if same else "apart") == b"together")
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End ``group`` now: whoever waits in one of its collectives gets an error."""
+    if dist.get_backend(group) == "nccl":
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def default_store() -> dist.Store:
+    """The store with which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()

@@ -34,18 +34,22 @@ def both_ways(rank: int, world_size: int) -> None:
         for direct in (False, True):
             collectives = made(direct)
             slots = [torch.zeros(world_size * shard.numel(), dtype=dtype) for _ in range(3)]
-            received = [torch.zeros_like(pieces) for _ in range(3)]
+            # This rank's own piece need not be there: whatever is must not count.
+            received = [torch.full_like(pieces, 99) for _ in range(3)]
+            sent = [pieces + i for i in range(3)]
             # Several in flight, and waited for out of turn.
             handles = []
             for i in range(3):
                 handles.append(collectives.gather(slots[i], shard + i, "u", "w", "forward"))
-                handles.append(collectives.reduce(received[i], pieces + i, "u", {"w": 7}, "b"))
+                handles.append(collectives.reduce(received[i], sent[i], "u", {"w": 7}, "b"))
             for handle in reversed(handles):
                 collectives.wait(handle, "u", "w", "forward")
-            found.append((torch.stack(slots), torch.stack(received)))
+            totals = [collectives.total(r, s) for r, s in zip(received, sent, strict=True)]
+            found.append((torch.stack(slots), torch.stack(totals)))
         for whole, pair in zip(*found, strict=True):
             assert torch.equal(whole, pair), dtype
             assert whole.any(), "something has arrived"
+        assert found[1][1].dtype == torch.promote_types(dtype, torch.float32), "summed wide"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

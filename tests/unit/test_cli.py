@@ -197,6 +197,16 @@ def _die(config: Config, output: Path) -> None:
     time.sleep(120)
 
 
+def _break(config: Config, output: Path) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:  # as a pipeline stage wraps what its backward meets
+        raise RuntimeError("Connection reset by peer")
+    except RuntimeError as error:
+        raise RuntimeError("Failed to run stage backward") from error
+
+
 def _until_asked(config: Config, output: Path) -> None:
     rank = os.environ["RANK"]
     with StopRequest() as stop:
@@ -237,6 +247,12 @@ def test_a_killed_rank_stops_the_others_and_is_named(tmp_path, monkeypatch):
     with pytest.raises(ChildError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\)"):
         start(_die, _configured(), tmp_path)
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.ranks
+def test_a_consequence_inside_another_error_is_not_taken_for_the_cause(tmp_path):
+    with pytest.raises(ChildError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\)"):
+        start(_break, _configured(), tmp_path)
 
 
 def _signal_when_ready(folder: Path, count: int) -> threading.Thread:

@@ -38,7 +38,9 @@ def gather(slot: Tensor, shard: Tensor, group: dist.ProcessGroup, pieces: int) -
     """All-gather ``shard`` ``[n]`` into ``slot`` ``[ranks * n]``."""
     if pieces == MESSAGES:
         ranks = group.size()
-        return send_pairs(group, slot.view(ranks, -1).unbind(), [shard] * ranks, 0)
+        places = slot.view(ranks, -1).unbind()
+        places[group.rank()].copy_(shard)
+        return send_pairs(group, places, [shard] * ranks, 0)
     if pieces == 1:
         return gather_slices(slot, shard, group)
     rows = slot.view(group.size(), -1)
@@ -53,9 +55,9 @@ def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces:
     """All-to-all of ``packed`` ``[ranks * n]``; in pieces ``received`` has one after another."""
     if pieces == MESSAGES:
         ranks = group.size()
-        return send_pairs(
-            group, received.view(ranks, -1).unbind(), packed.view(ranks, -1).unbind(), 0
-        )
+        places, sent = received.view(ranks, -1).unbind(), packed.view(ranks, -1).unbind()
+        places[group.rank()].copy_(sent[group.rank()])
+        return send_pairs(group, places, sent, 0)
     if pieces == 1:
         return dist.all_to_all_single(received, packed, group=group, async_op=True)
     rows = packed.view(group.size(), -1)
