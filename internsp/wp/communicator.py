@@ -45,6 +45,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, name))
 
 
+def _alike(one: ShardedWeight, other: ShardedWeight) -> bool:
+    """Whether small weights may share a gather: gloo's coalesced one takes the first's dtype."""
+    return one.axis is other.axis and one.compute_dtype == other.compute_dtype
+
+
 class WPCommunicator(ABC):
     """Gathers weights and reduces their gradients on behalf of layers.
 
@@ -172,7 +177,7 @@ class UnitCommunicator(WPCommunicator):
                 self.await_gather(unit, weight, phase)
             slot.tags[weight] = tag
             small = state.policy.small(weight.slot_nbytes) and weight.layout.size > 1
-            if together and not (small and last and together[0].axis is weight.axis):
+            if together and not (small and last and _alike(together[0], weight)):
                 self._gather(unit, slot, together, phase)
                 together = []
             together.append(weight)

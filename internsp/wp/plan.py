@@ -201,5 +201,7 @@ def _weight(
         coded=coded,
         gradient_bytes=layout.padded_numel * sent.itemsize,
         expert=assignment.expert and shape.separate,
+        gather_dtype=compute,
+        reduce_dtype=sent,
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

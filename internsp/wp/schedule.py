@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 from internsp.wp.line import launches
 from internsp.wp.message import Message
 from internsp.wp.resident import reach, slot_of, slot_sizes
@@ -124,6 +126,10 @@ class WeightPlan:
     """What is gathered of each shard, where a codec codes it."""
     expert: bool = False
     """Travels over the experts' weight group, which is not the dense weights'."""
+    gather_dtype: torch.dtype | None = None
+    """What it is gathered in; what travels together has one dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """What its gradient travels in."""
     gradient_bytes: int = 0
     """Of its whole gradient as it travels, padded."""
     sum_bytes: int = 0

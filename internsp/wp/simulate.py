@@ -71,7 +71,8 @@ class Simulator:
             if weight.name in present or weight.resident:
                 continue
             present.add(weight.name)
-            if not (weight.small and all(w.expert == weight.expert for w in together)):
+            kind = weight.expert, weight.gather_dtype
+            if not (weight.small and all((w.expert, w.gather_dtype) == kind for w in together)):
                 self.gather(together, phase)
                 together = []
             if weight.small:
@@ -207,8 +208,9 @@ class Simulator:
             self.add("FREE", BACKWARD, weight)
             self.let_go(unit, weight)
             return
-        alike = unit is self.kept_unit and all(w.expert == weight.expert for w in self.kept)
-        if not (weight.small and alike):
+        kind = weight.expert, weight.reduce_dtype
+        alike = all((w.expert, w.reduce_dtype) == kind for w in self.kept)
+        if not (weight.small and alike and unit is self.kept_unit):
             self.flush()
         if weight.small:
             self.kept_unit = unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +46,26 @@ def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> No
     run_ranks(unrecorded, 2)
 
 
+class Scaled(Block):
+    """Has a weight that autocast leaves in full precision beside those that it lowers."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.randn(width, width) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + self.scale.square().sum(0)))
+
+
 def mixed(rank: int, world_size: int) -> None:
     """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    twin = Twin(Tiny, mesh, dtype=torch.float32, **ALL)
+    for reduce_dtype in (None, "float32"):  # the latter: gradients of two dtypes in one message
+        options = ALL | {"reduce_dtype": reduce_dtype}
+        by_turns(Twin(partial(Tiny, Scaled), mesh, dtype=torch.float32, **options))
+
+
+def by_turns(twin: Twin) -> None:
     twin.trace.enabled = False
     unit = twin.communicator.blocks[1]
     for step, half in enumerate((False, True, True, False)):

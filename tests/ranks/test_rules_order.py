@@ -240,6 +240,40 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
     run_ranks(sequences, 2)
 
 
+class Precise(Block):
+    """Has a small weight in a wider dtype, as a router of experts may be."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.router = nn.Linear(width, width)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Precise:
+        super()._apply(fn, recurse)
+        self.router.double()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.router(x.double()).tanh().to(x.dtype)
+
+
+def precise(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+    for config in (SOME, ALL, ALL | ROLLING, ALL | {"reduce_dtype": "float32"}):
+        twin = Twin(partial(Tiny, Precise), mesh, dtype=torch.float32, **config)
+        plan = twin.communicator.plan
+        assert plan is not None
+        for step in range(2):
+            twin.trace.clear()
+            twin.backward()
+            twin.check_gradients(f"{config}, step {step}", 1e-5)
+            if step == 0:
+                assert_same(twin.trace.lines(COMMUNICATION), simulate(plan).lines(), f"{config}")
+
+
+def test_small_weights_of_two_dtypes_are_right_and_travel_as_planned() -> None:
+    run_ranks(precise, 2)
+
+
 def interleaved(rank: int, world_size: int) -> None:
     cut, alone = mesh_of(2), mesh_of(1)
     first = Twin(Tiny, cut, HALF)
