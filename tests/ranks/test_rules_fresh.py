@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -344,10 +344,12 @@ def outputs(rank: int, world_size: int) -> None:
         hiding = Twin(partial(model, block), mesh)
         batch = hiding.batch()[1]
         raises(StructureError, partial(hiding.ours, *batch), "Opaque", "layers.0")
-    replaced = Twin(Tiny, mesh).ours
-    replaced.head.weight = nn.Parameter(torch.zeros(VOCABULARY, 6, dtype=torch.float64))  # type: ignore[union-attr]
     ids = torch.zeros(1, 2, dtype=torch.int64)
-    raises(StructureError, lambda: replaced(ids, ids), "weight", "load_state_dict")
+    for name, together in (("head", {}), ("layers.1.wo", {}), ("layers.1.wo", ALL)):
+        replaced = Twin(Tiny, mesh, **together).ours  # type: ignore[arg-type]
+        module = replaced.get_submodule(name)
+        module.weight = nn.Parameter(torch.zeros(module.weight.shape, dtype=torch.float64))  # type: ignore[union-attr, arg-type]
+        raises(StructureError, partial(replaced, ids, ids), "weight", "load_state_dict")
     cast = Twin(Tiny, mesh).ours
     raises(StructureError, lambda: copy.deepcopy(cast), "state_dict")
     cast.float()

@@ -75,6 +75,7 @@ def count_blocks(
         allowed = 0  # memory of its own for each weight, not for a block
     assert most == allowed, f"{most} whole blocks at depth {depth}, pool {reuse}"
     assert most_bytes == pool.slot_nbytes, "the stated bytes are exact"
+    assert not twin.communicator.state.handles, "a gather is waited for once, and then forgotten"
     # Outside the slots nothing of a block's whole size is left.
     assert live_storages(block) <= allowed
 
