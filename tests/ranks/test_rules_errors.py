@@ -122,11 +122,14 @@ class Short(Tiny):
 def alone(rank: int, world_size: int, where: str, other: str, block: int) -> list[str]:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
     twin = Twin(partial(Short, Failing), mesh)
+    layer: Any = twin.ours.layers[block]  # type: ignore[index]
+    layer.where = "middle"
+    raises(Boom, lambda: twin.ours(*twin.batch()[1]))
+    layer.where = ""
     twin.backward()
-    twin.check_gradients("before")
+    twin.check_gradients("after a failure that all ranks met")
     if where == "skipped" and rank == 0:
         twin.ours.last = 3
-    layer: Any = twin.ours.layers[block]  # type: ignore[index]
     layer.where = where if rank == 0 else other
     start, found = time.monotonic(), []
     for _ in range(3):  # a loop that catches everything and goes on

@@ -90,6 +90,25 @@ class Routed(Block):
     route: Tensor | None = None
 
 
+class Pair(nn.Module):
+    """Two weights; on a rank whose tokens do not choose the first, one alone is born."""
+
+    route: Tensor | None = None
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.spare = nn.Linear(width, width)
+        self.wo = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        assert self.route is not None, "set by the test"
+        chosen = (self.route == 0)[..., None]
+        if chosen.any():
+            y = y + torch.where(chosen, self.spare(x), 0.0)
+        return x + self.wo(y)
+
+
 class Extra(Tiny):
     """Weights outside blocks, embedding and head, of which a rank may use none."""
 
@@ -123,10 +142,10 @@ IDLE: tuple[Idle, ...] = (
 )  # fmt: skip
 
 
-def idle(rank: int, world_size: int, cases: tuple[Idle, ...]) -> None:
+def idle(rank: int, world_size: int, cases: tuple[Idle, ...], block: Any = Routed) -> None:
     mesh = mesh_of(2)
     for config, checkpoint in cases:
-        twin = Twin(Extra, mesh, checkpoint, **config)
+        twin = Twin(partial(Extra, block), mesh, checkpoint, **config)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin.plain, twin.ours)]
         # Ids of each rank decide its experts and its image: some idle on one rank, some on all.
         for firsts in ((0, 10), (10, 1), (7, 2), (8, 3), (4, 9), (9, 9)):
@@ -151,6 +170,7 @@ def idle(rank: int, world_size: int, cases: tuple[Idle, ...]) -> None:
 
 def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros() -> None:
     run_ranks(idle, 2, IDLE)
+    run_ranks(idle, 2, (({}, None), (ROLLING, None)), Pair)
 
 
 def test_idle_weights_with_replicas() -> None:

@@ -49,3 +49,23 @@ def steps(rank: int, world_size: int) -> None:
 
 def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None:
     run_ranks(steps, 2)
+
+
+def overtaken(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Tiny, mesh)
+    communicator, state = twin.communicator, twin.communicator.state
+    block = communicator.blocks[1]
+    communicator.fetch(block, block.weights, "forward")
+    older = list(state.handles.values())
+    assert len(older) == len(block.weights)
+    communicator.invalidate()
+    communicator.fetch(block, block.weights, "forward")
+    assert all(handle.work is None for handle in older), "they have arrived"
+    assert not set(map(id, older)) & set(map(id, state.handles.values()))
+    twin.backward()
+    twin.check_gradients("gathered twice in a row")
+
+
+def test_a_gather_of_older_values_arrives_before_newer_ones_are_sent_to_its_place() -> None:
+    run_ranks(overtaken, 2)
