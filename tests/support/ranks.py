@@ -12,13 +12,13 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ PRELOAD = [
     "hypothesis",
     "internsp.train.run",
     "model_zoo",
+    "coverage",  # which each measured rank would import
+    __name__,  # before coverage changes what starts a process, see _Unmeasured
 ]
 GROUP_TIMEOUT_SECONDS = 30.0
 STACK_SIGNAL = signal.SIGUSR1
@@ -47,6 +49,16 @@ STACK_SIGNAL = signal.SIGUSR1
 
 class RankError(AssertionError):
     """Raised in the test's process: some rank failed, died, or did not come to an end."""
+
+
+class _Unmeasured(ForkServerProcess):
+    """A rank that coverage leaves alone: rank 0 runs the same lines, and a tracer doubles the time.
+
+    Coverage measures processes by another ``_bootstrap`` in their base class; this one is kept as
+    it was when the fork server loaded this module, without coverage.
+    """
+
+    _bootstrap = BaseProcess._bootstrap  # type: ignore[attr-defined]
 
 
 def run_ranks(
@@ -63,12 +75,12 @@ def run_ranks(
             their stacks). The other ranks are killed at once.
     """
     context = multiprocessing.get_context("forkserver")
-    _start_server()
+    start_server()
     # In this process, since a file as a store is polled: a mesh took twice as long to make.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
-            context.Process(
+            (_Unmeasured if rank else context.Process)(
                 target=_rank_main,
                 args=(fn, rank, world_size, args, folder, store.port),
                 name=f"rank{rank}",
@@ -85,11 +97,11 @@ def run_ranks(
             _kill(processes)
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the fork server, once, with torch loaded and coverage kept out of the server itself.
 
-    Ranks are measured by coverage's multiprocessing support, which starts in each of them; a server
-    that measures too would hand every rank a second tracer.
+    Rank 0 is measured by coverage's multiprocessing support, which starts in it; a server that
+    measures too would hand it a second tracer.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     with _environment(
@@ -199,14 +211,6 @@ def _wait_for_peers(folder: Path, world_size: int) -> None:
         time.sleep(0.002)
 
 
-def _trace_one_rank(rank: int) -> None:
-    """Leave coverage to rank 0: the others run the same lines, and a tracer doubles their time."""
-    coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None and rank else None
-    if current is not None:
-        current.stop()
-
-
 def _rank_main(
     fn: Callable[..., Any],
     rank: int,
@@ -215,7 +219,6 @@ def _rank_main(
     folder: str,
     port: int,
 ) -> None:
-    _trace_one_rank(rank)
     home = Path(folder)
     with (home / f"stack{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
