@@ -101,7 +101,7 @@ def _train(config: Config, output: Path) -> int:
     if "RANK" not in os.environ:
         from internsp.launch import start
 
-        return start(_run, config, output)
+        return start(_run, config, output, preload=["internsp.train.run"])
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +67,12 @@ class _Cause:
         return f"rank {self.rank} failed: {self.message if known else self.traceback.rstrip()}"
 
 
-def start(run: Run, config: Config, output: Path) -> int:
+def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -> int:
     """Run ``run(config, output)`` in ``launch.processes`` local processes; blocks until all end.
 
     Args:
         run: a function at the top of a module (it is pickled by name).
+        preload: modules that ``run`` imports late: loaded once for all processes.
 
     Returns:
         0, or 130 after Ctrl-C (143 after SIGTERM), once every rank has stopped.
@@ -97,7 +98,7 @@ def start(run: Run, config: Config, output: Path) -> int:
             shutdown_timeout=GRACE_SECONDS,
             signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours, see _interrupts
         )
-        multiprocessing.set_forkserver_preload(["torch", __name__, run.__module__])
+        multiprocessing.set_forkserver_preload(["torch", __name__, run.__module__, *preload])
         try:
             elastic_launch(settings, _rank)(run, config, output)
         except SignalException as error:

@@ -8,12 +8,20 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.ranks import start_server
+
 TESTS = Path(__file__).parent
 
 torch.set_num_threads(1)
 # No deadline (two busy cores), and the same examples at every run: a failure repeats.
 hypothesis.settings.register_profile("internsp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("internsp")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Processes that a test starts by internsp's own launcher come from the tests' server, too."""
+    if item.get_closest_marker("ranks"):
+        start_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

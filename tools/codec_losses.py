@@ -8,7 +8,6 @@ order and initial values are the same in all runs; only what the gathers carry d
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import tyro
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from internsp.cli import main as internsp
 from internsp.train.metrics import StepMetrics, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,8 +43,8 @@ class Arguments:
     """More options of the runs, as SECTION.KEY=VALUE."""
 
 
-def command(given: Arguments, codec: str, output: Path) -> list[str]:
-    """The command line of one run."""
+def words(given: Arguments, codec: str, output: Path) -> list[str]:
+    """The words of one run's command line."""
     changes = {
         "data.source": "text",
         "data.paths": str(given.text),
@@ -57,11 +57,8 @@ def command(given: Arguments, codec: str, output: Path) -> list[str]:
         "weight_parallel.codec": codec,
         **dict(option.split("=", 1) for option in given.options),
     }
-    words = [word for key, value in changes.items() for word in (f"--{key}", value)]
-    return [
-        sys.executable, "-m", "internsp", "train", str(given.config), "--output", str(output),
-        *words,
-    ]  # fmt: skip
+    options = [word for key, value in changes.items() for word in (f"--{key}", value)]
+    return ["train", str(given.config), "--output", str(output), *options]
 
 
 def table(runs: Mapping[str, Sequence[StepMetrics]], every: int) -> list[str]:
@@ -88,12 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="codec-losses-") as home:
         for codec in given.codecs:
             output = Path(home) / codec
-            done = subprocess.run(
-                command(given, codec, output), cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                print(f"{codec}: {done.stdout}\n{done.stderr}", file=sys.stderr)
-                return done.returncode
+            # In this process: what the ranks of the runs have in common is loaded once.
+            status = internsp(words(given, codec, output))
+            if status:
+                print(f"{codec}: exit status {status}", file=sys.stderr)
+                return status
             runs[codec] = read_metrics(output / "metrics.jsonl")
             print(f"{codec}: {len(runs[codec])} steps", file=sys.stderr)
     print("\n".join(table(runs, given.every)))

@@ -37,7 +37,7 @@ def started(monkeypatch):
     """Calls of the launcher, which starts nothing here."""
     calls: list[tuple[Config, Path]] = []
 
-    def fake(run, config, output):
+    def fake(run, config, output, preload):
         calls.append((config, output))
         return 0
 
