@@ -288,6 +288,8 @@ def step_together(optimizers: Sequence[ZeroOptimizer]) -> float:
     skipped = first.loss_scaler is not None and not math.isfinite(norm)
     factor = first._unit() * clip_factor(norm, first.max_grad_norm)
     for optimizer in optimizers:
+        # torch's learning-rate schedules warn where they have seen no call of `step`.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         optimizer.skipped = skipped
         if not skipped:
             optimizer._update(factor)
