@@ -54,32 +54,41 @@ FP32 = [
 ]
 
 
-def compare(rank: int, world: int, cases: list[Case]) -> list[tuple[float, float]]:
-    """(furthest loss or norm, furthest parameter) of each case."""
+Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+def trained(rank: int, world: int, cases: list[Case]) -> list[Trained]:
+    """(loss, norm) of each step, and the parameters, of each case."""
     found = []
     for case in cases:
         s = setup(case)
-        mine = train(s, case, rank, world)
-        model, theirs = alone(case, world)
-        got = whole(s.model)
-        apart = max((got[n] - p).abs().max().item() for n, p in model.named_parameters())
-        found.append((furthest(theirs, mine), apart))
+        found.append((train(s, case, rank, world), whole(s.model)))
+    return found
+
+
+def compare(world: int, cases: list[Case]) -> list[tuple[Case, float, float]]:
+    """(case, furthest loss or norm, furthest parameter) of each rank and case."""
+    ranks = run_ranks(trained, world, cases)
+    found = []
+    for i, case in enumerate(cases):
+        model, theirs = alone(case, world)  # once for all ranks
+        for numbers, got in (rank[i] for rank in ranks):
+            apart = [(got[n] - p).abs().max().item() for n, p in model.named_parameters()]
+            found.append((case, furthest(theirs, numbers), max(apart)))
     return found
 
 
 @pytest.mark.parametrize(("world", "cases"), FP64, ids=["world 1", "world 2", "world 4"])
 def test_twenty_steps_in_fp64_equal_one_process(world: int, cases: list[Case]) -> None:
-    for found in run_ranks(compare, world, cases):
-        for case, (numbers, parameters) in zip(cases, found, strict=True):
-            assert numbers < 1e-10, case
-            assert parameters < 1e-10, case
+    for case, numbers, parameters in compare(world, cases):
+        assert numbers < 1e-10, case
+        assert parameters < 1e-10, case
 
 
 @pytest.mark.parametrize(("world", "cases"), FP32, ids=["world 2", "world 4"])
 def test_fifty_steps_in_fp32_equal_one_process_within_1e_5(world: int, cases: list[Case]) -> None:
-    for found in run_ranks(compare, world, cases):
-        for case, (numbers, _) in zip(cases, found, strict=True):
-            assert numbers < 1e-5, case
+    for case, numbers, _ in compare(world, cases):
+        assert numbers < 1e-5, case
 
 
 def gradients(rank: int, world: int) -> dict[str, float]:

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.layers.linear import GroupedLinearWithCommExt
-from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from internsp.trace import Trace
+from tests.support.meshes import mesh_of
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank
 
@@ -173,11 +173,10 @@ class Pair:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.mesh = ParallelMesh.create(
+        self.mesh = mesh_of(
             case.weight,
             zero=case.zero,
-            device_type="cpu",
-            timeout_seconds=case.timeout,
+            timeout=case.timeout,
             expert_weight=case.expert_weight,
             expert=case.expert,
         )

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.config import WeightParallelConfig
-from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.parallel import parallelize
 from internsp.trace import Trace
 from internsp.wp.isp import ISPCommunicator
+from tests.support.meshes import mesh_of
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank
 CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
@@ -124,9 +124,7 @@ def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setup:
     """Collective. The pool poisons slots, so that a stale read shows."""
     model = little(case.dtype, blocks)
-    mesh = ParallelMesh.create(
-        weight=case.weight, zero=case.zero, device_type="cpu", timeout_seconds=30
-    )
+    mesh = mesh_of(case.weight, zero=case.zero)
     config = WeightParallelConfig(min_shard_elements=20, **case.config)
     communicator = parallelize(model, mesh, config, trace=Trace(case.trace))
     communicator.state.pool.poison = True

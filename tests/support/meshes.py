@@ -1,0 +1,23 @@
+"""Meshes of the calling ranks, each made once: its groups take longer than many a case to run."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from internsp.mesh import ParallelMesh
+
+
+@functools.cache
+def mesh_of(
+    weight: int = 1,
+    sequence: int = 1,
+    pipeline: int = 1,
+    timeout: int = 30,
+    device: str = "cpu",
+    **degrees: Any,
+) -> ParallelMesh:
+    """The mesh with these degrees. Collective at its first call in a process; lives as long."""
+    return ParallelMesh.create(
+        weight, sequence, pipeline, device_type=device, timeout_seconds=timeout, **degrees
+    )
