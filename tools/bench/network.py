@@ -24,6 +24,9 @@ NAME = re.compile(rf"^{PREFIX}(\d+)(r\d+|hub)$")
 INTERFACE = "ispeth"
 # Its chatter would be counted with our bytes.
 NO_IPV6 = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
+# The congestion control that every host has and allows. One set to bbr would now and then leave the
+# link nearly empty for 200 ms, to probe for the shortest round trip. Prints what is in force.
+RENO = "f=/proc/sys/net/ipv4/tcp_congestion_control; echo reno 2>/dev/null > $f; cat $f"
 
 Run = Callable[[Sequence[str]], str]
 
@@ -113,7 +116,13 @@ class Namespaces(Link):
         self._owner = os.getpid() if owner is None else owner
         self._rate: float | None = None
         joined = "veth pair" if ranks == 2 else "veth and bridge"
-        self.label = f"{ranks} network namespaces, {joined}, mtu {mtu}, tbf"
+        self._joined = f"{ranks} network namespaces, {joined}, mtu {mtu}, tbf"
+        self._congestion: set[str] = set()  # in force, of each namespace
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """See :class:`Link`."""
+        return ", ".join([self._joined, *(f"tcp {kind}" for kind in sorted(self._congestion))])
 
     def name(self, rank: int) -> str:
         """The namespace of a rank."""
@@ -182,6 +191,8 @@ class Namespaces(Link):
     def _add(self, name: str) -> None:
         self._run(["ip", "netns", "add", name])
         self._run(["ip", "netns", "exec", name, "sh", "-c", NO_IPV6])
+        found = self._run(["ip", "netns", "exec", name, "sh", "-c", RENO]).strip()
+        self._congestion |= {found} if found else set()
         self._run(["ip", "-n", name, "link", "set", "lo", "up"])
 
     def _veth(self, here: str, port: str, there: str, other: str) -> None:
