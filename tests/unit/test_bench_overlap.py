@@ -267,6 +267,8 @@ class Recorder:
             self.names.append(command[-1])
         elif text.startswith("ip netns del"):
             self.names.remove(command[-1])
+        elif "tcp_congestion_control" in text:
+            return "reno\n"
         return "\n".join(f"{name} (id: 0)" for name in self.names)
 
 
@@ -280,6 +282,7 @@ def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None
         network.limit(600.0)
         network.limit(600.0)
         network.limit(None)
+        assert network.label.endswith("tbf, tcp reno"), "what is in force inside is told"
     assert run.names == ["other"]
     limits = [c for c in run.commands if " tbf " in c]
     assert len(limits) == ranks
