@@ -101,6 +101,9 @@ class FakeGroup:
     def size(self) -> int:
         return 2
 
+    def rank(self) -> int:
+        return 0
+
     def gather(self, out: list[torch.Tensor], piece: torch.Tensor, **_: Any) -> Any:
         for row in out:
             row.copy_(piece.roll(self.shift))

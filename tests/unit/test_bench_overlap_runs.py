@@ -123,7 +123,7 @@ def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     summary = json.loads(files["json"].read_text())
     cases = {(row["pieces"], row["flying"]) for row in summary["rows"]}
-    assert cases == {(p, f) for p in (1, 2, 4) for f in (4, 8, 16)}
+    assert cases == {(p, f) for p in (0, 1, 2, 4) for f in (4, 8, 16)}
     weights = 3 * (4 * 96 * 96 + 3 * 96 * 256) * 2
     assert summary["payload"] == weights * (3 - 2 / 3) / 2
     assert "| halves | 4 |" in files["markdown"].read_text()
