@@ -138,9 +138,10 @@ class Trace:
 
     def finish(self, index: int, end: float | None = None) -> None:
         """Fill the end of the in-flight event ``index`` (no effect for -1 or after ``clear``)."""
-        if 0 <= index < len(self.events) and self.events[index].end is None:
+        events = self.events  # another thread may clear them meanwhile
+        if 0 <= index < len(events) and events[index].end is None:
             stamp = self.now() if end is None else end
-            self.events[index] = replace(self.events[index], end=stamp)
+            events[index] = replace(events[index], end=stamp)
 
     def lines(self, kinds: tuple[str, ...] | None = None) -> list[str]:
         """The events' lines, optionally only those of ``kinds``."""

@@ -1,4 +1,4 @@
-"""The only file of ``wp`` that calls ``torch.distributed``: gathers, reductions, agreement.
+"""The only file of ``wp`` that moves tensors by ``torch.distributed``: gathers and reductions.
 
 A reduction is an all-to-all of the whole gradient's pieces and a local sum: on gloo that sends
 half of what its ``reduce_scatter`` sends, and on every backend the pieces travel in the
@@ -198,7 +198,7 @@ class Collectives:
     def total(self, received: Tensor, pieces: Tensor) -> Tensor:
         """The sum of what :meth:`reduce` has brought, ``[piece]`` in fp32 or wider (DESIGN 8).
 
-        After the wait. On the host row by row: torch would first make all of them wide.
+        After the wait. Of messages row by row: torch would first make all of them wide.
         """
         dtype = torch.promote_types(received.dtype, torch.float32)
         rows = received.view(self.size, -1)

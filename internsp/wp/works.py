@@ -38,14 +38,14 @@ class Watched:
         self._work = work
         self._ended = ended
         self._over = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
 
     def run(self) -> None:
         """On the watcher's thread: wait, and tell the time."""
         try:
             self._work.wait()
             self._ended(time.perf_counter())
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - told to whoever waits; others go on
             self._error = error
         finally:
             self._over.set()
@@ -54,7 +54,7 @@ class Watched:
         """Block until it is over.
 
         Raises:
-            RuntimeError: the work has failed.
+            Exception: what the work has raised; a ``RuntimeError`` where a peer has gone.
         """
         self._over.wait()
         if self._error is not None:

@@ -13,7 +13,7 @@ from internsp.wp.works import Watcher, Works
 class Gate:
     """A work that is over when it is opened."""
 
-    def __init__(self, error: RuntimeError | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.opened = threading.Event()
         self.waits = 0
         self._error = error
@@ -61,14 +61,15 @@ def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> 
     assert none_left()
 
 
-def test_a_failure_reaches_who_waits_and_those_behind_it_go_on() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_failure_reaches_who_waits_and_those_behind_it_go_on(kind: type[Exception]) -> None:
     watcher, told = Watcher(), []
-    bad, good = Gate(RuntimeError("peer is gone")), Gate()
+    bad, good = Gate(kind("peer is gone")), Gate()
     works = [watcher.watch(gate, told.append) for gate in (bad, good)]
     bad.opened.set()
     good.opened.set()
-    with pytest.raises(RuntimeError, match="peer is gone"):
+    assert none_left()
+    assert len(told) == 1, "the one behind it has ended; a failure has no end to tell"
+    with pytest.raises(kind, match="peer is gone"):
         Works(works).wait()
     works[1].wait()
-    assert len(told) == 1, "a failure has no end to tell"
-    assert none_left()
