@@ -194,7 +194,8 @@ class WeightParallelConfig(Section):
     codec_min_elements: Natural = 16384
     """Weights with fewer elements, the embedding's and the head's are not coded."""
     compute_dtype: Dtype | None = None
-    """Dtype in which weights are gathered and used; none: the parameter's own."""
+    """Dtype in which weights are gathered and used, and to which a model's floating inputs are
+    cast; none: the parameter's own."""
 
 
 class ActivationCheckpointConfig(Section):

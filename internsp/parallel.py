@@ -178,7 +178,11 @@ class _Builder:
             for block, unit in zip(self.structure.blocks, blocks, strict=True)
         ]
         communicator.prefetcher = Prefetcher(
-            communicator, self.model, hooked, self._equal_counts() if communicator.mean else None
+            communicator,
+            self.model,
+            hooked,
+            self._equal_counts() if communicator.mean else None,
+            self.dtype,
         )
         return communicator
 

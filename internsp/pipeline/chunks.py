@@ -94,7 +94,8 @@ class Chunk(nn.Module):
             labels: ``[B, s]``; the last stage then returns the summed loss, without them logits.
 
         Returns:
-            Hidden states ``[B, s, hidden]``; from the last stage the loss, a scalar, or logits.
+            Hidden states ``[B, s, hidden]``; from the last stage the loss, a scalar, or logits
+            ``[B, s, vocabulary]``, both in ``promote_types(dtype, float32)``.
         """
         h: Tensor = self.embed(x) if self.first else x
         rotary = self._rotary(h.detach()[..., 0], layout, h.dtype)
@@ -105,7 +106,7 @@ class Chunk(nn.Module):
         h = self.norm(h)
         if labels is None:
             logits: Tensor = self.head(h)
-            return logits
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss, _ = token_loss(
             h, self.head, labels, chunk_tokens=loss_chunk, layout=layout, **self.loss_options
         )

@@ -127,10 +127,8 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         coming = following(self._places, self._at)
         communicator = self._communicators[place.stage]
         communicator.at_boundary = partial(self._expect, coming)
-        state = communicator.state
-        state.pending.accumulating = (
-            state.policy.accumulate_whole and self._at not in self._reducing
-        )
+        state, communicator.more_to_come = communicator.state, self._at not in self._reducing
+        state.pending.accumulating = state.policy.accumulate_whole and communicator.more_to_come
 
     def _leave(self, place: Place) -> None:
         communicator = self._communicators[place.stage]
@@ -144,7 +142,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         )
         communicator.at_boundary()
         communicator.at_boundary = _nothing
-        communicator.state.pending.accumulating = False
+        communicator.state.pending.accumulating = communicator.more_to_come = False
         self._at += 1
 
     def _expect(self, coming: Place | None) -> None:

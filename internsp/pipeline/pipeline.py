@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import ConfigError
+from internsp.errors import ConfigError, LayoutError
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import ParallelMesh
@@ -27,6 +27,7 @@ from internsp.pipeline.schedules import ScheduleKind, actions, computations, kin
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
 from internsp.wp.assign import require_experts
+from internsp.wp.plan import DTYPES
 from internsp.wp.schedule import Schedule
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
@@ -54,8 +55,10 @@ class Pipeline:
         micro_batches: int,
         hooks: list[SchedulerHook],
         criterion: Criterion,
+        ids_shape: torch.Size | None = None,
     ) -> None:
         self.kind, self.mesh, self.stages = kind, mesh, list(stages)
+        self._ids_shape = ids_shape
         self.micro_batches = micro_batches
         self.hooks = hooks
         self.criterion = criterion
@@ -130,8 +133,7 @@ class Pipeline:
             )
             cut = {id(weight.parameter) for weight in communicator.small.sharded}
             as_one = weights.compile or any(unit.recomputed for unit in communicator.blocks)
-            dtype = next(module.parameters()).dtype
-            given = {} if shape is None else described(module, shape, dtype)
+            given = {} if shape is None else described(module, shape, hidden_dtype(module, config))
             stages.append(
                 ISPPipelineStage(
                     module,
@@ -146,7 +148,9 @@ class Pipeline:
                     **given,
                 )
             )
-        return cls(kind, mesh, stages, micro_batches, everyone, criterion or _output_itself)
+        ids_shape = None if shape is None else torch.Size(shape[:2])
+        criterion = criterion or _output_itself
+        return cls(kind, mesh, stages, micro_batches, everyone, criterion, ids_shape)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward and backward of all micro-batches. Collective; blocks.
@@ -180,12 +184,28 @@ class Pipeline:
         return simulate_passes(self.places, plans, overlap)
 
     def _running(self, batches: Sequence[MicroBatch], places: Sequence[Place]) -> Watch:
+        self._check(batches)
         self._ours.begin(places)
-        if len(batches) != self.micro_batches:
-            raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         for stage in self.stages:
             stage.batches = batches
         return self._watch
+
+    def _check(self, batches: Sequence[MicroBatch]) -> None:
+        """Before anything runs: stages receive into buffers of a fixed number and shape."""
+        if len(batches) != self.micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
+        for number, batch in enumerate(batches):
+            if not batch.inputs or not isinstance(batch.inputs[0], Tensor):
+                continue
+            found = batch.inputs[0].shape[:2]
+            self._ids_shape = self._ids_shape or found
+            if found != self._ids_shape:
+                raise LayoutError(
+                    f"micro-batch {number} on rank {self.mesh.rank} has rows and tokens "
+                    f"{tuple(found)}, but {tuple(self._ids_shape)} were agreed (Pipeline.create's "
+                    "shape, else the first micro-batch): stages exchange hidden states of one "
+                    "shape; pad the batch, or make another Pipeline"
+                )
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         last = self.stages[-1] if self.stages[-1].is_last else self.stages[0]
@@ -231,6 +251,13 @@ def splittable(chunk: nn.Module, cut: set[int], whole_blocks: bool) -> bool:
     """
     owners = (m for m in chunk.modules() if any(id(p) in cut for p in m.parameters(recurse=False)))
     return not whole_blocks and all(isinstance(module, _APART) for module in owners)
+
+
+def hidden_dtype(chunk: nn.Module, config: WeightParallelConfig | None) -> torch.dtype:
+    """Of the hidden states between chunks: what their weights compute in."""
+    if config is not None and config.compute_dtype is not None:
+        return DTYPES[config.compute_dtype]
+    return next(chunk.parameters()).dtype
 
 
 def described(chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
+from internsp.errors import LayoutError
 from internsp.pipeline.apart import birth_order, rehearsal
 from internsp.pipeline.chunks import MicroBatch
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, SchedulerHook
@@ -75,6 +76,8 @@ class ISPPipelineStage(PipelineStage):
         self._sinks: dict[int, _Sink] = {}
         self.rehearsing = False
         self._whole: set[int] = set()  # micro-batches whose weight gradients came early
+        given = options.get("output_args")
+        self._promised = (given.shape, given.dtype) if isinstance(given, Tensor) else None
 
     def place(self, micro_batch: int, part: str = "") -> Place:
         """This chunk at ``micro_batch``."""
@@ -95,9 +98,25 @@ class ISPPipelineStage(PipelineStage):
         for hook in self.hooks:
             hook.before_forward(place)
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        self._keep_promise(output, fwd_chunk_id)
         for hook in self.hooks:
             hook.after_forward(place, output)
         return output
+
+    def _keep_promise(self, output: Any, micro_batch: int) -> None:
+        """The next stage receives into a buffer of one shape and dtype; torch does not compare."""
+        if self.is_last or not isinstance(output, Tensor):
+            return
+        found = output.shape, output.dtype
+        self._promised = self._promised or found  # torch's inference saw the first micro-batch
+        if found != self._promised:
+            (shape, dtype), (wanted, kind) = found, self._promised
+            raise LayoutError(
+                f"stage {self.stage_index} on rank {self.communicator.mesh.rank} returns hidden "
+                f"states {tuple(shape)} {dtype} for micro-batch {micro_batch}, but the next stage "
+                f"receives {tuple(wanted)} {kind}: give Pipeline.create the right shape (None: "
+                "torch finds it out), and every micro-batch the same one"
+            )
 
     def backward_one_chunk(
         self,

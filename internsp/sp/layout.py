@@ -7,7 +7,7 @@ a shard is trained against the first of the next shard, and never against the ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -91,13 +91,13 @@ class SequenceLayout:
     sizes: tuple[int, ...]
     start: int
     stop: int
-    input_ids: Tensor
-    positions: Tensor
-    labels: Tensor
+    input_ids: Tensor = field(repr=False)
+    positions: Tensor = field(repr=False)
+    labels: Tensor = field(repr=False)
     valid_tokens: int
     total_valid_tokens: int
-    boundaries: tuple[tuple[int, ...], ...]
-    documents: Documents
+    boundaries: tuple[tuple[int, ...], ...] = field(repr=False)
+    documents: Documents = field(repr=False)
     rank: int
     size: int
     ignore_index: int = IGNORE_INDEX

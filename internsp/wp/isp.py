@@ -53,6 +53,7 @@ class ISPCommunicator(BlockGathers):
         self.plan: ChunkPlan | None = None
         self.places: dict[tuple[nn.Module, str], ShardedWeight | ReplicatedParameter] = {}
         self.collects_itself = True  # false once a ZeroOptimizer drains instead (WP-9)
+        self.more_to_come = False  # micro-batches whose sums replicas exchange together
         self.after_backward: list[Callable[[], None]] = []
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
         self.recovery = Recovery(mesh, state.collectives.ledger)
@@ -237,7 +238,7 @@ class ISPCommunicator(BlockGathers):
             pending.launch_accumulated()  # of what this backward has passed over
         pending.flush()
         self.release_all()
-        if self.collects_itself and not pending.accumulating:
+        if self.collects_itself and not (pending.accumulating or self.more_to_come):
             collect(self.state, self.small, self.mesh, self.mean)
         self._backward_task = -1
         for callback in self.after_backward:
@@ -258,6 +259,20 @@ class ISPCommunicator(BlockGathers):
             yield
         finally:
             pending.accumulating = before
+
+    @contextmanager
+    def no_replica_sync(self) -> Iterator[None]:
+        """Sharded accumulation: backwards inside reduce within the weight group only.
+
+        Sums stay on this rank, of the size of a shard. The first backward outside takes them along
+        and exchanges them with the replicas and, for small parameters, with all ranks, once; until
+        then ``.grad`` is not complete. A ZeroOptimizer does so by itself.
+        """
+        before, self.more_to_come = self.more_to_come, True
+        try:
+            yield
+        finally:
+            self.more_to_come = before
 
     # at rest
 

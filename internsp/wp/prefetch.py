@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from internsp.errors import StructureError
 from internsp.wp.communicator import in_backward, tensors
@@ -26,6 +27,8 @@ class Prefetcher:
 
     Args:
         at_entry: called with the root's arguments at each outermost forward.
+        compute_dtype: of the weights, where it is not their own; the root's floating inputs are
+            cast to it.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class Prefetcher:
         root: nn.Module,
         blocks: list[tuple[nn.Module, Unit, nn.Module | None]],
         at_entry: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.communicator = communicator
+        self._compute_dtype = compute_dtype
         self._at_entry = at_entry
         self._handles = [
             root.register_forward_pre_hook(self._enter_root, prepend=True, with_kwargs=True),
@@ -58,12 +63,18 @@ class Prefetcher:
             handle.remove()
         self._handles.clear()
 
-    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():
-            return
+            return None
         if self._at_entry is not None:
             self._at_entry(args, kwargs)
         self.communicator.begin_forward()
+        if self._compute_dtype is None:
+            return None
+        return tree_map_only(Tensor, self._cast, (args, kwargs))
+
+    def _cast(self, given: Tensor) -> Tensor:
+        return given.to(self._compute_dtype) if given.is_floating_point() else given
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():

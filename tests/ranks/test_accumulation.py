@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -64,6 +65,38 @@ def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
     world: int, weight: int
 ) -> None:
     run_ranks(plain_loop, world, weight)
+
+
+def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]]:
+    """Collectives of gradients and their bytes: each backward complete, or only the last."""
+    found = []
+    for together in (False, True):
+        mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+        twin = Twin(Tiny, mesh)
+        counters = twin.communicator.state.counters
+        for number in range(2):
+            counters.reset()
+            for _ in range(2):
+                with twin.communicator.no_replica_sync() if together else nullcontext():
+                    twin.backward()
+                assert all((p.grad is None) == together for p in twin.ours.parameters())
+            twin.backward()
+            twin.check_gradients(f"together {together}, step {number}")
+            twin.zero_grad()
+            twin.communicator.invalidate()
+        found.append((counters.reductions, counters.reduced_bytes))
+        cut = len(twin.communicator.small.sharded)
+    return [*found, (cut, 0)]
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+def test_replicas_exchange_once_for_several_micro_batches(weight: int) -> None:
+    for apart, together, (cut, _) in run_ranks(by_replicas, 4, weight):
+        once = cut + 1  # every cut weight among its replicas, and all small ones at once
+        inside = apart[0] // 3 - once
+        assert apart[0] == 3 * (inside + once)
+        assert together[0] == 3 * inside + once
+        assert together[1] < apart[1]
 
 
 def failing(rank: int, world_size: int) -> None:

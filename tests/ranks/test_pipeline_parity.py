@@ -149,3 +149,29 @@ def test_gradients_of_several_steps_add_up(schedule: str) -> None:
     case = Case(schedule, chunks=CHUNKS.get(schedule, 2), steps=3)
     for found in run_ranks(repeated, 2, case):
         assert found.gradient < BOUND
+
+
+def replicated(rank: int, world_size: int) -> list[tuple[Found, int, int]]:
+    """Two replicas, no optimizer: collectives of a step's gradients, and what they should be."""
+    found = []
+    for case in (
+        Case("1F1B"),
+        Case("ZBVZeroBubble", chunks=2),
+        Case("DualPipeV", chunks=2, weights={"accumulation": "full"}),
+    ):
+        pipeline, plain = make(case)
+        losses = pipeline.step(batches(case, pipeline.mesh))
+        done = sum(c.state.counters.reductions for c in pipeline.communicators)
+        cut = sum(len(c.small.sharded) for c in pipeline.communicators)
+        whole = case.weights.get("accumulation") == "full"  # counts its reductions within the group
+        within = cut * (1 if whole else case.micro_batches)
+        among_replicas = cut + len(pipeline.communicators)  # the small ones of a chunk together
+        found.append((compare(case, pipeline, plain, losses), done, within + among_replicas))
+    return found
+
+
+def test_replicas_exchange_gradients_once_a_step() -> None:
+    for ranks in run_ranks(replicated, 4):
+        for found, done, wanted in ranks:
+            assert found.gradient < BOUND
+            assert done == wanted

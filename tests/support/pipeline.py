@@ -152,7 +152,7 @@ def compare(case: Case, pipeline: Pipeline, plain: nn.Module, losses: list[Tenso
     wanted = plain_loss(case, plain, pipeline.mesh.data)
     wanted.backward()
     wanted = wanted.detach()
-    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
+    total = torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
     dist.all_reduce(total)
     worst, count = gradient_gap(pipeline, plain, case.steps)
     return Found(float((total - wanted).abs() / wanted.abs()), worst, count)
