@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import model_zoo
 from internsp.config import ModelConfig
@@ -56,6 +59,19 @@ def test_no_other_cut_has_a_smaller_sum_of_squares(
 
     best = min(value(list(ends)) for ends in combinations(range(1, len(costs)), parts - 1))
     assert value([part.stop for part in found[:-1]]) == pytest.approx(best)
+
+
+def test_products_are_what_costs_and_the_heads_count_four_thirds() -> None:
+    def blocks_of_each(outputs: int) -> list[int]:
+        model: Any = SimpleNamespace(
+            embed=nn.Embedding(999, 8),
+            layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(6)),  # 64 products, 8 additions
+            head=nn.Linear(8, outputs, bias=False),
+        )
+        return [len(blocks) for blocks in split(model, 2)]
+
+    # The last stage gives a block away as soon as its head costs as much: four thirds of 8 x 6.
+    assert [blocks_of_each(rows) for rows in (5, 6)] == [[3, 3], [4, 2]]
 
 
 def test_a_tied_head_is_refused_with_the_remedy() -> None:

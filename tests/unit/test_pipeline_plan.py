@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from internsp.errors import ConfigError, OrderError
-from internsp.pipeline.hooks import ISPCommunicatorSchedulerHook, Place
+from internsp.pipeline.hooks import (
+    ISPCommunicatorSchedulerHook,
+    Place,
+    following,
+    phase_of,
+)
 from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
 from internsp.trace import Trace
@@ -82,6 +87,36 @@ def test_two_ranks_that_wait_for_each_other_are_refused() -> None:
         check(order, lambda stage: stage, 2)
 
 
+SENT = [Step(0, "F", 0), Step(0, "SEND_F", 0), Step(0, "RECV_B", 0), Step(0, "B", 0)]
+RECEIVED = [
+    Step(1, "RECV_F", 0), Step(1, "F", 0), Step(1, "I", 0), Step(1, "SEND_B", 0), Step(1, "W", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [("SEND_F", "F"), ("SEND_B", "I"), ("W", "I"), ("F", "RECV_F"), ("B", "RECV_B")],
+)
+def test_what_a_rank_would_do_before_it_has_what_it_needs_is_refused(
+    early: str, late: str
+) -> None:
+    """torch would send nothing, or compute from a buffer that nobody has filled."""
+    order = {0: list(SENT), 1: list(RECEIVED)}
+    assert check(order, lambda stage: stage, 2)
+    rank = next(r for r in order if {early, late} <= {step.kind for step in order[r]})
+    moved = next(step for step in order[rank] if step.kind == early)
+    order[rank].remove(moved)
+    order[rank].insert(next(i for i, s in enumerate(order[rank]) if s.kind == late), moved)
+    with pytest.raises(OrderError, match=f"wait for ever: pipeline rank .*{rank}{early}0"):
+        check(order, lambda stage: stage, 2)
+
+
+def test_a_message_too_many_is_refused() -> None:
+    order = {0: [*SENT, Step(0, "SEND_F", 0)], 1: list(RECEIVED)}
+    with pytest.raises(OrderError, match=r"message 1 from pipeline rank 0 to 1 .* expects nothing"):
+        check(order, lambda stage: stage, 2)
+
+
 def test_a_backward_before_its_forward_is_refused() -> None:
     order, chunks = order_of("GPipe")
     order[1].insert(0, order[1].pop(next(i for i, s in enumerate(order[1]) if s.kind == "B")))
@@ -107,13 +142,25 @@ def test_numbers_that_do_not_fit_a_schedule_are_explained() -> None:
         kind_of("1f2b")
 
 
-def test_the_first_stage_leaves_all_to_the_weight_part() -> None:
-    steps = [Step(0, "I", 0), Step(0, "W", 0), Step(3, "I", 0), Step(3, "W", 0)]
+def test_the_next_pass_that_gathers_is_prefetched_for_wherever_it_is() -> None:
+    places = [
+        Place(1, 0, 0), Place(1, 0, 0, "input"), Place(1, 0, 0, "weight"), Place(3, 1, 0, "full"),
+        Place(1, 0, 1), Place(1, 0, 1, "weight"),
+    ]  # fmt: skip
+    wanted = [places[1], places[3], places[3], places[4], None, None]
+    assert [following(places, index) for index in range(len(places))] == wanted
+    assert [phase_of(at) for at in places] == [
+        "forward", "backward", None, "backward", "forward", None,
+    ]  # fmt: skip
+
+
+def test_the_first_stage_leaves_all_to_the_weight_part_another_that_cannot_split_nothing() -> None:
+    steps = [Step(0, "I", 0), Step(3, "I", 0), Step(0, "W", 0), Step(3, "F", 1), Step(3, "W", 0)]
     assert passes(steps, [0, 3], {0: True, 3: True}) == [
-        Place(0, 0, 0, "full"), Place(3, 1, 0, "input"), Place(3, 1, 0, "weight"),
+        Place(3, 1, 0, "input"), Place(0, 0, 0, "full"), Place(3, 1, 1), Place(3, 1, 0, "weight"),
     ]  # fmt: skip
     assert passes(steps, [0, 3], {0: False, 3: False}) == [
-        Place(0, 0, 0, "full"), Place(3, 1, 0, "full"),
+        Place(3, 1, 0, "full"), Place(0, 0, 0, "full"), Place(3, 1, 1),
     ]  # fmt: skip
 
 

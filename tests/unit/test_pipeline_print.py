@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from internsp import cli
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.train.pipeline_plan import make_pipeline_plan
+from internsp.train.pipeline_plan import make_pipeline_plan, tables
 from internsp.train.plan import print_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,6 +48,65 @@ def test_the_plan_shows_every_rank_and_what_other_schedules_would_gather() -> No
     for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"):
         assert name in text
     assert "stage 3 micro-batch 0 backward (input)" in text
+
+
+def columns(table: Table) -> list[list[str]]:
+    return [list(column.cells) for column in table.columns]
+
+
+def test_the_table_of_ranks_says_what_each_holds_and_launches() -> None:
+    plan = make_pipeline_plan(config(), 4)
+    ranks, stages, blocks, slots, gathers, reductions = columns(tables(config(), plan)[0])
+    assert ranks == ["0", "1"]
+    assert stages == ["0\n3", "1\n2"]  # a V
+    assert blocks == ["0-2\n8-8", "3-5\n6-7"]
+    assert slots == ["2\n1", "2\n2"]
+    assert gathers == [str(rank.schedule.count("AG")) for rank in plan.ranks]
+    assert reductions == [str(rank.schedule.count("RS")) for rank in plan.ranks]
+
+
+def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
+    """Gathers of the busiest rank, re-gathered and kept; time as the parts of one forward."""
+    names, chunks, again, kept, time = columns(
+        tables(config(), make_pipeline_plan(config(), 4))[1]
+    )
+    assert dict(zip(names, chunks, strict=True)) == {
+        "GPipe": "1", "1F1B": "1", "Interleaved1F1B": "2", "InterleavedZeroBubble": "2",
+        "ZBVZeroBubble": "2", "DualPipeV": "2",
+    }  # fmt: skip
+    for name, found in (("1F1B", again), ("ZBVZeroBubble", kept)):
+        settings = config(
+            pipeline={"schedule": name, "chunks": 1 if name == "1F1B" else 2},
+            weight_parallel={"keep_between_micro_batches": found is kept},
+        )
+        wanted = [rank.schedule.count("AG") for rank in make_pipeline_plan(settings, 4).ranks]
+        assert wanted[0] != wanted[1]
+        assert found[names.index(name)] == str(max(wanted)), name
+    # Four micro-batches, a forward of all chunks of a rank 1 and a backward 2: 12 without a bubble.
+    times = dict(zip(names, map(float, time), strict=True))
+    assert times["GPipe"] == times["1F1B"] == 15
+    assert 12 < times["ZBVZeroBubble"] < times["Interleaved1F1B"] < 15
+
+
+def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
+    def parts(compiled: bool) -> set[str]:
+        settings = config(weight_parallel={"compile": compiled, "trigger": "qkv"})
+        return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.places}
+
+    assert parts(False) == {"", "full", "input", "weight"}
+    assert parts(True) == {"", "full"}
+
+
+def test_every_pass_is_printed_with_what_it_launches() -> None:
+    text = printed(config())
+    for number, rank in enumerate(make_pipeline_plan(config(), 4).ranks):
+        part = text.split(f"pipeline rank {number} (")[-1].split("Schedule of one step")[0]
+        found = re.findall(r"stage (\d) micro-batch (\d) .* (\d+) gathers, (\d+) reductions", part)
+        assert [tuple(map(int, words)) for words in found] == [
+            (at.stage, at.micro_batch, *counts)
+            for at, counts in zip(rank.places, rank.launched, strict=True)
+        ]
+        assert len({at.stage for at in rank.places}) == 2
 
 
 def test_kept_blocks_cost_the_memory_that_the_plan_says() -> None:
@@ -84,6 +145,9 @@ def test_the_picture_has_a_box_for_every_computation_with_its_collectives(
     assert sum(reductions for _, reductions in counts) == sum(
         rank.schedule.count("RS") for rank in plan.ranks
     )
+    marks = [[t.text for t in g.iter(f"{SVG}text")][1:] for g in root.iter(f"{SVG}g")]
+    wanted = [[f"{sign}{n}" for sign, n in zip("▲▼", both, strict=True) if n] for both in counts]
+    assert marks == wanted
 
 
 def test_the_command_draws_the_demos_schedule(tmp_path: Path) -> None:
