@@ -11,7 +11,8 @@ COLOURS = {"F": "#4c78a8", "B": "#e07b39", "I": "#f2a65a", "W": "#59a14f"}
 NAMES = {
     "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
 }  # fmt: skip
-UNIT, ROW, LEFT, TOP = 26, 46, 70, 26
+LABEL = "stage:micro-batch, ▲ gathers, ▼ reductions launched"
+UNIT, ROW, LEFT, TOP = 28, 46, 100, 26
 
 Launched = Mapping[tuple[int, str, int], tuple[int, int]]
 """(stage, kind, micro-batch) -> gathers and reductions launched in it."""
@@ -27,20 +28,25 @@ def draw(timed: Sequence[Timed], launched: Launched, title: str) -> str:
     """
     ranks = 1 + max(t.rank for t in timed)
     width = LEFT + UNIT * max(t.end for t in timed) + 10
-    height = TOP + ROW * ranks + 46
+    height = TOP + ROW * ranks + 50
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" '
-        f'width="{width:g}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'width="{width:g}" height="{height}" style="min-width:{width:g}px;'
+        f'max-width:{1.5 * width:g}px">',
         f"<title>{escape(title)}</title>",
-        f'<text x="4" y="15" font-size="13" fill="currentColor">{escape(title)}</text>',
+        _text(4, 15, title, 13),
     ]
-    parts += [
-        f'<text x="4" y="{TOP + ROW * rank + 17}" fill="currentColor">rank {rank}</text>'
-        for rank in range(ranks)
-    ]
+    parts += [_text(4, TOP + ROW * rank + 17, f"pipeline rank {rank}", 11) for rank in range(ranks)]
     parts += [_box(t, launched.get(_key(t), (0, 0))) for t in timed]
-    parts.append(_legend(height - 14, sorted({t.step.kind for t in timed})))
+    parts.append(_legend(height - 28, sorted({t.step.kind for t in timed})))
     return "\n".join([*parts, "</svg>"])
+
+
+def _text(x: float, y: float, text: str, size: int, fill: str = "currentColor") -> str:
+    """A style, not attributes: those would give way to the rules of a page around the picture."""
+    centred = ";text-anchor:middle" if fill != "currentColor" else ""
+    style = f"font:{size}px sans-serif;fill:{fill}{centred}"
+    return f'<text x="{x:g}" y="{y:g}" style="{style}">{escape(text)}</text>'
 
 
 def _key(timed: Timed) -> tuple[int, str, int]:
@@ -57,19 +63,14 @@ def _box(timed: Timed, launched: tuple[int, int]) -> str:
     )
     marks = []
     if gathers:
-        marks.append(_mark(x + 3, y + 26, gathers, "▲"))
+        marks.append(_text(x + 3, y + 33, f"▲{gathers}", 8))
     if reductions:
-        marks.append(_mark(x + 3, y + (37 if gathers else 26), reductions, "▼"))
+        marks.append(_text(x + 3, y + (42 if gathers else 33), f"▼{reductions}", 8))
+    label = _text(x + wide / 2, y + 16, f"{step.stage}:{step.micro_batch}", 10, "#fff")
     return (
         f'<g><title>{told}</title><rect x="{x:g}" y="{y}" width="{wide:g}" height="24" rx="2" '
-        f'fill="{COLOURS[step.kind]}"/><text x="{x + wide / 2:g}" y="{y + 16}" fill="#fff" '
-        f'text-anchor="middle">{step.stage}:{step.micro_batch}</text>{"".join(marks)}</g>'
+        f'fill="{COLOURS[step.kind]}"/>{label}{"".join(marks)}</g>'
     )
-
-
-def _mark(x: float, y: float, count: int, sign: str) -> str:
-    text = f"{sign}{count}"
-    return f'<text x="{x:g}" y="{y + 8:g}" font-size="8" fill="currentColor">{text}</text>'
 
 
 def _legend(y: float, kinds: Sequence[str]) -> str:
@@ -77,11 +78,7 @@ def _legend(y: float, kinds: Sequence[str]) -> str:
     for kind in kinds:
         parts.append(
             f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{COLOURS[kind]}"/>'
-            f'<text x="{x + 14}" y="{y}" fill="currentColor">{NAMES[kind]}</text>'
+            f"{_text(x + 14, y, NAMES[kind], 11)}"
         )
         x += 115
-    parts.append(
-        f'<text x="{x}" y="{y}" fill="currentColor">stage:micro-batch, ▲ gathers, ▼ reductions'
-        "</text>"
-    )
-    return "".join(parts)
+    return "".join([*parts, _text(LEFT, y + 16, LABEL, 11)])

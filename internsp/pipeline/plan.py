@@ -7,6 +7,7 @@ pipeline, one for each chunk.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,7 +137,7 @@ def simulate_each(
     launched = []
     reducing = last_births(places)
     for index, place in enumerate(places):
-        before = out.count("AG"), out.count("RS")
+        before = len(out.actions)
         coming = following(places, index)
 
         def expect(coming: Place | None = coming) -> None:
@@ -148,7 +149,8 @@ def simulate_each(
         chunk.accumulating = chunk.plan.policy.accumulate_whole and index not in reducing
         chunk.run_pass(place)
         expect()
-        launched.append((out.count("AG") - before[0], out.count("RS") - before[1]))
+        kinds = Counter(action.kind for action in out.actions[before:])
+        launched.append((kinds["AG"], kinds["RS"]))
     return out, launched
 
 

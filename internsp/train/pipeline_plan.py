@@ -21,11 +21,12 @@ from internsp.pipeline.picture import draw
 from internsp.pipeline.pipeline import local_config, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
+from internsp.sp.heads import balanced
 from internsp.train.factory import build_model
-from internsp.train.resident_plan import Residents
+from internsp.train.resident_plan import Residents, human
 from internsp.wp.assign import Assignment, assign, require_experts
 from internsp.wp.blocks import read
-from internsp.wp.plan import chunk_plan
+from internsp.wp.plan import DTYPES, chunk_plan
 from internsp.wp.schedule import ChunkPlan, Schedule
 
 
@@ -49,7 +50,14 @@ class RankPlan:
     launched: tuple[tuple[int, int], ...]
     """Gathers and reductions of each pass."""
     schedule: Schedule
-    residents: Residents
+    messages: int
+    """Hidden states and their gradients that come from other stages."""
+
+    def residents(self, overlap: bool) -> Residents:
+        """What resident blocks cost and spare: simulates a step without them."""
+        plans = [chunk.plan for chunk in self.chunks]
+        again = partial(simulate_passes, self.places, overlap=overlap)
+        return Residents.of(plans, self.schedule, again)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class PipelinePlan:
     micro_batches: int
     timed: tuple[Timed, ...]
     ranks: tuple[RankPlan, ...]
+    message_bytes: int
+    """Of one micro-batch's hidden states on one rank."""
 
     def picture(self) -> str:
         """The schedule as SVG."""
@@ -108,9 +118,20 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         overlap = config.weight_parallel.overlap
         plans = [chunk.plan for chunk in own]
         schedule, launched = simulate_each(places, plans, overlap)
-        residents = Residents.of(plans, schedule, partial(simulate_passes, places, overlap=overlap))
-        ranks.append(RankPlan(own, tuple(places), tuple(launched), schedule, residents))
-    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks))
+        messages = sum(step.kind.startswith("RECV") for step in order[rank])
+        launches = tuple(launched)
+        ranks.append(RankPlan(own, tuple(places), launches, schedule, messages))
+    nbytes = _message_bytes(config, shape)
+    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes)
+
+
+def _message_bytes(config: Config, shape: MeshShape) -> int:
+    """Hidden states ``[rows, s, hidden]`` of the longest part of a sequence."""
+    train = config.train
+    rows = train.global_batch // (train.micro_batches * shape.data)
+    length = balanced(config.data.sequence_length, shape.sequence)[0]
+    dtype = DTYPES[config.weight_parallel.compute_dtype or train.dtype]
+    return rows * length * config.model.hidden_size * dtype.itemsize
 
 
 def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutline]:
@@ -135,8 +156,10 @@ def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutlin
 
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:
     """For a person: what each rank holds and launches, and other schedules beside this one."""
-    own = Table(title=f"{plan.kind.name}: chunks and collectives of a step", title_justify="left")
-    for column in ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions"):
+    title = f"{plan.kind.name}: chunks, and collectives of a step with the payload a rank receives"
+    own = Table(title=title, title_justify="left")
+    columns = ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions", "messages")
+    for column in columns:
         own.add_column(column, justify="right")
     for rank, each in enumerate(plan.ranks):
         own.add_row(
@@ -144,8 +167,8 @@ def tables(config: Config, plan: PipelinePlan) -> list[Table]:
             "\n".join(str(chunk.stage) for chunk in each.chunks),
             "\n".join(f"{c.blocks.start}-{c.blocks.stop - 1}" for c in each.chunks),
             "\n".join(str(chunk.plan.policy.slots) for chunk in each.chunks),
-            str(each.schedule.count("AG")),
-            str(each.schedule.count("RS")),
+            *(f"{each.schedule.count(k)}\n{human(each.schedule.nbytes(k))}" for k in ("AG", "RS")),
+            f"{each.messages}\n{human(each.messages * plan.message_bytes)}",
         )
     return [own, _comparison(config, plan)]
 

@@ -22,7 +22,7 @@ from internsp.train.pipeline_plan import (
     print_schedules,
     tables,
 )
-from internsp.train.resident_plan import Residents
+from internsp.train.resident_plan import Residents, human
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan, coded_bytes
@@ -167,7 +167,7 @@ def print_plan(
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
     if plan.residents.blocks:
-        console.print(plan.residents.line(human))
+        console.print(plan.residents.line())
     count = len(plan.schedule.actions)
     console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
     for action in plan.schedule.actions:
@@ -199,8 +199,9 @@ def _print_pipeline(
     table.add_row("sum", *(human(sum(values)) for values in zip(*rows.values(), strict=True)))
     console.print(table)
     for number, rank in enumerate(plan.ranks):
-        if rank.residents.blocks:
-            console.print(f"Pipeline rank {number}: {rank.residents.line(human)}")
+        if any(chunk.plan.policy.resident for chunk in rank.chunks):
+            told = rank.residents(config.weight_parallel.overlap).line()
+            console.print(f"Pipeline rank {number}: {told}")
     print_schedules(plan, console)
     console.print("Played with the messages between ranks: nobody waits for ever.")
     if picture is not None:
@@ -265,17 +266,3 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(name, human(nbytes))
     table.add_row("sum", human(sum(n for _, n in plan.memory)))
     return table
-
-
-def human(nbytes: int) -> str:
-    """Bytes for a person, exact below 10,000."""
-    if nbytes < 10_000:
-        return f"{nbytes} B"
-    value = nbytes / 1024
-    units = ["KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.1f} {units[0]}"
-
-

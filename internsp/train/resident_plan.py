@@ -41,10 +41,22 @@ class Residents:
             without.nbytes("AG") - schedule.nbytes("AG"),
         )
 
-    def line(self, human: Callable[[int], str]) -> str:
+    def line(self) -> str:
         """For a person."""
         return (
             f"{len(self.blocks)} resident blocks ({', '.join(self.blocks)}): "
             f"{human(self.nbytes)} more whole weights, {self.gathers} gathers "
             f"({human(self.gathered_bytes)}) fewer a step"
         )
+
+
+def human(nbytes: int) -> str:
+    """Bytes for a person, exact below 10,000."""
+    if nbytes < 10_000:
+        return f"{nbytes} B"
+    value = nbytes / 1024
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.1f} {units[0]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -215,7 +216,7 @@ class ChunkPlan:
         """Gathered at the model's entry and reduced at the end of backward."""
         return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
 
-    @property
+    @cached_property
     def pending_bytes(self) -> int:
         """Whole gradients that may be in flight: those of the ``pending_units`` largest units."""
         sizes = [sum(w.gradient_bytes for w in u.weights if w.trainable) for u in self.units]
