@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -34,6 +34,7 @@ def covering(
     seed: int = 0,
     tries: int = 60,
     cost: Callable[[Combination], float] = lambda _: 1.0,
+    given: Iterable[Combination] = (),
 ) -> list[Combination]:
     """A small list of combinations that covers every possible pair, the same at every call.
 
@@ -43,21 +44,29 @@ def covering(
     Args:
         possible: whether a combination, perhaps of some options only, may occur.
         cost: the work that a combination takes, in any unit.
+        given: values of some options that must occur together, each in a combination of its own,
+            whatever they cover.
     """
     generator = random.Random(seed)
     left = all_pairs(options, possible)
     chosen: list[Combination] = []
-    while left:
-        a, x, b, y = sorted(left, key=repr)[0]
+
+    def choose(fixed: Combination, tries: int) -> None:
         candidates = []
         for _ in range(tries):
             made = {name: generator.choice(list(values)) for name, values in options.items()}
-            made |= {a: x, b: y}
+            made |= fixed
             if possible(made):
                 candidates.append(made)
         if not candidates:
-            raise ValueError(f"no possible combination holds {a}={x} with {b}={y}")
+            raise ValueError(f"no possible combination holds {fixed}")
         best = max(candidates, key=lambda c: len(pairs_of(c) & left) / cost(c))
         chosen.append(best)
-        left -= pairs_of(best)
+        left.difference_update(pairs_of(best))
+
+    for fixed in given:
+        choose(fixed, tries if left else 1)
+    while left:
+        a, x, b, y = sorted(left, key=repr)[0]
+        choose({a: x, b: y}, tries)
     return chosen
