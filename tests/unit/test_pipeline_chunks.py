@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import model_zoo
-from internsp.config import ModelConfig
+from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.pipeline.chunks import Chunk, balanced, split
+from internsp.pipeline.pipeline import local_config
 
 
 def build(**sizes: object) -> model_zoo.CausalLM:
@@ -92,6 +93,20 @@ def test_parameters_keep_the_names_of_the_whole_model() -> None:
     found = [name for chunk in chunks for name, _ in chunk.named_parameters()]
     assert sorted(found) == sorted(names)
     assert chunks[1].block_names() == tuple(f"layers.{i}" for i in blocks[1])
+
+
+def test_settings_that_number_blocks_are_handed_down_as_a_chunks_own() -> None:
+    model, again = build(layers=9), ActivationCheckpointConfig(mode="full", fraction=0.5)
+    assert again.selected(9) == (0, 1, 2, 3)
+    found = {}
+    for blocks in (range(2), range(2, 7), range(7, 9)):
+        chunk = Chunk(model, blocks, blocks.start == 0, blocks.stop == 9)
+        weights, local = local_config(chunk, WeightParallelConfig(resident_blocks=1), again)
+        assert weights.blocks == tuple(f"layers.{i}" for i in blocks)
+        assert weights.resident_blocks == 1
+        assert local is not None
+        found[blocks.start] = {blocks.start + i for i in local.selected(len(blocks))}
+    assert found == {0: {0, 1}, 2: {2, 3}, 7: set()}
 
 
 def test_chunks_one_after_another_are_the_model() -> None:

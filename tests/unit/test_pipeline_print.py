@@ -56,13 +56,15 @@ def columns(table: Table) -> list[list[str]]:
 
 def test_the_table_of_ranks_says_what_each_holds_and_launches() -> None:
     plan = make_pipeline_plan(config(), 4)
-    ranks, stages, blocks, slots, gathers, reductions = columns(tables(config(), plan)[0])
+    ranks, stages, blocks, slots, *launched = columns(tables(config(), plan)[0])
     assert ranks == ["0", "1"]
     assert stages == ["0\n3", "1\n2"]  # a V
     assert blocks == ["0-2\n8-8", "3-5\n6-7"]
     assert slots == ["2\n1", "2\n2"]
+    gathers, reductions, messages = ([cell.split("\n")[0] for cell in c] for c in launched)
     assert gathers == [str(rank.schedule.count("AG")) for rank in plan.ranks]
     assert reductions == [str(rank.schedule.count("RS")) for rank in plan.ranks]
+    assert messages == ["8", "8"], "four of hidden states and four of their gradients"
 
 
 def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
