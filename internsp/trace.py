@@ -8,6 +8,7 @@ timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -79,8 +80,7 @@ class Trace:
 
         With a clock, reading it blocks until the last wait is over.
         """
-        for start, end in self._waits:
-            self._exposed += self._seconds(end) - self._seconds(start)
+        self._exposed += self.seconds(self._waits)
         self._waits = []
         return self._exposed
 
@@ -106,6 +106,10 @@ class Trace:
             )
             for e in self.events
         ]
+
+    def seconds(self, spans: Iterable[tuple[Any, Any]]) -> float:
+        """Their sum, each between two results of :meth:`now`. Blocks with a clock only."""
+        return sum((self._seconds(end) - self._seconds(start) for start, end in spans), 0.0)
 
     def _seconds(self, time: Any) -> float:
         # A collective of a CPU backend is stamped by its own thread, in the host's time.

@@ -88,6 +88,9 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     Args:
         communicators: by stage index.
+
+    Attributes:
+        idle: when in the last step no pass ran, as pairs of :meth:`internsp.trace.Trace.now`.
     """
 
     def __init__(self, communicators: Mapping[int, ISPCommunicator]) -> None:
@@ -95,12 +98,16 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self._places: Sequence[Place] = ()
         self._at = 0
         self._reducing: frozenset[int] = frozenset()
-        self._begun = 0.0
+        self._begun: Any = 0.0
+        self._left: Any = None
+        self.idle: list[tuple[Any, Any]] = []
 
     def begin(self, places: Sequence[Place]) -> None:
         """A step begins, of which these are the passes of this rank; empty: nobody knows."""
         self._places, self._at = places, 0
         self._reducing = last_births(places)
+        self.idle = []
+        self._left = next(iter(self._communicators.values())).state.trace.now()
 
     def before_forward(self, place: Place) -> None:
         """The next pass is known: prefetch for it as soon as this one gathers no more."""
@@ -119,6 +126,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
     def _enter(self, place: Place) -> None:
         """Compare what runs with what was planned (WP-2)."""
         self._begun = self._communicators[place.stage].state.trace.now()
+        self.idle.append((self._left, self._begun))
         if not self._places:
             return
         planned = self._places[self._at] if self._at < len(self._places) else None
@@ -144,6 +152,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         communicator.at_boundary = _nothing
         communicator.state.pending.accumulating = communicator.more_to_come = False
         self._at += 1
+        self._left = trace.now()
 
     def _expect(self, coming: Place | None) -> None:
         if coming is not None:

@@ -183,6 +183,15 @@ class Pipeline:
         plans = [c.plan for c in self.communicators if c.plan is not None]
         return simulate_passes(self.places, plans, overlap)
 
+    @property
+    def stage_wait_seconds(self) -> float:
+        """How long this rank had no pass to run in its last step, up to its last pass.
+
+        It waited for hidden states or gradients of other stages: the schedule's bubble, slower
+        stages, and messages under way. On a GPU reading it blocks until the step is over.
+        """
+        return self.communicators[0].state.trace.seconds(self._ours.idle)
+
     def _running(self, batches: Sequence[MicroBatch], places: Sequence[Place]) -> Watch:
         self._check(batches)
         self._ours.begin(places)

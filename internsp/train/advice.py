@@ -68,7 +68,7 @@ def advise(traces: Traces, setting: Setting) -> list[str]:
     if not traced:
         return []
     figures = _Figures.of(traced)
-    found = [*_uneven(traced, figures)]
+    found = [*_uneven(traced, figures), *_stages(traced, figures)]
     if figures.exposed > NOTICED * figures.step:
         found += _synchronous(figures, setting)
         if setting.weights.overlap:
@@ -167,6 +167,31 @@ def _uneven(traces: Traces, figures: _Figures) -> list[Advice]:
             f"Rank {slow} computes {_ms(gap)} longer than rank {fast}, and the ranks wait for each "
             "other: even out the work (documents and valid tokens of each rank, other programs on "
             "its processor) before touching communication.",
+        )
+    ]
+
+
+def _stages(traces: Traces, figures: _Figures) -> list[Advice]:
+    """Between a pipeline's passes a rank has nothing to do: the bubble, or a slow stage."""
+    waiting = 0.0
+    for events in traces.values():
+        passes = sorted(
+            (e.start, e.start if e.end is None else e.end)
+            for e in events
+            if e.kind in ("FORWARD", "BACKWARD") and e.unit.startswith("stage ")
+        )
+        if passes:
+            whole = [(passes[0][0], max(end for _, end in passes))]
+            waiting += measure(subtract(whole, passes)) / len(traces)
+    if waiting <= 0:
+        return []
+    return [
+        Advice(
+            waiting,
+            f"Ranks had no pass to run for {_ms(waiting)} between their first and their last one "
+            f"({waiting / figures.step:.0%} of a step): they waited for other stages. More "
+            "train.micro_batches make that matter less, and so do schedules with more chunks or "
+            "a split backward, whose times internsp plan compares (pipeline.schedule).",
         )
     ]
 

@@ -262,6 +262,8 @@ def figures(metrics: StepMetrics, history: RunHistory) -> list[tuple[str, str]]:
         ("tokens/s", f"{metrics.tokens_per_second:,.0f}"),
         ("exposed comm.", exposed_text(metrics)),
     ]
+    if metrics.stage_wait_share is not None:
+        cells.append(("other stages", f"{metrics.stage_wait_share:.0%} of step"))
     if history.eval_loss is not None:
         cells.insert(1, ("held-out", f"{history.eval_loss:.4f}"))
     return cells
@@ -286,8 +288,10 @@ def plain_line(metrics: StepMetrics, history: RunHistory) -> str:
         f"  grad norm {metrics.grad_norm:.3g}"
         f"  {metrics.tokens_per_second:,.0f} tokens/s"
         f"  exposed {exposed_text(metrics)}"
-        f"  left {duration(left or 0.0)}"
     )
+    if metrics.stage_wait_share is not None:
+        text += f"  other stages {metrics.stage_wait_share:.0%}"
+    text += f"  left {duration(left or 0.0)}"
     if metrics.eval_loss is not None:
         text += f"  held-out {metrics.eval_loss:.4f}"
     return text

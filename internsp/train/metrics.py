@@ -14,7 +14,7 @@ from typing import Any
 from internsp.errors import InternspError
 
 _INTEGERS = ("step", "tokens", "gathered_bytes", "reduced_bytes", "peak_memory_bytes")
-_OPTIONAL = ("eval_loss", "comm_seconds")
+_OPTIONAL = ("eval_loss", "comm_seconds", "stage_wait_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class StepMetrics:
             evaluation.
         comm_seconds: time in which communication was in flight, hidden or not, where it was
             measured (see :func:`internsp.train.timeline.step_times`).
+        stage_wait_seconds: time in which this rank of a pipeline had no pass to run.
     """
 
     step: int
@@ -52,11 +53,19 @@ class StepMetrics:
     peak_memory_bytes: int
     eval_loss: float | None = None
     comm_seconds: float | None = None
+    stage_wait_seconds: float | None = None
 
     @property
     def exposed_step_share(self) -> float:
         """Exposed communication as a fraction of the step (0 for a step of no time)."""
         return self.exposed_comm_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+
+    @property
+    def stage_wait_share(self) -> float | None:
+        """Waiting for other stages as a fraction of the step; ``None`` without a pipeline."""
+        if self.stage_wait_seconds is None:
+            return None
+        return self.stage_wait_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
 
     @property
     def exposed_comm_share(self) -> float | None:

@@ -174,6 +174,10 @@ def _cards(metrics: Sequence[StepMetrics], timeline: Mapping[int, Sequence[Event
     cards.append(("step (median)", f"{step * 1e3:,.0f} ms"))
     share = statistics.median(m.exposed_step_share for m in metrics)
     cards.append(("of a step waits for communication", f"{share:.1%}"))
+    stages = [m.stage_wait_share for m in metrics if m.stage_wait_share is not None]
+    if stages:
+        name = "of a step rank 0 waits for other stages"
+        cards.append((name, f"{statistics.median(stages):.1%}"))
     traced = [step_times(trace) for trace in timeline.values() if trace]
     flying = sum(t.communication for t in traced)
     if flying > 0:

@@ -33,7 +33,7 @@ class StepRunner:
         Returns:
             The step's metrics, and whether any rank was asked to stop.
         """
-        session, config = self.session, self.session.config
+        session, config, pipeline = self.session, self.session.config, self.session.pipeline
         counters = [communicator.state.counters for communicator in session.communicators]
         for counter in counters:
             counter.reset()
@@ -60,6 +60,7 @@ class StepRunner:
             gathered_bytes=sum(counter.gathered_bytes for counter in counters),
             reduced_bytes=sum(counter.reduced_bytes for counter in counters),
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
+            stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
         )
         return metrics, asked > 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from internsp.optim import ZeroOptimizer
@@ -116,6 +118,33 @@ def test_nothing_is_in_flight_after_a_micro_batch_nor_held_after_the_last(
     for flying, held in run_ranks(rests, 2, Case(schedule, chunks=chunks, layers=9)):
         assert flying == {0}
         assert held == [0] * chunks
+
+
+class _Slow(SchedulerHook):
+    def before_forward(self, place: Place) -> None:
+        time.sleep(0.2)
+
+
+def waiting(rank: int, world_size: int) -> tuple[float, float]:
+    """How long a rank had no pass to run in an ordinary step, and where rank 0 is slow."""
+    case = Case("GPipe", micro_batches=2)
+    pipeline, _ = make(case)
+    seconds = []
+    for slow in (False, True):
+        if slow and rank == 0:
+            pipeline.hooks.append(_Slow())
+        dist.barrier()
+        start = time.perf_counter()
+        pipeline.step(batches(case, pipeline.mesh))
+        seconds.append(pipeline.stage_wait_seconds)
+        assert 0 < seconds[-1] < time.perf_counter() - start
+    return seconds[0], seconds[1]
+
+
+def test_a_rank_tells_how_long_it_waited_for_other_stages() -> None:
+    _, (before, after) = run_ranks(waiting, 2)
+    assert after > 0.35  # twice 0.2 s, less what rank 1 computes meanwhile
+    assert after > before
 
 
 def test_hooks_fire_in_the_order_of_the_work() -> None:

@@ -188,3 +188,4 @@ def test_metrics_are_json_on_every_step(tmp_path: Path) -> None:
     lines = (tmp_path / "2-0" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [row.step for row in rows]
     assert all(row.peak_memory_bytes > 0 and row.tokens_per_second > 0 for row in rows)
+    assert all(0 < (row.stage_wait_share or 0) < 1 for row in rows)

@@ -197,3 +197,20 @@ def test_the_most_seconds_at_stake_come_first() -> None:
     first, second = advise({0: events}, setting())
     assert first.startswith("Gathers start too late")
     assert second.startswith("The first gathers")
+
+
+def test_a_pipelines_bubble_is_told_and_what_shrinks_it() -> None:
+    first = [
+        event("FORWARD", 0, 2, "stage 0, micro-batch 0"),
+        event("BACKWARD", 6, 10, "stage 0, micro-batch 0", "full"),
+    ]
+    last = [
+        event("FORWARD", 3, 4, "stage 1, micro-batch 0"),
+        event("BACKWARD", 4, 5, "stage 1, micro-batch 0", "full"),
+    ]
+    ends = [event("STEP", 10, 10, weight="")]
+    told = [t for t in advise({0: first + ends, 1: last + ends}, setting()) if "stages" in t]
+    assert the_only(told).startswith("Ranks had no pass to run for 2 s between their first")
+    assert "train.micro_batches" in told[0]
+    whole = [event("FORWARD", 0, 2), event("BACKWARD", 6, 10, phase="full")]
+    assert not [t for t in advise({0: whole + ends}, setting()) if "stages" in t]
