@@ -173,6 +173,18 @@ def test_gradients_of_several_steps_add_up(schedule: str) -> None:
         assert found.gradient < BOUND
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 3), ("Interleaved1F1B", 3)],
+)
+def test_interleaved_schedules_take_any_number_of_chunks(schedule: str, chunks: int) -> None:
+    case = Case(schedule, chunks=chunks, layers=7, weights={"overlap": True})
+    for ((found, ordered),) in run_ranks(run, 2, [case]):
+        assert found.loss < BOUND
+        assert found.gradient < BOUND
+        assert ordered
+
+
 def replicated(rank: int, world_size: int) -> list[tuple[Found, int, int]]:
     """Two replicas, no optimizer: collectives of a step's gradients, and what they should be."""
     found = []
