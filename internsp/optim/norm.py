@@ -68,6 +68,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
     total = math.sqrt(squares)
     factor = clip_factor(total, max_norm)
     if factor != 1.0:
+        # Local parts: for each DTensor torch would work out the result's layout, which takes long.
         for gradients in by_mesh.values():
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_([_local(g) for g in gradients], factor)
     return total
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
