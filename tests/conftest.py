@@ -25,7 +25,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by folder; GPU tests say why they are skipped where there is no GPU."""
+    """Mark by folder; GPU tests say why they are skipped where there is no GPU; long ones first.
+
+    So that at the end no worker is left alone with a long test.
+    """
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
@@ -35,3 +38,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

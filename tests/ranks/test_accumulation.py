@@ -60,6 +60,7 @@ def plain_loop(rank: int, world_size: int, weight: int) -> None:
         assert sum(line.startswith("RS") for line in planned) == cut
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("world", "weight"), [(2, 2), (2, 1), (4, 2)])
 def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
     world: int, weight: int

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -85,6 +86,7 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]
     return found
 
 
+@pytest.mark.unmeasured
 def test_after_the_second_step_no_slot_packed_input_or_received_piece_is_allocated() -> None:
     for ranks in run_ranks(counted, 2):
         *pooled, without = ranks

@@ -112,6 +112,7 @@ def trained(rank: int, world_size: int) -> None:
             assert torch.equal(a, b), f"{kind} {config}: other bits without overlap"
 
 
+@pytest.mark.unmeasured
 def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
     run_ranks(trained, 2)
 
@@ -151,6 +152,7 @@ def planned(rank: int, world_size: int) -> None:
             assert one.reduce_bytes == numel * 8, "gradients are not coded"
 
 
+@pytest.mark.unmeasured
 def test_messages_and_buffers_are_those_of_the_plan() -> None:
     run_ranks(planned, 2)
 

@@ -112,6 +112,7 @@ def bits(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, torch.
     return found
 
 
+@pytest.mark.unmeasured
 def test_without_overlap_the_bits_are_the_same() -> None:
     names = ("narrower groups", "two owners", "all weights small")
     for found in run_ranks(bits, 4, [CASES[name] for name in names]):
@@ -141,6 +142,7 @@ def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], li
     return found
 
 
+@pytest.mark.unmeasured
 def test_the_trace_of_a_step_equals_its_plan_line_by_line_and_byte_by_byte() -> None:
     cases = {name: case for name, case in CASES.items() if not case.listed}
     for found in run_ranks(traced, 4, list(cases.values())):

@@ -116,6 +116,7 @@ def test_the_sets_cover_all_pairs(world: int) -> None:
     pending=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
+@pytest.mark.unmeasured
 def test_random_small_configurations_equal_one_process(
     choice: Combination,
     length: int,

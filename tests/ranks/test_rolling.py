@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -107,6 +108,7 @@ def uses(rank: int, world_size: int) -> None:
             steps(twin, f"{block.__name__} {config}")
 
 
+@pytest.mark.unmeasured
 def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -> None:
     run_ranks(uses, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -131,6 +132,7 @@ def checkpointed(rank: int, world_size: int) -> None:
             assert twin.communicator.recovery.failures == 0
 
 
+@pytest.mark.unmeasured
 def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -> None:
     run_ranks(checkpointed, 2)
 

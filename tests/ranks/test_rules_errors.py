@@ -104,6 +104,7 @@ def together(rank: int, world_size: int) -> None:
         twin.check_gradients("after a failed evaluation")
 
 
+@pytest.mark.unmeasured
 def test_the_step_after_an_exception_that_all_ranks_met_is_right() -> None:
     run_ranks(together, 2)
 

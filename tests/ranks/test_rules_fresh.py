@@ -97,6 +97,7 @@ def auxiliary(rank: int, world_size: int) -> None:
         leaking.check_gradients("a tensor kept inside a block alone")
 
 
+@pytest.mark.unmeasured
 def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
     run_ranks(auxiliary, 2)
 

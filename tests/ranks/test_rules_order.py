@@ -168,11 +168,13 @@ def idle(rank: int, world_size: int, cases: tuple[Idle, ...], block: Any = Route
             twin.check_parameters(f"{config} {firsts}", 1e-9)
 
 
+@pytest.mark.unmeasured
 def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros() -> None:
     run_ranks(idle, 2, IDLE)
     run_ranks(idle, 2, (({}, None), (ROLLING, None)), Pair)
 
 
+@pytest.mark.unmeasured
 def test_idle_weights_with_replicas() -> None:
     run_ranks(idle, 4, IDLE_WITH_REPLICAS)
 

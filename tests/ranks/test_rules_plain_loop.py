@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -120,10 +121,12 @@ def every_step(rank: int, world_size: int, cases: list[Any]) -> None:
         assert twin.communicator.plan.slots() == slots, what
 
 
+@pytest.mark.unmeasured
 def test_each_step_of_an_ordinary_loop_equals_one_process() -> None:
     run_ranks(every_step, 2, CASES)
 
 
+@pytest.mark.unmeasured
 def test_four_ranks_with_replicas_and_with_empty_shards_equal_one_process() -> None:
     run_ranks(every_step, 4, WIDE)
 

@@ -78,6 +78,7 @@ def compare(world: int, cases: list[Case]) -> list[tuple[Case, float, float]]:
     return found
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("world", "cases"), FP64, ids=["world 1", "world 2", "world 4"])
 def test_twenty_steps_in_fp64_equal_one_process(world: int, cases: list[Case]) -> None:
     for case, numbers, parameters in compare(world, cases):
@@ -85,6 +86,7 @@ def test_twenty_steps_in_fp64_equal_one_process(world: int, cases: list[Case]) -
         assert parameters < 1e-10, case
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("world", "cases"), FP32, ids=["world 2", "world 4"])
 def test_fifty_steps_in_fp32_equal_one_process_within_1e_5(world: int, cases: list[Case]) -> None:
     for case, numbers, _ in compare(world, cases):
@@ -203,6 +205,7 @@ def low_precision(rank: int, world: int) -> tuple[list[float], list[float], floa
     return losses[0], losses[1], moved[0], moved[1]
 
 
+@pytest.mark.unmeasured
 def test_bf16_with_an_fp32_master_stays_within_half_a_percent_of_fp32() -> None:
     for wide, narrow, moved_wide, moved_narrow in run_ranks(low_precision, 2):
         assert max(abs(a - b) / a for a, b in zip(wide, narrow, strict=True)) < 0.005

@@ -60,6 +60,7 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
     assert "| internsp |" in files["markdown"].read_text()
 
 
+@pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_cut_sequences_compete_for_the_link_and_train_the_same(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
@@ -77,6 +78,7 @@ def test_cut_sequences_compete_for_the_link_and_train_the_same(tmp_path: Path) -
         assert any(phase.endswith("all-to-all") for _, phase, _ in row["exposures"])
 
 
+@pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
@@ -98,6 +100,7 @@ def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(tmp_pat
     assert rows["ours"]["payload"] - rows[full]["payload"] == summary["weight_bytes"] / 2
 
 
+@pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_hybrid_groups_train_the_same_and_send_less_for_gathers(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
@@ -115,6 +118,7 @@ def test_hybrid_groups_train_the_same_and_send_less_for_gathers(tmp_path: Path) 
     assert weights / 2 <= ours["replica_bytes"] <= 1.02 * weights / 2
 
 
+@pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
