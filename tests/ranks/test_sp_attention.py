@@ -82,7 +82,6 @@ def every_form_equals_one_process(rank: int, size: int) -> None:
                 torch.testing.assert_close(a, b[:, here], **CLOSE, msg=lambda m, c=case: f"{c} {m}")
 
 
-@pytest.mark.unmeasured
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_form_of_attention_equals_one_process(size: int) -> None:
     run_ranks(every_form_equals_one_process, size)

@@ -180,6 +180,7 @@ def test_the_emulated_link_hides_what_it_can_and_the_pool_says_its_bytes() -> No
     assert not [t for t in threading.enumerate() if "_run" in t.name], "no thread stays"
 
 
+@pytest.mark.unmeasured
 def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ def _can_make_namespaces() -> str | None:
         return str(error)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_leaves_no_namespace_behind(number: signal.Signals) -> None:

@@ -45,6 +45,7 @@ def played(blocks: int, resident: tuple[int, ...], slowness: float, micro_batche
     return play(lines, seconds, 1e6 * BLOCK / slowness / MBIT).step
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_no_choice_of_blocks_saves_much_more_time_than_an_even_spread(micro_batches: int) -> None:
     shortfall = []
