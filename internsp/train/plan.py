@@ -154,7 +154,8 @@ def print_plan(
         picture: file for a picture of a pipeline's schedule (SVG).
 
     Raises:
-        ConfigError: see :func:`make_plan`; or a picture is asked for without a pipeline.
+        ConfigError: see :func:`make_plan`; or a picture is asked for without a pipeline, or where
+            it cannot be written.
     """
     console = console or Console(soft_wrap=True, highlight=False)
     if config.parallel.pipeline > 1:
@@ -178,6 +179,11 @@ def print_plan(
 def _print_pipeline(
     plan: PipelinePlan, config: Config, console: Console, picture: Path | None
 ) -> None:
+    if picture is not None:
+        try:
+            picture.write_text(plan.picture(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--picture {picture}: {error.strerror}") from error
     _print_mesh(plan.shape, console)
     for table in tables(config, plan):
         console.print(table)
@@ -205,7 +211,6 @@ def _print_pipeline(
     print_schedules(plan, console)
     console.print("Played with the messages between ranks: nobody waits for ever.")
     if picture is not None:
-        picture.write_text(plan.picture(), encoding="utf-8")
         console.print(f"Picture: {picture}")
 
 
