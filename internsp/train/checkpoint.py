@@ -140,11 +140,21 @@ def _check_mesh(session: Session, metadata: Any, path: Path) -> None:
         if stored is None:
             raise ConfigError(
                 f"checkpoint.resume: {path} has no {name}; resume on the same mesh and model as "
-                f"it was saved with (now: {session.mesh.describe()})"
+                f"it was saved with (now: {_place(session)})"
             )
         size = getattr(stored, "size", None)
         if isinstance(value, torch.Tensor) and size is not None and size != value.shape:
             raise ConfigError(
                 f"checkpoint.resume: {name} in {path} has shape {list(size)}, here it has "
-                f"{list(value.shape)}; resume with the same model and mesh"
+                f"{list(value.shape)}; resume with the same model and mesh as it was saved with "
+                f"(now: {_place(session)})"
             )
+
+
+def _place(session: Session) -> str:
+    """The mesh, and the schedule, which says what part of a pipelined model is on which rank."""
+    mesh = session.mesh.describe()
+    if session.pipeline is None:
+        return mesh
+    chunks = len(session.pipeline.chunks)
+    return f"{mesh}; {session.pipeline.kind.name}, {chunks} chunk{'s' * (chunks > 1)} a rank"

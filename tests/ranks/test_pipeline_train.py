@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from internsp.config import Config
+from internsp.errors import ConfigError
 from internsp.pipeline import Place, SchedulerHook
 from internsp.train.metrics import StepMetrics, read_metrics
 from internsp.train.pipeline_plan import make_pipeline_plan
@@ -109,6 +110,12 @@ def _sample(report: str) -> str:
     return report.split('class="sample">')[1].split("<")[0]
 
 
+def refusal(rank: int, world_size: int, settings: Config, folder: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(settings, Path(folder))
+    return str(refused.value)
+
+
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     base = pipelined("ZBVZeroBubble", 2)
     whole = str(tmp_path / "whole")
@@ -122,6 +129,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert [(r.step, r.loss, r.grad_norm) for r in rows] == [
         (w.step, w.loss, w.grad_norm) for w in wanted
     ]
+    other = config(**{**pipelined("1F1B"), "checkpoint": {"save": False, "resume": step}})
+    for text in run_ranks(refusal, 2, other, str(tmp_path / "other"), timeout=120):
+        assert "saved with (now: world 2 = pipeline 2" in text
+        assert "; 1F1B, 1 chunk a rank)" in text
 
 
 def test_a_checkpoint_has_the_parameter_names_of_the_whole_model(tmp_path: Path) -> None:
