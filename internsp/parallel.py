@@ -55,6 +55,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     trace: Trace | None = None,
     collectives: MakeCollectives = Collectives,
+    split: bool = False,
 ) -> ISPCommunicator:
     """Cut ``model``'s weights over the weight group and attach communication to it, in place.
 
@@ -70,6 +71,7 @@ def parallelize(
         trace: where events of communication go.
         collectives: makes what carries the messages of one group, with the arguments of
             :class:`internsp.wp.collectives.Collectives` (a benchmark passes an emulated link).
+        split: a pipeline's schedule computes its input and its weight gradients apart.
 
     Returns:
         The communicator of the blocks, with ``head``, ``embedding``, ``small`` and ``state``.
@@ -85,9 +87,9 @@ def parallelize(
             "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
             "'qkv' (the block's entry) and no anchors"
         )
-    recomputed = _recomputed(activation_checkpoint, len(structure.blocks))
+    recomputed = recomputed_blocks(activation_checkpoint, len(structure.blocks))
     trace = trace or Trace()
-    builder = _Builder(model, mesh, config, structure, recomputed, collectives)
+    builder = _Builder(model, mesh, config, structure, recomputed, collectives, split)
     communicator = builder.build(trace)
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
@@ -109,7 +111,12 @@ def parallelize(
     return communicator
 
 
-def _recomputed(config: ActivationCheckpointConfig | None, blocks: int) -> set[int]:
+def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) -> set[int]:
+    """Indices of the blocks that recompute, of a model of so many.
+
+    Raises:
+        StructureError: one of them is not there.
+    """
     chosen = set(config.selected(blocks)) if config is not None else set()
     wrong = sorted(i for i in chosen if not 0 <= i < blocks)
     if wrong:
@@ -131,8 +138,9 @@ class _Builder:
         structure: Structure,
         recomputed: set[int],
         collectives: MakeCollectives = Collectives,
+        split: bool = False,
     ) -> None:
-        self.make_collectives = collectives
+        self.make_collectives, self.split = collectives, split
         self.model, self.mesh, self.config = model, mesh, config
         self.structure = structure
         self.recomputed = recomputed
@@ -144,7 +152,9 @@ class _Builder:
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape
         assignments = assign(self.model, self.structure, self.config, shape.expert)
-        plan = chunk_plan(assignments, self.structure, self.config, shape, self.recomputed)
+        plan = chunk_plan(
+            assignments, self.structure, self.config, shape, self.recomputed, self.split
+        )
         places: list[tuple[Owner, Unit | None, ShardedWeight | int]] = []
         for assignment in assignments:
             places += self._place(assignment)

@@ -28,6 +28,10 @@ class Site(Protocol):
     tag: Any
     """What :meth:`acquire` last handed out: changes whenever the parameter's values may have."""
 
+    @property
+    def name(self) -> str:
+        """The parameter's, fully qualified."""
+
     guarded: bool
     """Whether backward needs the tensor at the same place again (false for small replicas)."""
 

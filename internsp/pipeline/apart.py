@@ -7,6 +7,7 @@ The stage marks the parts, since nothing in the autograd graph tells them from a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,13 @@ from internsp.wp.shard import ShardedWeight
 def birth_order(communicator: ISPCommunicator) -> list[ShardedWeight]:
     """Cut weights in the order in which a weight part computes their gradients."""
     return list(reversed(communicator.small.sharded))
+
+
+def overwritten(communicator: ISPCommunicator) -> set[int]:
+    """Storages of the slots that several blocks take by turns, as ``data_ptr``."""
+    users = Counter(unit.slot for unit in communicator.blocks)
+    slots = [slot for slot in communicator.state.pool.slots if users[slot.index] > 1]
+    return set().union(*(slot.storages() for slot in slots))
 
 
 def begin_part(communicator: ISPCommunicator, weights: bool) -> None:

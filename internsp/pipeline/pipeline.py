@@ -129,7 +129,12 @@ class Pipeline:
             module = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
             weights, again = local_config(module, config, activation_checkpoint)
             communicator = parallelize(
-                module, mesh, weights, activation_checkpoint=again, trace=trace
+                module,
+                mesh,
+                weights,
+                activation_checkpoint=again,
+                trace=trace,
+                split=kind.splits(stage),
             )
             cut = {id(weight.parameter) for weight in communicator.small.sharded}
             as_one = weights.compile or any(unit.recomputed for unit in communicator.blocks)

@@ -44,6 +44,10 @@ class ScheduleKind:
         """Whether torch's class takes one stage, not a list."""
         return issubclass(self.cls, torch_schedules.PipelineScheduleSingle)
 
+    def splits(self, stage: int) -> bool:
+        """Whether ``stage`` may compute its backward in two parts: the first has no input."""
+        return self.split and stage > 0
+
     def stages_of(self, rank: int, ranks: int, chunks: int) -> list[int]:
         """Global indices of the stages that ``rank`` of ``ranks`` holds, ascending."""
         style = "v" if self.v_shaped else "loop"

@@ -19,10 +19,12 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from internsp.errors import LayoutError
-from internsp.pipeline.apart import birth_order, rehearsal
+from internsp.errors import LayoutError, StructureError
+from internsp.pipeline.apart import birth_order, overwritten, rehearsal
 from internsp.pipeline.chunks import MicroBatch
+from internsp.pipeline.graph import obstacle
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, SchedulerHook
+from internsp.wp.communicator import tensors
 from internsp.wp.isp import ISPCommunicator
 
 
@@ -75,6 +77,7 @@ class ISPPipelineStage(PipelineStage):
         self.batches: Sequence[MicroBatch] = ()
         self._sinks: dict[int, _Sink] = {}
         self.rehearsing = False
+        self._examined = False
         self._whole: set[int] = set()  # micro-batches whose weight gradients came early
         given = options.get("output_args")
         self._promised = (given.shape, given.dtype) if isinstance(given, Tensor) else None
@@ -170,6 +173,7 @@ class ISPPipelineStage(PipelineStage):
     ) -> Any:
         """torch's split functions, with stand-ins for the parameters."""
         if backward_type == INPUT:
+            self._examine(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
             return stage_backward_input(
                 bwd_kwargs["stage_output"],
                 bwd_kwargs["output_grads"],
@@ -179,6 +183,19 @@ class ISPPipelineStage(PipelineStage):
         if backward_type == WEIGHT:
             return stage_backward_weight(self._weights(), bwd_kwargs["param_groups"]), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _examine(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """Once: a graph whose weights torch's split backward would get wrong is refused."""
+        if self._examined:
+            return
+        self._examined = True
+        why = obstacle(outputs, inputs, overwritten(self.communicator))
+        if why:
+            raise StructureError(
+                f"stage {self.stage_index} cannot compute weight gradients apart from input "
+                f"gradients: {why}. Take a schedule with a whole backward (1F1B, Interleaved1F1B), "
+                "or recompute a block of each chunk (activation_checkpoint): then both come at once"
+            )
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """See torch's, which forgets that an evaluation has no backward."""
@@ -224,8 +241,22 @@ class ISPPipelineStage(PipelineStage):
             kwargs = dict(self.batches[0].options)
             args = self.batches[0].inputs if self.is_first else args
         with rehearsal(self.communicator):
-            return super()._compute_outputs(*args, module=module, **kwargs)
+            outputs = super()._compute_outputs(*args, module=module, **kwargs)
+        if torch.is_grad_enabled():
+            # Also where everything up to here is frozen, the next stage gives its input a gradient,
+            # as with a given shape: torch's split backward finds weights from there and would lose
+            # all their gradients, and what is thawed later would get none.
+            for tensor in tensors(outputs):
+                if tensor.is_floating_point() and not tensor.requires_grad:
+                    tensor.requires_grad_()
+        return outputs
 
-    def _compute_input_grads(self, *args: Any) -> Any:
-        with rehearsal(self.communicator):
-            return super()._compute_input_grads(*args)
+    def _compute_input_grads(
+        self, outputs: Any, all_fwd_inputs: Sequence[Any], grad_outputs: Any = None
+    ) -> Any:
+        """None: torch then describes gradients by the inputs that they are like.
+
+        Computing them would run a backward for nothing, by ``torch.autograd.grad``, under which a
+        reentrant checkpoint cannot recompute.
+        """
+        return (None,) * len(all_fwd_inputs)

@@ -109,7 +109,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
     rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
     timed = check(order, rank_of, shape.pipeline * chunks)
     ranks = []
-    outlines = _outlines(config, shape, shape.pipeline * chunks)
+    outlines = _outlines(config, shape, kind, shape.pipeline * chunks)
     for rank in range(shape.pipeline):
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
@@ -134,7 +134,9 @@ def _message_bytes(config: Config, shape: MeshShape) -> int:
     return rows * length * config.model.hidden_size * dtype.itemsize
 
 
-def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutline]:
+def _outlines(
+    config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
+) -> list[ChunkOutline]:
     model = build_model(config)
     if shape.separate:
         require_experts((name for name, _ in model.named_parameters()), config.weight_parallel)
@@ -147,7 +149,7 @@ def _outlines(config: Config, shape: MeshShape, stages: int) -> list[ChunkOutlin
         structure = read(chunk, weights.trigger, weights.blocks, weights.anchors)
         assignments = assign(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
-        plan = chunk_plan(assignments, structure, weights, shape, again)
+        plan = chunk_plan(assignments, structure, weights, shape, again, kind.splits(stage))
         cut = {id(a.parameter) for a in assignments if a.unit is not None}
         splits = splittable(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits))

@@ -118,6 +118,11 @@ class WeightSite:
         self.weight = weight
         self.tag: Tag = (-1, weight.compute_dtype)
 
+    @property
+    def name(self) -> str:
+        """The weight's."""
+        return self.weight.name
+
     def acquire(self) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
         tensor = self.communicator.weight_hook(self.unit, self.weight)

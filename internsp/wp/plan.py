@@ -76,12 +76,16 @@ def chunk_plan(
     config: WeightParallelConfig,
     shape: MeshShape,
     recomputed: set[int],
+    split: bool = False,
 ) -> ChunkPlan:
     """The chunk as :func:`internsp.wp.simulate.simulate` wants it.
 
     Args:
         shape: ranks of the weight groups.
         recomputed: indices of checkpointed blocks.
+        split: its backward may be computed in two parts. Then small blocks do not take their
+            weights at their entry: of weights that share a node of the graph, torch's weight part
+            goes through the whole block again, with weights that need not be whole any more.
 
     Raises:
         StructureError: the mesh has an axis for experts and the model has none.
@@ -114,7 +118,7 @@ def chunk_plan(
         where = policy.slot(block) if block >= 0 else slot
         slot += block < 0
         small = block >= 0 and bool(weights) and all(w.small for w in weights)
-        at_entry = block >= 0 and (config.compile or small)
+        at_entry = block >= 0 and (config.compile or (small and not split))
         units[name] = UnitPlan(name, weights, where, block, block in recomputed, anchor, at_entry)
     embedding = units.get(structure.embedding[0]) if structure.embedding else None
     head = _head(structure, assignments, units)

@@ -162,6 +162,10 @@ class Slot:
         if changed and poison:
             self._room(unit, weight).fill_(0xFF)  # NaN in every float type
 
+    def storages(self) -> set[int]:
+        """``data_ptr`` of the storages that the slot is made of now."""
+        return {buffer.untyped_storage().data_ptr() for buffer in self._buffers.values()}
+
     def forget(self) -> None:
         """Nothing in the slot may be reused (WP-10)."""
         self.tags.clear()

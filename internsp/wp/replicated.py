@@ -106,6 +106,11 @@ class ReplicatedSite:
         self._member = small.members[index]
         self.tag = -1
 
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        return self._member.name
+
     def acquire(self) -> Tensor:
         """The local replica, in the compute dtype."""
         tensor = self._member.current()

@@ -14,7 +14,7 @@ from internsp.optim import ZeroOptimizer
 from internsp.pipeline import Place, SchedulerHook
 from internsp.trace import Trace
 from internsp.wp.communicator import ChunkState
-from tests.support.pipeline import Case, batches, make
+from tests.support.pipeline import BOUND, Case, batches, compare, make
 from tests.support.ranks import run_ranks
 
 SCHEDULES = [
@@ -175,6 +175,21 @@ def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
 
 def test_shape_inference_before_the_first_step_leaves_no_trace() -> None:
     assert run_ranks(after_inference, 2, True) == run_ranks(after_inference, 2, False)
+
+
+def reentrant(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    pipeline, plain = make(case)
+    found = compare(case, pipeline, plain, pipeline.step(batches(case, pipeline.mesh)))
+    return found.loss, found.gradient
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_shape_inference_gets_along_with_reentrant_checkpoints(schedule: str, chunks: int) -> None:
+    checkpoint = {"mode": "full", "reentrant": True}
+    case = Case(schedule, chunks=chunks, static=False, checkpoint=checkpoint)
+    for loss, gradient in run_ranks(reentrant, 2, case):
+        assert loss < BOUND
+        assert gradient < BOUND
 
 
 def rehearsed(rank: int, world_size: int) -> list[bool]:

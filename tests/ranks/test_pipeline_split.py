@@ -131,3 +131,16 @@ def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) 
         assert loss < BOUND
         assert gradient < BOUND
         assert {place.part for place, *_ in seen} == {"full"}
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("together", [0, 65536])
+def test_a_weight_part_is_right_when_its_weights_memory_is_gone(
+    schedule: str, together: int
+) -> None:
+    # Three blocks in every split chunk: between its two parts others have taken their slots.
+    weights = {"memory_pool": False, "together_bytes": together}
+    case = Case(schedule, chunks=2, weight=2, layers=14, weights=weights)
+    for loss, gradient, *_ in run_ranks(ours, 4, case):
+        assert loss < BOUND
+        assert gradient < BOUND

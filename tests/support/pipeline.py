@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,16 @@ class Case:
 
 
 def make(
-    case: Case, hooks: list[SchedulerHook] | None = None, trace: Trace | None = None
+    case: Case,
+    hooks: list[SchedulerHook] | None = None,
+    trace: Trace | None = None,
+    alter: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[Pipeline, nn.Module]:
-    """The pipeline of the calling rank, and the whole model on one process."""
+    """The pipeline of the calling rank, and the whole model on one process.
+
+    Args:
+        alter: changes the model before it is cut.
+    """
     mesh = mesh_of(
         case.weight,
         case.sequence,
@@ -99,6 +106,7 @@ def make(
     tokens = case.tokens(mesh.data)
     width = case.mine(mesh, 0).input_ids.shape[1]
     plain = case.build()
+    alter(plain)
     pipeline = Pipeline.create(
         copy.deepcopy(plain),
         mesh,

@@ -1,0 +1,179 @@
+"""Frozen and idle weights under a pipeline: everybody else's gradient is right all the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import StructureError
+from internsp.layers import ParallelLinearWithCommExt
+from internsp.pipeline import split
+from internsp.sp import SequenceLayout
+from model_zoo.common import Block
+from tests.support.parity import furthest
+from tests.support.pipeline import BOUND, Case, batches, make, plain_loss
+from tests.support.ranks import run_ranks
+
+Alter = Callable[[nn.Module], None]
+
+
+def gaps(case: Case, alter: Alter, thaw: Alter = lambda model: None) -> dict[str, float | str]:
+    """For each parameter of this rank its gradient's relative gap, or how its presence differs.
+
+    Args:
+        alter: changes the whole model before it is cut.
+        thaw: changes chunks and the whole model after a first step.
+    """
+    pipeline, plain = make(case, alter=alter)
+    pipeline.step(batches(case, pipeline.mesh))
+    for module in (*pipeline.chunks, plain):
+        thaw(module)
+    for parameter in (p for chunk in pipeline.chunks for p in chunk.parameters()):
+        parameter.grad = None
+    pipeline.step(batches(case, pipeline.mesh))
+    plain_loss(case, plain, pipeline.mesh.data).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    found: dict[str, float | str] = {}
+    for name, parameter in (p for chunk in pipeline.chunks for p in chunk.named_parameters()):
+        one = wanted[name]
+        if one is None or parameter.grad is None:
+            if one is not None or parameter.grad is not None:
+                found[name] = "absent" if one is not None else "should be absent"
+            continue
+        found[name] = furthest(parameter, one, name) / float(one.abs().max())
+    return found
+
+
+def bad(found: dict[str, float | str]) -> list[str]:
+    return [f"{n}: {g}" for n, g in found.items() if isinstance(g, str) or not g < BOUND]
+
+
+def _freeze_stages(case: Case, frozen: int) -> Alter:
+    def alter(model: nn.Module) -> None:
+        model.embed.requires_grad_(False)
+        for blocks in split(model, case.pipeline * case.chunks)[:frozen]:
+            for block in blocks:
+                model.layers[block].requires_grad_(False)
+
+    return alter
+
+
+def _thaw(module: nn.Module) -> None:
+    module.requires_grad_(True)
+
+
+def first_stages_frozen(
+    rank: int, world_size: int, case: Case, frozen: int, thawed: bool
+) -> tuple[list[str], int]:
+    found = gaps(case, _freeze_stages(case, frozen), _thaw if thawed else lambda model: None)
+    return bad(found), len(found)
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "frozen"), [("InterleavedZeroBubble", 1), ("ZBVZeroBubble", 2)]
+)
+def test_stages_behind_frozen_ones_get_their_gradients(
+    schedule: str, frozen: int, static: bool
+) -> None:
+    case = Case(schedule, chunks=2, static=static)
+    for wrong, count in run_ranks(first_stages_frozen, 2, case, frozen, False):
+        assert not wrong
+        assert count > 0
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_stage_thawed_after_torchs_shape_inference_gets_its_gradients(schedule: str) -> None:
+    case = Case(schedule, chunks=1 if schedule == "1F1B" else 2, static=False)
+    for wrong, count in run_ranks(first_stages_frozen, 2, case, 1, True):
+        assert not wrong
+        assert count > 0
+
+
+class _Idle(Block):
+    """A block with a weight that no forward uses."""
+
+    def forward(self, h: Tensor, rotary: object, layout: SequenceLayout | None) -> Tensor:
+        output: Tensor = super().forward(h, rotary, layout)
+        return output
+
+
+def _add_idle(model: nn.Module) -> None:
+    for block in model.layers:
+        block.__class__ = _Idle
+        block.idle = ParallelLinearWithCommExt(12, 12, False, None, torch.float64)
+
+
+def idle(rank: int, world_size: int, case: Case) -> list[str]:
+    return bad(gaps(case, _add_idle))
+
+
+@pytest.mark.parametrize("together", [0, 65536], ids=["weight by weight", "at the block's entry"])
+def test_a_weight_that_no_micro_batch_uses_has_no_gradient_under_a_split_backward(
+    together: int,
+) -> None:
+    case = Case("ZBVZeroBubble", chunks=2, weight=2, weights={"together_bytes": together})
+    assert run_ranks(idle, 4, case) == [[]] * 4
+
+
+class _Beside(Block):
+    """A block with a branch from which no gradient goes back to its input."""
+
+    two = False
+    alone = False
+
+    def forward(self, h: Tensor, rotary: object, layout: SequenceLayout | None) -> Tensor:
+        h = super().forward(h, rotary, layout)
+        branch = self.one(h.detach())
+        if self.two:
+            branch = self.other(torch.tanh(branch))
+        return branch if self.alone else h + branch
+
+
+def _add_branch(two: bool, alone: bool) -> Alter:
+    def alter(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(5)
+        for number, block in enumerate(model.layers):
+            block.__class__ = _Beside
+            block.two, block.alone = two, alone and number == len(model.layers) - 2
+            for name in ("one", "other") if two else ("one",):
+                layer = ParallelLinearWithCommExt(12, 12, False, None, torch.float64)
+                nn.init.normal_(layer.weight, 0, 0.3, generator)
+                setattr(block, name, layer)
+
+    return alter
+
+
+def beside(rank: int, world_size: int, case: Case) -> list[str]:
+    return bad(gaps(case, _add_branch(two=False, alone=False)))
+
+
+def test_a_branch_without_input_gradient_is_right_under_a_split_backward() -> None:
+    case = Case("ZBVZeroBubble", chunks=2, weight=2, layers=13)
+    assert run_ranks(beside, 4, case) == [[]] * 4
+
+
+def hopeless(rank: int, world_size: int, case: Case, two: bool) -> str:
+    with pytest.raises((StructureError, RuntimeError)) as error:
+        gaps(case, _add_branch(two, alone=not two))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("two", "why"),
+    [
+        (True, r"layers\.\d+\.one\.weight.* gets its gradient through .*needs a whole weight"),
+        (False, r"\(and 12 more\) is behind an output to which no gradient of the chunk's input"),
+    ],
+    ids=["a weight behind another", "no way to the input"],
+)
+def test_weights_that_a_weight_part_would_get_wrong_are_refused(two: bool, why: str) -> None:
+    case = Case("ZBVZeroBubble", chunks=2, weight=2, layers=14, timeout=6)
+    errors = run_ranks(hopeless, 4, case, two)
+    for error in errors:
+        assert re.search(why, error), error
+        assert "1F1B" in error
