@@ -19,9 +19,14 @@ from internsp.wp.recovery import abort, default_store
 
 
 class Watch:
-    """A context for each step. Made by all ranks of the world together."""
+    """A context for each step. Made by all ranks of the world together.
+
+    Attributes:
+        open: whether a step runs.
+    """
 
     def __init__(self, mesh: ParallelMesh) -> None:
+        self.open = False
         self._mesh = mesh
         self._failure = ""
         name = [uuid.uuid4().hex if dist.get_rank() == 0 else ""]
@@ -31,6 +36,7 @@ class Watch:
     def __enter__(self) -> None:
         if self._failure:
             raise CollectiveError(self._failure)
+        self.open = True
 
     def __exit__(
         self,
@@ -38,6 +44,7 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.open = False
         if error is None:
             return
         mesh, root = self._mesh, _root(error)

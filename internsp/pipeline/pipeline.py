@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import ConfigError, LayoutError
+from internsp.errors import ConfigError, LayoutError, OrderError
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
+from internsp.parallel import parallelize, recomputed_blocks
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, hidden_like, split
 from internsp.pipeline.failure import Watch
 from internsp.pipeline.hooks import (
@@ -165,7 +165,12 @@ class Pipeline:
 
         Raises:
             CollectiveError: another rank failed; its cause is named. Every later call raises too.
+            ValueError, TypeError: these are not ``micro_batches`` of :class:`MicroBatch`, or
+                gradients are disabled. Nothing has run: the pipeline can go on.
+            OrderError: called from inside a step, by a hook or the criterion.
         """
+        if not torch.is_grad_enabled():
+            raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
         losses: list[Tensor] = []
         with self._running(batches, self.places):
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
@@ -206,9 +211,16 @@ class Pipeline:
 
     def _check(self, batches: Sequence[MicroBatch]) -> None:
         """Before anything runs: stages receive into buffers of a fixed number and shape."""
+        if self._watch.open:
+            raise OrderError(
+                f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "
+                "runs: hooks and the criterion must not; call it between steps"
+            )
         if len(batches) != self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         for number, batch in enumerate(batches):
+            if not isinstance(batch, MicroBatch):
+                raise TypeError(f"a micro-batch is a {type(batch).__name__}, not a MicroBatch")
             if not batch.inputs or not isinstance(batch.inputs[0], Tensor):
                 continue
             found = batch.inputs[0].shape[:2]
@@ -225,13 +237,23 @@ class Pipeline:
         last = self.stages[-1] if self.stages[-1].is_last else self.stages[0]
         batch = last.batches[int(target)]
         if last.rehearsing:
-            return self.criterion(output, batch)
+            return self._judged(output, batch)
         place = last.place(int(target))
         for hook in self.hooks:
             hook.before_criterion(place, output)
-        loss = self.criterion(output, batch)
+        loss = self._judged(output, batch)
         for hook in self.hooks:
             hook.after_criterion(place, loss)
+        return loss
+
+    def _judged(self, output: Any, batch: MicroBatch) -> Tensor:
+        loss = self.criterion(output, batch)
+        if torch.is_grad_enabled() and loss.numel() != 1:
+            # torch's split backward would take the gradient of its sum, in silence.
+            raise ValueError(
+                f"a loss is one number, but the criterion gave {tuple(loss.shape)}: without labels "
+                "the last chunk returns logits; give labels, or a criterion that sums"
+            )
         return loss
 
 
@@ -249,7 +271,7 @@ def local_config(
     """Settings that name or number the model's blocks, for one chunk's own."""
     config = (config or WeightParallelConfig()).model_copy(update={"blocks": chunk.block_names()})
     if checkpoint is not None:
-        chosen = checkpoint.selected(chunk.total)
+        chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
         local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)
         checkpoint = checkpoint.model_copy(update={"blocks": local})
     return config, checkpoint

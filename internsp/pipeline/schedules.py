@@ -59,6 +59,10 @@ class ScheduleKind:
 
     def mistake(self, ranks: int, chunks: int, micro_batches: int) -> str:
         """Why these numbers do not fit, in words; empty when they do."""
+        counts = {"pipeline ranks": ranks, "chunks": chunks, "micro-batches": micro_batches}
+        for name, count in counts.items():
+            if count < 1:
+                return f"{self.name} takes 1 or more {name}, not {count}"
         if self.chunks is not None and chunks != self.chunks:
             return f"{self.name} takes {self.chunks} chunks a rank, not {chunks}"
         try:

@@ -1,0 +1,105 @@
+"""What a pipeline refuses before anything runs, after which it can be used as if never asked."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import CollectiveError, ConfigError, OrderError, StructureError
+from internsp.pipeline import Pipeline, Place, SchedulerHook
+from tests.support.meshes import mesh_of
+from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.ranks import run_ranks
+
+
+def refused(rank: int, world_size: int, case: Case) -> Found:
+    pipeline, plain = make(case)
+    right = batches(case, pipeline.mesh)
+    with pytest.raises(ValueError, match="3 micro-batches, but 4 were agreed"):
+        pipeline.step(right[:3])
+    with pytest.raises(TypeError, match="a micro-batch is a tuple, not a MicroBatch"):
+        pipeline.step([(b.inputs, b.options) for b in right])  # type: ignore[misc]
+    with torch.no_grad(), pytest.raises(ValueError, match=r"needs gradients.*use evaluate"):
+        pipeline.step(right)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"needs gradients.*use evaluate"):
+        pipeline.step(right)
+    return compare(case, pipeline, plain, pipeline.step(right))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_a_refused_step_leaves_the_pipeline_usable(schedule: str, chunks: int) -> None:
+    for found in run_ranks(refused, 2, Case(schedule, chunks=chunks)):
+        assert found.loss < BOUND
+        assert found.gradient < BOUND
+
+
+class _Asks(SchedulerHook):
+    pipeline: Pipeline
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        self.pipeline.evaluate(self.pipeline.stages[0].batches)
+
+
+def asked(rank: int, world_size: int) -> list[str]:
+    hook = _Asks()
+    case = Case(timeout=6)
+    hook.pipeline, _ = make(case, hooks=[hook])
+    found = []
+    for _ in range(2):
+        with pytest.raises((OrderError, CollectiveError)) as error:
+            hook.pipeline.step(batches(case, hook.pipeline.mesh))
+        found.append(str(error.value))
+    return found
+
+
+def test_a_hook_that_calls_evaluate_is_told_so() -> None:
+    for _, later in run_ranks(asked, 2):
+        assert "rank 0, pipeline rank 0, failed first: OrderError: step() or evaluate()" in later
+
+
+def logits(rank: int, world_size: int, case: Case) -> tuple[list[Any], str]:
+    """Without labels the last chunk gives logits: to be looked at, but no loss."""
+    pipeline, _ = make(case)
+    pipeline.criterion = lambda output, batch: output
+    without = batches(case, pipeline.mesh)
+    for batch in without:
+        batch.options.pop("labels")  # type: ignore[attr-defined]
+    shapes = [tuple(output.shape) for output in pipeline.evaluate(without)]
+    with contextlib.suppress(ValueError, CollectiveError):
+        pipeline.step(without)
+    with pytest.raises(CollectiveError) as error:
+        pipeline.step(without)
+    return shapes, str(error.value)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_a_loss_that_is_not_one_number_is_refused(schedule: str, chunks: int) -> None:
+    case = Case(schedule, chunks=chunks, timeout=6)
+    last = {1: 1, 2: 0}[chunks]
+    for rank, (shapes, error) in enumerate(run_ranks(logits, 2, case)):
+        assert shapes == ([(1, case.length, 37)] * case.micro_batches if rank == last else [])
+        assert "a loss is one number, but the criterion gave (1, 9, 37)" in error
+
+
+def made(rank: int, world_size: int) -> None:
+    case, mesh = Case(layers=5), mesh_of(pipeline=2)
+    for chunks, micro_batches, what in ((0, 4, "chunks, not 0"), (2, 0, "micro-batches, not 0")):
+        with pytest.raises(ConfigError, match=f"Interleaved1F1B takes 1 or more {what}"):
+            Pipeline.create(
+                case.build(),
+                mesh,
+                schedule="Interleaved1F1B",
+                chunks=chunks,
+                micro_batches=micro_batches,
+            )
+    again = ActivationCheckpointConfig(mode="full", blocks=(1, 5))
+    with pytest.raises(StructureError, match=r"blocks names \[5\], but the model has 5 blocks"):
+        Pipeline.create(case.build(), mesh, micro_batches=4, activation_checkpoint=again)
+
+
+def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
+    run_ranks(made, 2)
