@@ -24,6 +24,9 @@ def assign(
 ) -> tuple[list[dict[str, Any]], dict[Member, int]]:
     """Settings groups for torch, and each parameter's place among them.
 
+    A pipeline's chunk may be frozen as a whole: its optimizer has one group without parameters,
+    and takes part in the norm, which all stages compute together.
+
     Args:
         param_groups: dictionaries with ``"params"``: the model's parameters after ``parallelize``
             (or pairs of name and parameter, as ``named_parameters`` gives); ``None``: one group.
@@ -33,7 +36,7 @@ def assign(
             trainable but in none (its gradient would pile up).
     """
     trainable = members(communicator)
-    if not trainable:
+    if not trainable and communicator.mesh.pipeline == 1:
         raise ValueError("ZeroOptimizer: the model has no trainable parameter")
     if param_groups is None:
         param_groups = [{"params": [m.parameter for m in trainable]}]
@@ -60,7 +63,7 @@ def assign(
             f"trainable parameters in no group: {', '.join(forgotten)}; add them, or freeze them "
             "(requires_grad_(False)) before parallelize()"
         )
-    return groups, place
+    return groups or [{"params": []}], place
 
 
 def _parameters(group: dict[str, Any], index: int) -> list[nn.Parameter]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from internsp.errors import StructureError
 from internsp.layers import ParallelLinearWithCommExt
+from internsp.optim import ZeroOptimizer, step_together
 from internsp.pipeline import split
 from internsp.sp import SequenceLayout
 from model_zoo.common import Block
@@ -94,6 +95,38 @@ def test_a_stage_thawed_after_torchs_shape_inference_gets_its_gradients(schedule
         assert count > 0
 
 
+def stepped(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """The norm's largest gap in two clipped steps, and that of the parameters after them."""
+    pipeline, plain = make(case, alter=_freeze_stages(case, 1))
+    optimizers = [
+        ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1, max_grad_norm=0.05)
+        for communicator in pipeline.communicators
+    ]
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    gap = 0.0
+    for _ in range(2):
+        pipeline.step(batches(case, pipeline.mesh))
+        found = step_together(optimizers)
+        plain_loss(case, plain, pipeline.mesh.data).backward()
+        wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.05))
+        alone.step()
+        alone.zero_grad()
+        gap = max(gap, abs(found - wanted))
+    values = dict(plain.named_parameters())
+    return gap, max(
+        float((p.full_tensor() - values[name]).detach().abs().max())  # type: ignore[attr-defined]
+        for chunk in pipeline.chunks
+        for name, p in chunk.named_parameters()
+    )
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_a_chunk_that_is_frozen_as_a_whole_has_an_optimizer_too(schedule: str, chunks: int) -> None:
+    for norm, values in run_ranks(stepped, 2, Case(schedule, chunks=chunks)):
+        assert norm < BOUND
+        assert values < BOUND
+
+
 class _Idle(Block):
     """A block with a weight that no forward uses."""
 
@@ -166,7 +199,7 @@ def hopeless(rank: int, world_size: int, case: Case, two: bool) -> str:
 @pytest.mark.parametrize(
     ("two", "why"),
     [
-        (True, r"layers\.\d+\.one\.weight.* gets its gradient through .*needs a whole weight"),
+        (True, r"layers\.\d+\.one\.weight.* gets its gradient through .* needs a whole weight"),
         (False, r"\(and 12 more\) is behind an output to which no gradient of the chunk's input"),
     ],
     ids=["a weight behind another", "no way to the input"],
