@@ -218,20 +218,22 @@ class Pipeline:
             )
         if len(batches) != self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
+        agreed = self._ids_shape
         for number, batch in enumerate(batches):
             if not isinstance(batch, MicroBatch):
                 raise TypeError(f"a micro-batch is a {type(batch).__name__}, not a MicroBatch")
             if not batch.inputs or not isinstance(batch.inputs[0], Tensor):
                 continue
             found = batch.inputs[0].shape[:2]
-            self._ids_shape = self._ids_shape or found
-            if found != self._ids_shape:
+            agreed = agreed or found
+            if found != agreed:
                 raise LayoutError(
                     f"micro-batch {number} on rank {self.mesh.rank} has rows and tokens "
-                    f"{tuple(found)}, but {tuple(self._ids_shape)} were agreed (Pipeline.create's "
+                    f"{tuple(found)}, but {tuple(agreed)} were agreed (Pipeline.create's "
                     "shape, else the first micro-batch): stages exchange hidden states of one "
                     "shape; pad the batch, or make another Pipeline"
                 )
+        self._ids_shape = agreed
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         last = self.stages[-1] if self.stages[-1].is_last else self.stages[0]

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from internsp.config import ActivationCheckpointConfig
-from internsp.errors import CollectiveError, ConfigError, OrderError, StructureError
-from internsp.pipeline import Pipeline, Place, SchedulerHook
+from internsp.errors import (
+    CollectiveError,
+    ConfigError,
+    LayoutError,
+    OrderError,
+    StructureError,
+)
+from internsp.pipeline import MicroBatch, Pipeline, Place, SchedulerHook
 from tests.support.meshes import mesh_of
 from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
@@ -27,12 +33,15 @@ def refused(rank: int, world_size: int, case: Case) -> Found:
         pipeline.step(right)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"needs gradients.*use evaluate"):
         pipeline.step(right)
+    short = [MicroBatch((b.inputs[0][:, 1:],), b.options) for b in right]
+    with pytest.raises(LayoutError, match=r"micro-batch 1 .* were agreed"):
+        pipeline.step([short[0], *right[1:]])
     return compare(case, pipeline, plain, pipeline.step(right))
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
 def test_a_refused_step_leaves_the_pipeline_usable(schedule: str, chunks: int) -> None:
-    for found in run_ranks(refused, 2, Case(schedule, chunks=chunks)):
+    for found in run_ranks(refused, 2, Case(schedule, chunks=chunks, static=False)):
         assert found.loss < BOUND
         assert found.gradient < BOUND
 
