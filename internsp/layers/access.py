@@ -124,6 +124,13 @@ class _Views(torch.autograd.Function):
         return tuple(answers)
 
 
+def uses_of(node: Any) -> Uses | None:
+    """What a node of the autograd graph takes, if it is the node of such views."""
+    ours = isinstance(node, _Views._backward_cls)  # type: ignore[attr-defined]
+    taken: Uses | None = node.taken if ours else None
+    return taken
+
+
 def _answer(site: Site, gradient: Tensor, shard: Tensor) -> Tensor:
     """What a captured shard is given: torch's split backward wants a tensor, without memory."""
     if not site.apart:

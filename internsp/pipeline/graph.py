@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 
+from internsp.layers.access import uses_of
+
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 
 
@@ -38,8 +40,9 @@ def obstacle(
     for node, weights in ways.weights.items():
         if weights and any(t.untyped_storage().data_ptr() in shared for t in _saved(node)):
             return (
-                f"{_some(weights)} gets its gradient through {node.name()}, which needs a whole "
-                "weight, but does not lie between the chunk's input and its output"
+                f"{_some(weights)} gets its gradient through {node.name()}, which does not lie "
+                "between the chunk's input and its output and needs a whole weight, overwritten by "
+                "then without weight_parallel.keep_between_micro_batches"
             )
     return ""
 
@@ -67,7 +70,7 @@ class _Ways:
             elif node not in seen:
                 seen.add(node)
                 stack.append((node, True))
-                if not hasattr(node, "taken"):  # behind a use there is only its weight
+                if uses_of(node) is None:  # behind a use there is only its weight
                     stack += [(fn, False) for fn, _ in node.next_functions if fn is not None]
 
     def _judge(self, node: Node) -> None:
@@ -75,13 +78,13 @@ class _Ways:
         if node in self._inputs or any(fn in self._on_way for fn, _ in edges):
             self._on_way.add(node)
             self.weights[node] = frozenset()
-        elif hasattr(node, "taken"):
+        elif uses_of(node) is not None:
             self.weights[node] = frozenset()  # told by the edges that lead to it
         else:
             self.weights[node] = frozenset().union(*(self._behind(fn, nr) for fn, nr in edges))
 
     def _behind(self, node: Node, output: int) -> frozenset[str]:
-        uses = getattr(node, "taken", None)
+        uses = uses_of(node)
         if uses is None:
             return self.weights[node]
         trained = node.next_functions[output][0] is not None
