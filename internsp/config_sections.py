@@ -194,8 +194,7 @@ class WeightParallelConfig(Section):
     codec_min_elements: Natural = 16384
     """Weights with fewer elements, the embedding's and the head's are not coded."""
     compute_dtype: Dtype | None = None
-    """Dtype in which weights are gathered and used, and to which a model's floating inputs are
-    cast; none: the parameter's own."""
+    """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
 
 
 class ActivationCheckpointConfig(Section):
