@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.pending import Split
-from internsp.wp.schedule import BACKWARD
 from internsp.wp.shard import ShardedWeight
 
 
@@ -33,6 +32,10 @@ def overwritten(communicator: ISPCommunicator) -> set[int]:
 def begin_part(communicator: ISPCommunicator, weights: bool) -> None:
     """One part of a backward begins.
 
+    A weight part gathers nothing. The loss computes its logits again there, but the head has a slot
+    of its own, in which they are still from the forward: another version of the head would be
+    refused (WP-14).
+
     Args:
         weights: the weight gradients; else those of the chunk's inputs.
     """
@@ -45,11 +48,6 @@ def begin_part(communicator: ISPCommunicator, weights: bool) -> None:
     order = [(units[w], w) for w in birth_order(communicator) if w.requires_grad]
     state.split = Split(weights, order, communicator.reduce)
     communicator.small.apart = weights
-    if weights and head is not None:
-        # The loss computes its logits again. The head's slot is its own, so they are still there
-        # unless an optimizer step came between.
-        head.fetch(head.unit, head.unit.weights, BACKWARD)
-        head.settle(head.unit)
 
 
 def end_part(communicator: ISPCommunicator) -> None:

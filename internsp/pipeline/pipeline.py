@@ -236,7 +236,7 @@ class Pipeline:
         self._ids_shape = agreed
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
-        last = self.stages[-1] if self.stages[-1].is_last else self.stages[0]
+        last = self.stages[-1]  # only the rank of the last stage has losses
         batch = last.batches[int(target)]
         if last.rehearsing:
             return self._judged(output, batch)

@@ -21,7 +21,7 @@ from internsp.pipeline.hooks import (
     last_births,
     phase_of,
 )
-from internsp.pipeline.schedules import Order, Step, computations
+from internsp.pipeline.schedules import Order, Step
 from internsp.wp.schedule import (
     FORWARD,
     ChunkPlan,
@@ -225,11 +225,10 @@ def _ready(
         return _input(stage, stage + 1, "B", number, arrived, rank_of, stages)
     if step.kind == "W":
         return arrived.get((stage, "I", number))
-    if step.kind.startswith("SEND"):
-        done = [arrived.get((stage, k, number)) for k in ("F", "B", "I") if k != "F"]
-        if step.kind == "SEND_F":
-            return arrived.get((stage, "F", number))
-        return next((d for d in done if d is not None), None)
+    if step.kind == "SEND_F":
+        return arrived.get((stage, "F", number))
+    if step.kind == "SEND_B":
+        return _first(arrived, stage, ("B", "I"), number)
     return 0.0  # a receive is posted at once
 
 
@@ -246,11 +245,17 @@ def _input(
     if not 0 <= source < stages:
         return 0.0
     if rank_of(source) == rank_of(stage):
-        kinds = ("F",) if kind == "F" else ("B", "I")
-        return next((t for k in kinds if (t := arrived.get((source, k, number))) is not None), None)
+        return _first(arrived, source, ("F",) if kind == "F" else ("B", "I"), number)
     if (stage, f"RECV_{kind}", number) not in arrived:
         return None
     return arrived.get((source, f"SEND_{kind}", number))
+
+
+def _first(
+    arrived: Mapping[tuple[int, str, int], float], stage: int, kinds: Sequence[str], number: int
+) -> float | None:
+    """When that of ``kinds`` which the schedule has was computed."""
+    return next((t for k in kinds if (t := arrived.get((stage, k, number))) is not None), None)
 
 
 def _check_pairs(order: Order, rank_of: Callable[[int], int]) -> None:
@@ -288,10 +293,3 @@ def _stuck(order: Order, at: Mapping[int, int]) -> str:
         if at[rank] < len(order[rank])
     ]
     return f"the schedule would wait for ever: {', '.join(waiting)} (stage, action, micro-batch)"
-
-
-def rank_passes(
-    order: Order, rank: int, stages: Sequence[int], splits: Mapping[int, bool]
-) -> list[Place]:
-    """:func:`passes` of ``rank``."""
-    return passes(computations(order, rank), stages, splits)

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from internsp.config import Config
-from internsp.errors import ConfigError
-from internsp.pipeline import Place, SchedulerHook
+from internsp.errors import ConfigError, OrderError
+from internsp.pipeline import Pipeline, Place, SchedulerHook
+from internsp.stop import StopRequest
 from internsp.train.metrics import StepMetrics, read_metrics
 from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.run import train
+from internsp.wp.schedule import Schedule
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -192,6 +194,44 @@ def test_hooks_fire_in_the_trainer_with_a_pipeline_and_without(tmp_path: Path) -
     first, last = run_ranks(counted, 2, settings, str(tmp_path / "2"), timeout=120)
     assert first == (["forward"] * 4 + ["backward"] * 4 + ["end"]) * 2
     assert last == (["forward", "criterion"] * 4 + ["backward"] * 4 + ["end"]) * 2
+
+
+def stopped(rank: int, world_size: int, settings: Config, folder: str) -> int:
+    """The last stage alone is asked to stop, before its first step."""
+    with StopRequest() as stop:
+        stop.requested = rank == 1
+        train(settings, Path(folder))
+    return len(read_metrics(Path(folder) / "metrics.jsonl")) if rank == 0 else -1
+
+
+def test_a_stop_asked_of_one_stage_ends_all_after_the_step(tmp_path: Path) -> None:
+    settings = config(**pipelined("GPipe"), train={"sample_bytes": 0, "eval_batches": 0})
+    assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
+
+
+def otherwise(rank: int, world_size: int, settings: Config, folder: str) -> str:
+    """A plan with one reduction more than the step will launch."""
+    real = Pipeline.planned
+
+    def longer(self: Pipeline, overlap: bool = True) -> Schedule:
+        plan = real(self, overlap)
+        return Schedule([*plan.actions, next(a for a in plan.actions if a.kind == "RS")])
+
+    Pipeline.planned = longer  # type: ignore[method-assign]
+    try:
+        train(settings, Path(folder))
+    except OrderError as error:
+        return str(error)
+    finally:
+        Pipeline.planned = real  # type: ignore[method-assign]
+    return ""
+
+
+def test_a_first_step_that_is_not_the_planned_one_is_refused(tmp_path: Path) -> None:
+    settings = config(**pipelined("1F1B"), train={"sample_bytes": 0, "eval_batches": 0})
+    for rank, told in enumerate(run_ranks(otherwise, 2, settings, str(tmp_path / "run"))):
+        assert f"rank {rank} launched" in told
+        assert "the first difference is number" in told
 
 
 def test_metrics_are_json_on_every_step(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import internsp.pipeline.chunks as chunks_module
 import model_zoo
 from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.pipeline.chunks import Chunk, balanced, split
 from internsp.pipeline.pipeline import local_config
+from internsp.sp import SequenceLayout
 
 
 def build(**sizes: object) -> model_zoo.CausalLM:
@@ -123,3 +125,23 @@ def test_chunks_one_after_another_are_the_model() -> None:
         before, h = h, chunk(h)
     torch.testing.assert_close(h, wanted)
     torch.testing.assert_close(chunk(before, labels=ids), wanted_loss)
+
+
+def test_the_last_chunk_hands_the_models_and_the_micro_batchs_options_to_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def loss(hidden: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        seen.update(options)
+        return hidden.sum(), None
+
+    monkeypatch.setattr(chunks_module, "token_loss", loss)
+    model = model_zoo.build(ModelConfig(vocab_size=31, hidden_size=16, layers=1, heads=2))
+    model.loss_options = {"output": "vocabulary", "group": "of sequences"}
+    ids = torch.zeros(2, 7, dtype=torch.int64)
+    layout = SequenceLayout.create(ids)
+    Chunk(model, range(1), True, True)(ids, layout=layout, labels=ids, loss_chunk=5)
+    assert seen == {
+        "output": "vocabulary", "group": "of sequences", "layout": layout, "chunk_tokens": 5,
+    }  # fmt: skip

@@ -1,0 +1,174 @@
+"""What a pipeline refuses before it runs, its chunks and stages by themselves, first causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import internsp.pipeline.failure as failure_module
+import internsp.pipeline.pipeline as pipeline_module
+from internsp.errors import CollectiveError, ConfigError, GradientError, OrderError
+from internsp.mesh import ParallelMesh
+from internsp.pipeline.failure import Watch
+from internsp.trace import Trace
+from internsp.wp.recovery import default_store
+from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.ranks import run_ranks
+
+
+def refusal(kind: type[Exception], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def refused(rank: int, world_size: int) -> tuple[list[str], list[list[bool]]]:
+    """What is said of wrong numbers and a wrong plan; which chunks may split."""
+    told = [refusal(ConfigError, lambda: make(Case("DualPipeV", chunks=1)))]
+    real = pipeline_module.actions
+
+    def without_a_message(*args: Any) -> Any:
+        order = real(*args)
+        order[1].remove(next(step for step in order[1] if step.kind == "RECV_F"))
+        return order
+
+    pipeline_module.actions = without_a_message
+    told.append(refusal(OrderError, lambda: make(Case("ZBVZeroBubble", chunks=2))))
+    pipeline_module.actions = real
+    whole = {"compile": True, "trigger": "qkv"}
+    cases = [Case("ZBVZeroBubble", chunks=2, weights=weights) for weights in ({}, whole)]
+    return told, [[stage.splits for stage in make(case)[0].stages] for case in cases]
+
+
+def test_wrong_numbers_and_wrong_plans_are_refused_before_anything_runs() -> None:
+    for (numbers, plan), splits in run_ranks(refused, 2):
+        assert "DualPipeV takes 2 chunks a rank, not 1" in numbers
+        assert "the schedule's lists do not fit each other" in plan
+        assert splits == [[True, True], [False, False]], "compiled blocks bear both at once"
+
+
+def alone(rank: int, world_size: int) -> list[tuple[bool, bool, str]]:
+    """Of each chunk: gathers are its own, every gradient is there, and what autograd.grad says."""
+    trace = Trace(enabled=True)
+    case = Case(
+        "ZBVZeroBubble", chunks=2, weight=2, layers=9, weights={"accumulation": "full"}
+    )  # fmt: skip
+    pipeline, _ = make(case, trace=trace)
+    given = batches(case, pipeline.mesh)
+    pipeline.step(given)
+    pipeline.evaluate(given)
+    found = []
+    for chunk, communicator in zip(pipeline.chunks, pipeline.communicators, strict=True):
+        for other in pipeline.communicators:
+            other.invalidate()
+        for parameter in chunk.parameters():
+            parameter.grad = None
+        trace.clear()
+        hidden = torch.ones(1, case.length, 12, dtype=torch.float64, requires_grad=True)
+        entry = given[0].inputs[0] if chunk.first else hidden
+        chunk(entry).sum().backward()
+        own = {weight.name for weight in communicator.small.sharded}
+        gathered = {event.weight for event in trace.events if event.kind == "AG"}
+        ready = all(parameter.grad is not None for parameter in chunk.parameters())
+        small = communicator.small.members[0].parameter
+
+        def ask(at: Any = chunk, x: Any = entry, parameter: Any = small) -> None:
+            torch.autograd.grad(at(x).sum(), [parameter])
+
+        found.append((own == gathered, ready, refusal(GradientError, ask)))
+    return found
+
+
+def test_a_chunk_by_itself_after_steps_and_evaluations_is_an_ordinary_model() -> None:
+    for ranks in run_ranks(alone, 4):
+        for own, ready, said in ranks:
+            assert own, "it gathers its own weights and nobody else's"
+            assert ready
+            assert "torch.autograd.grad over a sharded weight is not supported" in said
+
+
+def by_hand(rank: int, world_size: int, case: Case) -> Found:
+    """Our stages under a schedule that somebody else made, with scaling left on."""
+    pipeline, plain = make(case)
+    tokens = case.tokens(pipeline.mesh.data)
+    schedule: Any = pipeline.kind.cls(
+        pipeline.stages, case.micro_batches, loss_fn=lambda loss, _: loss / tokens
+    )
+    for stage in pipeline.stages:
+        stage.has_backward = True
+    mine = [case.mine(pipeline.mesh, m) for m in range(case.micro_batches)]
+    losses: list[torch.Tensor] = []
+    schedule._step_microbatches(
+        [(at.input_ids,) for at in mine],
+        [{"layout": at, "labels": at.labels} for at in mine],
+        list(torch.arange(case.micro_batches)),
+        losses,
+        return_outputs=False,
+    )
+    return compare(case, pipeline, plain, [loss.detach() for loss in losses])
+
+
+def test_stages_under_a_schedule_of_ones_own_are_right_and_never_scaled() -> None:
+    for found in run_ranks(by_hand, 4, Case("InterleavedZeroBubble", chunks=2, weight=2)):
+        assert found.loss < BOUND
+        assert found.gradient < BOUND
+        assert found.gradients > 0
+
+
+def watched(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """Rank 0 fails first each time. What each time is raised, and whether all groups have ended."""
+    mesh = ParallelMesh.create(1, 1, 2, device_type="cpu", timeout_seconds=20)
+    watches = [Watch(mesh) for _ in range(4)]
+    store, told = default_store(), []
+
+    def fail(number: int, kind: type[BaseException]) -> None:
+        try:
+            with watches[number]:
+                if rank == 1:
+                    store.wait([f"failed/{number}"])
+                try:
+                    raise kind(f"cause {number} of rank {rank}")
+                except Exception as cause:  # as torch wraps it
+                    raise RuntimeError("a stage failed") from cause
+        except BaseException as error:
+            told.append(f"{type(error).__name__}: {error}")
+        if rank == 0:
+            store.set(f"failed/{number}", "")
+
+    groups = (mesh.pipeline_group, *mesh.pass_groups, mesh.stage_group)
+    fail(0, ValueError)
+    ended = not any(group in dist.distributed_c10d._world.pg_map for group in groups)
+    fail(1, ArithmeticError)
+    fail(2, KeyboardInterrupt)
+    told.append(refusal(CollectiveError, watches[0].__enter__))
+    failure_module.default_store = _gone  # type: ignore[assignment]
+    fail(3, ValueError)
+    failure_module.default_store = default_store
+    return told, ended
+
+
+def _gone() -> dist.Store:
+    raise RuntimeError("the store is gone with its rank")
+
+
+def test_the_first_cause_of_each_pipeline_is_told_to_all() -> None:
+    (first, ended), (second, also) = run_ranks(watched, 2)
+    assert ended
+    assert also
+    cause = "the pipeline has ended: rank 0, pipeline rank 0, failed first: "
+    assert first == [
+        "RuntimeError: a stage failed", "RuntimeError: a stage failed",
+        "KeyboardInterrupt: cause 2 of rank 0", f"{cause}ValueError: cause 0 of rank 0",
+        "RuntimeError: a stage failed",
+    ]  # fmt: skip
+    assert second == [
+        f"CollectiveError: {cause}ValueError: cause 0 of rank 0",
+        f"CollectiveError: {cause}ArithmeticError: cause 1 of rank 0",
+        "KeyboardInterrupt: cause 2 of rank 1", f"{cause}ValueError: cause 0 of rank 0",
+        "RuntimeError: a stage failed",
+    ]  # fmt: skip
