@@ -174,12 +174,7 @@ class ISPPipelineStage(PipelineStage):
         """torch's split functions, with stand-ins for the parameters."""
         if backward_type == INPUT:
             self._examine(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
-            return stage_backward_input(
-                bwd_kwargs["stage_output"],
-                bwd_kwargs["output_grads"],
-                bwd_kwargs["input_values"],
-                self._weights(),
-            )
+            return self._input_gradients(**bwd_kwargs)
         if backward_type == WEIGHT:
             return stage_backward_weight(self._weights(), bwd_kwargs["param_groups"]), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -196,6 +191,19 @@ class ISPPipelineStage(PipelineStage):
                 f"gradients: {why}. Take a schedule with a whole backward (1F1B, Interleaved1F1B), "
                 "or recompute a block of each chunk (activation_checkpoint): then both come at once"
             )
+
+    def _input_gradients(
+        self,
+        stage_output: Any,
+        output_grads: Any,
+        input_values: Sequence[Any],
+        **others: Any,
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+        """torch's input part, which until 2.12 took nothing but tensors; a layout is none."""
+        wanted = [v for v in input_values if isinstance(v, Tensor) and v.requires_grad]
+        found, groups = stage_backward_input(stage_output, output_grads, wanted, self._weights())
+        gradients = dict(zip(map(id, wanted), found, strict=True))
+        return tuple(gradients.get(id(value)) for value in input_values), groups
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """See torch's, which forgets that an evaluation has no backward."""
@@ -219,6 +227,11 @@ class ISPPipelineStage(PipelineStage):
                 if id(parameter) not in self._sinks:
                     self._sinks[id(parameter)] = _Sink(parameter)
                 yield self._sinks[id(parameter)]
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without messages to this rank itself, where a V's stages meet: torch 2.11 over gloo."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
 
     # torch's shape inference before the first step, where shapes were not given
 
@@ -254,9 +267,20 @@ class ISPPipelineStage(PipelineStage):
     def _compute_input_grads(
         self, outputs: Any, all_fwd_inputs: Sequence[Any], grad_outputs: Any = None
     ) -> Any:
-        """None: torch then describes gradients by the inputs that they are like.
+        """Only shape and dtype are wanted, and those are the inputs' own.
 
         Computing them would run a backward for nothing, by ``torch.autograd.grad``, under which a
         reentrant checkpoint cannot recompute.
         """
-        return (None,) * len(all_fwd_inputs)
+        return tuple(
+            torch.empty_like(given) if isinstance(given, Tensor) and given.requires_grad else None
+            for given in all_fwd_inputs
+        )
+
+    def _shape_inference(self, args: Any, kwargs: Any = None) -> Any:
+        """torch 2.11 has this in place of both above."""
+        if self.batches:
+            kwargs = dict(self.batches[0].options)
+            args = self.batches[0].inputs if self.is_first else args
+        with rehearsal(self.communicator):
+            return cast("Any", super())._shape_inference(args, kwargs)
