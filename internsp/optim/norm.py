@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,16 +45,23 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None = None
+) -> float:
     """``torch.nn.utils.clip_grad_norm_`` for dense weights and experts together (a plain loop).
 
     torch's own takes ``DTensor`` of one mesh only, but experts may live on another. The 2-norm
     over ``.grad`` of all of them, each element counted once; gradients are clipped in place.
     Collective; blocks.
 
+    Args:
+        group: over whose ranks the model is cut too: ``mesh.pipeline_group`` where ``parameters``
+            are those of a pipeline's chunks on this rank.
+
     Returns:
         The norm before clipping.
     """
+    parameters = list(parameters)
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -65,6 +73,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         squares += norm.item() ** 2
+    if group is not None:
+        device = parameters[0].device if parameters else None
+        everywhere = torch.tensor(squares, dtype=torch.float64, device=device)
+        dist.all_reduce(everywhere, group=group)
+        squares = everywhere.item()
     total = math.sqrt(squares)
     factor = clip_factor(total, max_norm)
     if factor != 1.0:

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import ConfigError, LayoutError, OrderError
+from internsp.errors import CollectiveError, ConfigError, LayoutError, OrderError
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import ParallelMesh
@@ -166,11 +167,10 @@ class Pipeline:
         Raises:
             CollectiveError: another rank failed; its cause is named. Every later call raises too.
             ValueError, TypeError: these are not ``micro_batches`` of :class:`MicroBatch`, or
-                gradients are disabled. Nothing has run: the pipeline can go on.
+                gradients are disabled. Then every rank raises, a ``CollectiveError`` where its own
+                are right, and nothing has run: the pipeline can go on.
             OrderError: called from inside a step, by a hook or the criterion.
         """
-        if not torch.is_grad_enabled():
-            raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
         losses: list[Tensor] = []
         with self._running(batches, self.places):
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
@@ -203,19 +203,42 @@ class Pipeline:
         return self.communicators[0].state.trace.seconds(self._ours.idle)
 
     def _running(self, batches: Sequence[MicroBatch], places: Sequence[Place]) -> Watch:
-        self._check(batches)
-        self._ours.begin(places)
-        for stage in self.stages:
-            stage.batches = batches
-        return self._watch
-
-    def _check(self, batches: Sequence[MicroBatch]) -> None:
-        """Before anything runs: stages receive into buffers of a fixed number and shape."""
         if self._watch.open:
             raise OrderError(
                 f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "
                 "runs: hooks and the criterion must not; call it between steps"
             )
+        mistake: Exception | None = None
+        try:
+            shape = self._check(batches, any(place.part for place in places))
+        except (ValueError, TypeError) as error:
+            mistake = error
+        with self._watch:
+            refusing = self._refusing(mistake is not None)
+        if mistake is not None:
+            raise mistake
+        if refusing >= 0:
+            raise CollectiveError(
+                f"rank {refusing} refused this step before anything ran, its own error says why; "
+                f"rank {self.mesh.rank} has changed nothing, and all ranks can call again"
+            )
+        self._ids_shape = shape
+        self._ours.begin(places)
+        for stage in self.stages:
+            stage.batches = batches
+        return self._watch
+
+    def _refusing(self, mine: bool) -> int:
+        """A rank that cannot run this step, or -1: nobody shall wait for it. Collective."""
+        rank = torch.tensor(self.mesh.rank if mine else -1, device=self.mesh.device)
+        for group in (self.mesh.stage_group, self.mesh.pipeline_group):
+            dist.all_reduce(rank, dist.ReduceOp.MAX, group=group)
+        return int(rank)
+
+    def _check(self, batches: Sequence[MicroBatch], training: bool) -> torch.Size | None:
+        """Stages receive into buffers of a fixed number and shape; returns that of the ids."""
+        if training and not torch.is_grad_enabled():
+            raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
         if len(batches) != self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         agreed = self._ids_shape
@@ -233,7 +256,7 @@ class Pipeline:
                     "shape, else the first micro-batch): stages exchange hidden states of one "
                     "shape; pad the batch, or make another Pipeline"
                 )
-        self._ids_shape = agreed
+        return agreed
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         last = self.stages[-1]  # only the rank of the last stage has losses

@@ -42,11 +42,19 @@ class Whole:
 
     def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
         """Forward only; returns this rank's sum of token losses."""
-        return sum(float(self._loss(layout)) for layout in layouts)
+        total = 0.0
+        for number, layout in enumerate(layouts):
+            output, _ = self._forward(Place(0, 0, number), layout, 1.0)
+            total += float(output)
+        for hook in self.session.hooks:
+            hook.after_last_micro_batch(Place(0, 0, -1))
+        return total
 
-    def _one(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
-        session, place = self.session, Place(0, 0, number)
-        begin = session.trace.now()
+    def _forward(
+        self, place: Place, layout: SequenceLayout, divisor: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of token losses, and what backward starts from."""
+        session = self.session
         for hook in session.hooks:
             hook.before_forward(place)
         output = self._loss(layout)
@@ -57,6 +65,12 @@ class Whole:
         loss = session.optimizer.scale(output / divisor)
         for hook in session.hooks:
             hook.after_criterion(place, loss)
+        return output, loss
+
+    def _one(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
+        session = self.session
+        begin = session.trace.now()
+        output, loss = self._forward(Place(0, 0, number), layout, divisor)
         middle = session.trace.now()
         session.trace.record("FORWARD", start=begin, end=middle)
         place = Place(0, 0, number, "full")

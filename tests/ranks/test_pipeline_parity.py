@@ -12,10 +12,21 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
+from internsp.optim import clip_grad_norm_
 from internsp.trace import Trace
 from tests.support.pairs import Combination, all_pairs, covering, pairs_of
-from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.pipeline import (
+    BOUND,
+    Case,
+    Found,
+    batches,
+    compare,
+    gradient_gap,
+    make,
+    plain_loss,
+)
 from tests.support.ranks import run_ranks
 
 CHUNKS = {"GPipe": 1, "1F1B": 1, "DualPipeV": 2, "ZBVZeroBubble": 2}
@@ -183,6 +194,24 @@ def test_interleaved_schedules_take_any_number_of_chunks(schedule: str, chunks: 
         assert found.loss < BOUND
         assert found.gradient < BOUND
         assert ordered
+
+
+def clipped(rank: int, world_size: int) -> tuple[float, float, float]:
+    case = Case("ZBVZeroBubble", chunks=2, weight=2)
+    pipeline, plain = make(case)
+    pipeline.step(batches(case, pipeline.mesh))
+    plain_loss(case, plain, pipeline.mesh.data).backward()
+    parameters = [p for chunk in pipeline.chunks for p in chunk.parameters()]
+    wanted = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    found = clip_grad_norm_(parameters, 0.5, pipeline.mesh.pipeline_group)
+    return found, wanted, gradient_gap(pipeline, plain)[0]
+
+
+def test_gradients_of_all_stages_are_clipped_by_one_norm() -> None:
+    for found, wanted, gap in run_ranks(clipped, 4):
+        assert found == pytest.approx(wanted, rel=1e-12)
+        assert wanted > 0.5, "nothing was clipped"
+        assert gap < BOUND
 
 
 def replicated(rank: int, world_size: int) -> list[tuple[Found, int, int]]:

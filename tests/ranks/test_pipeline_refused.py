@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -42,6 +43,34 @@ def refused(rank: int, world_size: int, case: Case) -> Found:
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
 def test_a_refused_step_leaves_the_pipeline_usable(schedule: str, chunks: int) -> None:
     for found in run_ranks(refused, 2, Case(schedule, chunks=chunks, static=False)):
+        assert found.loss < BOUND
+        assert found.gradient < BOUND
+
+
+def refused_by_one(rank: int, world_size: int, case: Case) -> tuple[list[str], float, Found]:
+    pipeline, plain = make(case)
+    right = batches(case, pipeline.mesh)
+    pipeline.evaluate(right)  # an agreed shape, and no first-step work in the time below
+    told, start = [], time.monotonic()
+    for culprit in (3, 0):
+        for call in (pipeline.step, pipeline.evaluate):
+            with pytest.raises((ValueError, CollectiveError)) as error:
+                call(right[:3] if rank == culprit else right)
+            told.append(str(error.value))
+    seconds = time.monotonic() - start
+    return told, seconds, compare(case, pipeline, plain, pipeline.step(right))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_what_one_rank_refuses_no_rank_waits_for(schedule: str, chunks: int) -> None:
+    case = Case(schedule, chunks=chunks, weight=2, static=False)
+    for rank, (told, seconds, found) in enumerate(run_ranks(refused_by_one, 4, case)):
+        for text, culprit in zip(told, (3, 3, 0, 0), strict=True):
+            if rank == culprit:
+                assert text == "3 micro-batches, but 4 were agreed"
+            else:
+                assert f"rank {culprit} refused this step before anything ran" in text
+        assert seconds < 10, "no timeout went by"
         assert found.loss < BOUND
         assert found.gradient < BOUND
 

@@ -193,6 +193,12 @@ def test_hooks_fire_in_the_trainer_with_a_pipeline_and_without(tmp_path: Path) -
     settings = config(**short, **pipelined("GPipe"))
     first, last = run_ranks(counted, 2, settings, str(tmp_path / "2"), timeout=120)
     assert first == (["forward"] * 4 + ["backward"] * 4 + ["end"]) * 2
+    looked: Changes = {"train": {"steps": 1, "eval_batches": 1, "eval_every": 1, "sample_bytes": 0}}
+    (alone,) = run_ranks(counted, 1, config(**looked), str(tmp_path / "3"), timeout=120)
+    settings = config(**looked, **pipelined("1F1B"))
+    *_, through = run_ranks(counted, 2, settings, str(tmp_path / "4"), timeout=120)
+    assert alone[:13] == whole[:13]
+    assert alone[13:] == through[13:] == ["forward", "criterion"] * 4 + ["end"]
     assert last == (["forward", "criterion"] * 4 + ["backward"] * 4 + ["end"]) * 2
 
 
