@@ -113,6 +113,8 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
 def _rank(run: Run, config: Config, output: Path) -> None:
     """The life of one local process."""
     torch.set_num_threads(config.launch.threads)
+    # After any error every rank of a pipeline would log its whole schedule, line by line.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
     parent = os.getppid()
     with StopRequest() as stop:
         try:
