@@ -76,7 +76,9 @@ def clip_grad_norm_(
     if group is not None:
         device = parameters[0].device if parameters else None
         everywhere = torch.tensor(squares, dtype=torch.float64, device=device)
-        dist.all_reduce(everywhere, group=group)
+        work = all_reduce(everywhere, group)
+        if work is not None:
+            work.wait()
         squares = everywhere.item()
     total = math.sqrt(squares)
     factor = clip_factor(total, max_norm)
