@@ -78,7 +78,6 @@ class ISPPipelineStage(PipelineStage):
         self._sinks: dict[int, _Sink] = {}
         self.rehearsing = False
         self._examined = False
-        self._whole: set[int] = set()  # micro-batches whose weight gradients came early
         given = options.get("output_args")
         self._promised = (given.shape, given.dtype) if isinstance(given, Tensor) else None
 
@@ -134,7 +133,6 @@ class ISPPipelineStage(PipelineStage):
         part = FULL if full_backward else INPUT
         if part == INPUT and not self.splits and not self.is_first:
             part = FULL
-            self._whole.add(bwd_chunk_id)
         if part == INPUT and self.is_first:
             # torch leaves everything to the weight phase: there is no input to give gradients to.
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
@@ -150,8 +148,7 @@ class ISPPipelineStage(PipelineStage):
         """See torch's: the schedule's weight phase."""
         if not self.has_backward:
             return
-        if bwd_chunk_id in self._whole:
-            self._whole.discard(bwd_chunk_id)
+        if not self.splits and not self.is_first:  # both came in the input phase
             return
         place = self.place(bwd_chunk_id, FULL if self.is_first else WEIGHT)
         for hook in self.hooks:
@@ -180,7 +177,7 @@ class ISPPipelineStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _examine(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> None:
-        """Once: a graph whose weights torch's split backward would get wrong is refused."""
+        """Once: a graph whose weights torch's split backward would get wrong is refused (WP-5)."""
         if self._examined:
             return
         self._examined = True
@@ -199,7 +196,7 @@ class ISPPipelineStage(PipelineStage):
         input_values: Sequence[Any],
         **others: Any,
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-        """torch's input part, which until 2.12 took nothing but tensors; a layout is none."""
+        """torch's input part, which up to 2.12 takes nothing but tensors; a layout is none."""
         wanted = [v for v in input_values if isinstance(v, Tensor) and v.requires_grad]
         found, groups = stage_backward_input(stage_output, output_grads, wanted, self._weights())
         gradients = dict(zip(map(id, wanted), found, strict=True))
@@ -249,10 +246,15 @@ class ISPPipelineStage(PipelineStage):
         finally:
             self.rehearsing = False
 
+    def _handed_in(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Of the first micro-batch; torch's own where there is none."""
+        if not self.batches:
+            return args, kwargs
+        batch = self.batches[0]
+        return batch.inputs if self.is_first else args, dict(batch.options)
+
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        if self.batches:
-            kwargs = dict(self.batches[0].options)
-            args = self.batches[0].inputs if self.is_first else args
+        args, kwargs = self._handed_in(args, kwargs)
         with rehearsal(self.communicator):
             outputs = super()._compute_outputs(*args, module=module, **kwargs)
         if torch.is_grad_enabled():
@@ -279,8 +281,6 @@ class ISPPipelineStage(PipelineStage):
 
     def _shape_inference(self, args: Any, kwargs: Any = None) -> Any:
         """torch 2.11 has this in place of both above."""
-        if self.batches:
-            kwargs = dict(self.batches[0].options)
-            args = self.batches[0].inputs if self.is_first else args
+        args, kwargs = self._handed_in(args, kwargs)
         with rehearsal(self.communicator):
             return cast("Any", super())._shape_inference(args, kwargs)

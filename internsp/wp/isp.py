@@ -266,7 +266,7 @@ class ISPCommunicator(BlockGathers):
 
         Sums stay on this rank, of the size of a shard. The first backward outside takes them along
         and exchanges them with the replicas and, for small parameters, with all ranks, once; until
-        then ``.grad`` is not complete. A ZeroOptimizer does so by itself.
+        then ``.grad`` is not complete (WP-9). A ZeroOptimizer does so by itself.
         """
         before, self.more_to_come = self.more_to_come, True
         try:

@@ -85,7 +85,7 @@ def chunk_plan(
         recomputed: indices of checkpointed blocks.
         split: its backward may be computed in two parts. Then small blocks do not take their
             weights at their entry: of weights that share a node of the graph, torch's weight part
-            goes through the whole block again, with weights that need not be whole any more.
+            goes through the whole block again, with weights no longer sure to be whole (WP-14).
 
     Raises:
         StructureError: the mesh has an axis for experts and the model has none.
