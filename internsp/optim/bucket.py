@@ -243,11 +243,15 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
     rest: list[Member] = [w for w in communicator.small.sharded if w not in known]
     # Where in forward they run is unknown: published first, so that nobody waits for long.
     units.insert(1, ("others", rest))
-    buckets = []
+    buckets, placed = [], set[Member]()
     for name, members in units:
-        trained = [m for m in members if m in place]
+        # A tied weight is in two units. It has one storage, and one gradient, which is the sum of
+        # both uses': it belongs to the first that forward needs, and to no second bucket.
+        trained = [m for m in members if m in place and m not in placed]
+        placed.update(trained)
         kinds = [(m.dtype, _axis(m, communicator.mesh)) for m in trained]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             buckets.append(Bucket.create(name, same, place, communicator.mesh))
+    assert len(placed) == len(place), "assign() takes none that is not this communicator's"
     return buckets
