@@ -22,10 +22,10 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
-from internsp.optim.guarded import Member
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.shard import Ready, ShardedWeight
+from internsp.wp.unfinished import Member
 
 ALIGNMENT = 16  # bytes: what NCCL and vector loads like
 
@@ -172,6 +172,13 @@ class Bucket:
             segment.tensor.grad = None
         if self.has_master:
             self.owned.copy_(self.master)
+
+    def drop_gradient(self, member: Member) -> None:
+        """Make zeros of what this rank's slice has of ``member``'s gradient."""
+        assert self.gradient is not None, "the caller has looked"
+        for segment in self.segments:
+            if segment.member is member:
+                self.gradient[segment.start : segment.stop].zero_()
 
     def announce(self, publication: Ready) -> None:
         """New values are on their way: gathers wait for them, old slots are stale (WP-3, WP-11)."""
