@@ -327,6 +327,8 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = reference()
+        if alive is not None and alive.unfinished:
+            alive.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
         if alive is not None and alive.state.handles:
             alive.settle_gathers()
 

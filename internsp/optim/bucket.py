@@ -22,10 +22,10 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
-from internsp.optim.guarded import Member
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.shard import Ready, ShardedWeight
+from internsp.wp.unfinished import Member
 
 ALIGNMENT = 16  # bytes: what NCCL and vector loads like
 
@@ -173,6 +173,13 @@ class Bucket:
         if self.has_master:
             self.owned.copy_(self.master)
 
+    def drop_gradient(self, member: Member) -> None:
+        """Make zeros of what this rank's slice has of ``member``'s gradient."""
+        assert self.gradient is not None, "the caller has looked"
+        for segment in self.segments:
+            if segment.member is member:
+                self.gradient[segment.start : segment.stop].zero_()
+
     def announce(self, publication: Ready) -> None:
         """New values are on their way: gathers wait for them, old slots are stale (WP-3, WP-11)."""
         for member in self.offsets:
@@ -243,11 +250,15 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
     rest: list[Member] = [w for w in communicator.small.sharded if w not in known]
     # Where in forward they run is unknown: published first, so that nobody waits for long.
     units.insert(1, ("others", rest))
-    buckets = []
+    buckets, placed = [], set[Member]()
     for name, members in units:
-        trained = [m for m in members if m in place]
+        # A tied weight is in two units. It has one storage, and one gradient, which is the sum of
+        # both uses': it belongs to the first that forward needs, and to no second bucket.
+        trained = [m for m in members if m in place and m not in placed]
+        placed.update(trained)
         kinds = [(m.dtype, _axis(m, communicator.mesh)) for m in trained]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             buckets.append(Bucket.create(name, same, place, communicator.mesh))
+    assert len(placed) == len(place), "assign() takes none that is not this communicator's"
     return buckets

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from internsp.optim.guarded import Member
 from internsp.wp.isp import ISPCommunicator
+from internsp.wp.unfinished import Member
 
 ParamGroups = Iterable[dict[str, Any]]
 

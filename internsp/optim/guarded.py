@@ -2,13 +2,13 @@
 
 Between backward and step a gradient is in flight or summed in slices, and after a step a parameter
 may still be arriving. A subclass of ``DTensor`` is the only place where a read of either can be
-noticed: ``.grad`` raises (WP-9), and every operation waits for the publication first (WP-3).
+noticed: ``.grad`` has no values then (WP-9) but can be dropped, as ``zero_grad()`` and
+``p.grad = None`` do, and every operation waits for the publication first (WP-3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from internsp.errors import GradientError
-from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.shard import ShardedWeight
-
-Member = ShardedWeight | ReplicatedParameter
+from internsp.wp.unfinished import Member, UnfinishedGradient
 
 _GRAD: Any = torch.Tensor.grad  # the descriptor beneath the guard
 
@@ -42,35 +39,46 @@ def drop_raw_gradient(parameter: Tensor) -> None:
     _GRAD.__set__(parameter, None)
 
 
-def guard_parameter(member: Member, undrained: Callable[[], bool], rank: int) -> None:
+class GradientOwner(Protocol):
+    """Who has the gradients of guarded parameters: a ``ZeroOptimizer``."""
+
+    undrained: bool
+    """Whether there are any."""
+
+    def drop_gradient(self, member: Member, used: bool) -> None:
+        """Forget this rank's part of one; ``used``: its gradient is zeros, not none."""
+
+
+def guard_parameter(member: Member, owner: GradientOwner, rank: int) -> None:
     """Make ``member``'s parameter guarded, in place: modules keep the very same object."""
     parameter: Any = member.parameter
     parameter.__class__ = GuardedParameter
-    parameter._member, parameter._undrained, parameter._rank = member, undrained, rank
+    parameter._member, parameter._owner, parameter._rank = member, owner, rank
 
 
 class GuardedParameter(DTensor):
     """A model's parameter whose gradient belongs to a :class:`ZeroOptimizer`."""
 
     _member: Member
-    _undrained: Callable[[], bool]
+    _owner: GradientOwner
     _rank: int
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """``None`` when nothing has been born since the last step.
 
-        Raises:
-            GradientError: while the gradient is undrained (WP-9).
+        While the gradient is undrained (WP-9): an :class:`UnfinishedGradient`, of which every read
+        raises ``GradientError``, but which can be set to zero.
         """
-        if self._undrained():
-            raise GradientError(
-                f"{self._member.name}.grad was read on rank {self._rank} between backward and "
-                "ZeroOptimizer.step(): it is in flight or cut into slices, and the optimizer alone "
-                "drains it. Use optimizer.gather_gradients() to look at whole gradients, "
-                "max_grad_norm to clip, optimizer.zero_grad() to drop them"
-            )
-        return raw_gradient(self)
+        if not self._owner.undrained:
+            return raw_gradient(self)
+        why = (
+            f"{self._member.name}.grad was read on rank {self._rank} between backward and "
+            "ZeroOptimizer.step(): it is in flight or cut into slices, and the optimizer alone "
+            "drains it. Use optimizer.gather_gradients() to look at whole gradients, "
+            "max_grad_norm to clip, zero_grad() to drop them"
+        )
+        return UnfinishedGradient.of(self._member, why, self._zero)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -79,11 +87,23 @@ class GuardedParameter(DTensor):
                 f"{self._member.name}.grad was set on rank {self._rank}, but its ZeroOptimizer "
                 "takes gradients from backward only; change the loss instead"
             )
-        drop_raw_gradient(self)
+        self._drop()
 
     @grad.deleter
     def grad(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
         drop_raw_gradient(self)
+        if self._owner.undrained:
+            self._owner.drop_gradient(self._member, used=False)
+
+    def _zero(self) -> None:
+        raw = raw_gradient(self)
+        if raw is not None:
+            raw.zero_()
+        if self._owner.undrained:
+            self._owner.drop_gradient(self._member, used=True)
 
     def full_tensor(self, **options: Any) -> Tensor:
         """The whole parameter, published. Collective over the weight group; blocks."""

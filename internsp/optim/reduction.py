@@ -17,11 +17,12 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
-from internsp.optim.guarded import Member, drop_raw_gradient, raw_gradient
+from internsp.optim.guarded import drop_raw_gradient, raw_gradient
 from internsp.wp.collectives import Handle, all_reduce, exchange_pieces
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.replicated import ReplicatedParameter
 from internsp.wp.shard import ShardedWeight
+from internsp.wp.unfinished import Member, discard_sums
 
 IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)
 
@@ -90,7 +91,11 @@ class Reducer:
         self._state.touched.clear()
         return used
 
-    def discard(self) -> None:
+    def discard(self, member: Member, used: bool) -> None:
+        """Forget the sums of one parameter on this rank, without a message."""
+        discard_sums(self._state, self._communicator.small, member, used)
+
+    def discard_all(self) -> None:
         """Let what is pending arrive and drop every sum, without a message."""
         self._state.pending.whole.discard()
         self._state.pending.drain()

@@ -13,12 +13,13 @@ from internsp.optim import checkpoint
 from internsp.optim.bucket import Bucket, Publication, make_buckets
 from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
 from internsp.optim.groups import ParamGroups, assign, members
-from internsp.optim.guarded import Member, guard_parameter
+from internsp.optim.guarded import guard_parameter
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.isp import ISPCommunicator
+from internsp.wp.unfinished import Member
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -27,7 +28,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Gradients stay with the communicator until :meth:`step`, which drains them in launch order,
     reduce-scatters them over their axis' ``zero_group``, updates this rank's slice and sends the
     new values out by all-gather; the next forward waits for them block by block (WP-3). From its
-    making on, ``.grad`` of a parameter raises while a gradient is undrained (WP-9).
+    making on, ``.grad`` of a parameter has no values while a gradient is undrained: reading them
+    raises (WP-9), ``model.zero_grad()``, ``.grad = None`` and the like drop it.
     ``param_groups`` are the model's parameters, so that torch's learning-rate schedules work.
 
     The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
@@ -46,6 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Attributes:
         skipped: whether the last step was skipped because of an overflow.
         loss_scaler: as given.
+        undrained: whether there are gradients that no step has taken.
 
     Raises:
         TypeError: the class is not elementwise (Muon, Adafactor, LBFGS, SparseAdam, ...).
@@ -80,7 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.loss_scaler = loss_scaler
         self.skipped = False
-        self._undrained = False
+        self.undrained = communicator.unfinished.take()
         self._used: set[Member] = set()
         with torch.no_grad():
             self._buckets = make_buckets(communicator, place)
@@ -88,7 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.make_inner(optimizer_class, self._settings())
         self._reducer = Reducer(communicator, self._buckets, reduce_dtype)
         for member in members(communicator):
-            guard_parameter(member, self._is_undrained, communicator.mesh.rank)
+            guard_parameter(member, self, communicator.mesh.rank)
         communicator.collects_itself = False
         communicator.after_backward.append(self._born)
         communicator.after_rest.append(self._release)
@@ -114,11 +117,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient. After :meth:`step` there is none, so then it does nothing."""
         self._communicator.recover()
-        self._reducer.discard()
+        self._reducer.discard_all()
         self._release()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def drop_gradient(self, member: Member, used: bool) -> None:
+        """Forget this rank's part of one gradient. No message; waits for what is in flight.
+
+        Args:
+            used: it was set to zero, not to ``None``: the next step takes it as zeros.
+        """
+        self._reducer.discard(member, used)
+        if not used:
+            self._used.discard(member)
+        for bucket in self._buckets:
+            if bucket.gradient is not None and member in bucket.offsets:
+                bucket.drop_gradient(member)
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -259,17 +275,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
 
     def _born(self) -> None:
-        self._undrained = True
-
-    def _is_undrained(self) -> bool:
-        return self._undrained
+        self.undrained = True
 
     def _release(self) -> None:
         """No gradient is left in the slices."""
         for bucket in self._buckets:
             bucket.gradient = None
         self._used = set()
-        self._undrained = False
+        self.undrained = False
 
 
 @torch.no_grad()

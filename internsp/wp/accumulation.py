@@ -71,6 +71,14 @@ class WholeGradients:
         self._pool.give(total)
         return packed
 
+    def drop(self, weight: ShardedWeight) -> None:
+        """Make ``weight``'s sum zeros: its place in the order stays (WP-2)."""
+        if weight in self._sums:
+            unit, total = self._sums[weight]
+            if total is not None:
+                self._pool.give(total)
+            self._sums[weight] = (unit, None)
+
     def discard(self) -> None:
         """Forget every sum."""
         for _, total in self._sums.values():

@@ -96,7 +96,11 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
             "no transformer blocks found by the usual names "
             f"({', '.join(BLOCK_LISTS)}); set weight_parallel.blocks, {_block_candidates(named)}"
         )
-    return [(f"{n}.{i}", child) for n, m in outermost for i, child in enumerate(m)]
+    first: dict[int, tuple[str, nn.Module]] = {}  # a block that stands at two places is one block
+    for n, m in outermost:
+        for i, child in enumerate(m):
+            first.setdefault(id(child), (f"{n}.{i}", child))
+    return list(first.values())
 
 
 def _matches(name: str, pattern: str) -> bool:

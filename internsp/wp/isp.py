@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from internsp.wp.recovery import Recovery
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, ChunkPlan
 from internsp.wp.shard import ShardedWeight, Tag
+from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
 class ISPCommunicator(BlockGathers):
@@ -32,6 +34,7 @@ class ISPCommunicator(BlockGathers):
         small: replicated parameters.
         recovery: what happens after an exception.
         places: which parameter each module holds under which name.
+        unfinished: gradients whose sums wait for a later backward, in a plain loop.
     """
 
     by_block = True  # a block's weights come and go together
@@ -57,6 +60,7 @@ class ISPCommunicator(BlockGathers):
         self.after_backward: list[Callable[[], None]] = []
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
         self.recovery = Recovery(mesh, state.collectives.ledger)
+        self.unfinished = UnfinishedGradients(partial(discard_sums, state, small), mesh.rank)
         state.began = small.began = self._ensure_callback
         self._next = 0  # the block that a forward must run next
         self._forward_open = False
@@ -133,6 +137,7 @@ class ISPCommunicator(BlockGathers):
             self.rest()
         self._backward_task = task
         self._nested = False
+        self.unfinished.look()
         self.release_all()  # what forward prefetched for blocks that never came
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -238,7 +243,10 @@ class ISPCommunicator(BlockGathers):
             pending.launch_accumulated()  # of what this backward has passed over
         pending.flush()
         self.release_all()
-        if self.collects_itself and not (pending.accumulating or self.more_to_come):
+        if self.collects_itself and (pending.accumulating or self.more_to_come):
+            self.unfinished.show(with_sums(self.state, self.small))
+        elif self.collects_itself:
+            self.unfinished.take()
             collect(self.state, self.small, self.mesh, self.mean)
         self._backward_task = -1
         for callback in self.after_backward:
@@ -250,8 +258,9 @@ class ISPCommunicator(BlockGathers):
 
         The first backward outside takes the sums along, so that a loop over micro-batches reduces
         once: put all but the last inside (as with torch's DDP). ``.grad`` is complete again after
-        that one, or drained by a ZeroOptimizer's next step, which takes what is left. Costs the
-        memory of every whole gradient in fp32 or wider.
+        that one, or drained by a ZeroOptimizer's next step, which takes what is left; in between,
+        reading it raises, and `zero_grad()` and `.grad = None` drop the sums. Costs the memory of
+        every whole gradient in fp32 or wider.
         """
         pending = self.state.pending
         before, pending.accumulating = pending.accumulating, True
@@ -266,7 +275,7 @@ class ISPCommunicator(BlockGathers):
 
         Sums stay on this rank, of the size of a shard. The first backward outside takes them along
         and exchanges them with the replicas and, for small parameters, with all ranks, once; until
-        then ``.grad`` is not complete (WP-9). A ZeroOptimizer does so by itself.
+        then ``.grad`` is as in :meth:`no_sync` (WP-9). A ZeroOptimizer does so by itself.
         """
         before, self.more_to_come = self.more_to_come, True
         try:
@@ -309,6 +318,7 @@ class ISPCommunicator(BlockGathers):
         for weight in self.small.sharded:
             weight.drop_partial()
         self.small.reset()
+        self.unfinished.take()  # now that there is no sum left
         for outer in self.outer():
             outer.forget()
         self._forward_open, self._backward_task, self._nested = False, -1, False
@@ -360,4 +370,5 @@ class ISPCommunicator(BlockGathers):
         if self._backward_task < 0 and self.state.split is None:
             self._backward_task = torch._C._current_graph_task_id()
             self._nested = True
+            self.unfinished.look()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)

@@ -188,6 +188,18 @@ class SmallParameters:
         self.value(index).add_(gradient)
         self._births.add(index)
 
+    def born(self) -> list[ReplicatedParameter]:
+        """Those of which this rank has a sum."""
+        return [self.members[index] for index in self._births]
+
+    def discard(self, member: ReplicatedParameter, used: bool) -> None:
+        """Forget one parameter's sum on this rank, but not, if ``used``, that there was one."""
+        index = self.members.index(member)
+        if index in self._births:
+            self.value(index).zero_()
+            if not used:
+                self._births.remove(index)
+
     def flag(self, touched: dict[ShardedWeight, bool]) -> None:
         """Note which parameters had a birth on this rank (the sharded ones: ``touched``)."""
         flags = [i in self._births for i in range(len(self.members))]

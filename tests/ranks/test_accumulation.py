@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from internsp.config import ActivationCheckpointConfig
+from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import Place, SchedulerHook
 from internsp.trace import Trace
 from internsp.wp.simulate import simulate
+from internsp.wp.unfinished import UnfinishedGradient
 from tests.support.models import ALL, SOME, Tiny, Twin, raises
 from tests.support.pipeline import BOUND, batches, compare, make
 from tests.support.pipeline import Case as PipelineCase
@@ -32,7 +34,10 @@ def step(twin: Twin, micro_batches: int = 3) -> None:
     for _ in range(micro_batches - 1):
         with twin.communicator.no_sync():
             twin.backward()
-        assert all(p.grad is None for p in twin.ours.parameters())
+        for parameter in twin.ours.parameters():
+            assert parameter.grad is not None, "zero_grad() must find something"
+            with pytest.raises(GradientError, match="outside no_sync"):
+                parameter.grad.sum()
     twin.backward()
 
 
@@ -80,7 +85,8 @@ def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]
             for _ in range(2):
                 with twin.communicator.no_replica_sync() if together else nullcontext():
                     twin.backward()
-                assert all((p.grad is None) == together for p in twin.ours.parameters())
+                unfinished = [type(p.grad) is UnfinishedGradient for p in twin.ours.parameters()]
+                assert set(unfinished) == {together}
             twin.backward()
             twin.check_gradients(f"together {together}, step {number}")
             twin.zero_grad()

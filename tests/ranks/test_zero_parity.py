@@ -22,14 +22,18 @@ from tests.support.zero import (
     whole,
 )
 
+HIDDEN = {"embedding_cut": "hidden"}
 FP64 = [
-    (1, [Case(steps=5), Case(optimizer="sgd", micro_batches=3, steps=5)]),
+    (1, [Case(steps=5), Case(optimizer="sgd", micro_batches=3, steps=5, tied=True)]),
     (
         2,
         [
             Case(weight=2, micro_batches=3),
             Case(weight=1, optimizer="sgd", micro_batches=3),
             Case(weight=1, zero=1, optimizer="rmsprop", config={"overlap": False}),
+            Case(weight=2, steps=5, tied=True, config=HIDDEN),
+            Case(weight=1, optimizer="sgd", steps=5, tied=True, config={"accumulation": "full"}),
+            Case(weight=2, optimizer="rmsprop", steps=5, tied=True, max_grad_norm=None),
         ],
     ),
     (
@@ -38,7 +42,9 @@ FP64 = [
             Case(weight=2),
             Case(weight=1, zero=2, optimizer="sgd", micro_batches=3),
             Case(weight=4, optimizer="sgd"),
-            Case(weight=2, zero=1, config={"embedding_cut": "hidden"}),
+            Case(weight=2, zero=1, config=HIDDEN),
+            Case(weight=2, steps=5, micro_batches=2, tied=True),
+            Case(weight=1, zero=2, optimizer="sgd", steps=5, tied=True),
         ],
     ),
 ]
@@ -72,7 +78,10 @@ def compare(world: int, cases: list[Case]) -> list[tuple[Case, float, float]]:
     found = []
     for i, case in enumerate(cases):
         model, theirs = alone(case, world)  # once for all ranks
+        before = dict(little(case.dtype, tied=case.tied).named_parameters())
         for numbers, got in (rank[i] for rank in ranks):
+            moved = {n for n, p in before.items() if not torch.equal(got[n], p)}
+            assert moved == {n for n in before if not n.startswith("side.")}, case
             apart = [(got[n] - p).abs().max().item() for n, p in model.named_parameters()]
             found.append((case, furthest(theirs, numbers), max(apart)))
     return found
@@ -96,9 +105,10 @@ def test_fifty_steps_in_fp32_equal_one_process_within_1e_5(world: int, cases: li
 def gradients(rank: int, world: int) -> dict[str, float]:
     """The largest error of a whole gradient, by way of asking for it."""
     found = {}
-    for name in ("sum", "mean", "drained", "direct", "direct mean", "side"):
-        s = setup(Case(weight=2, config={"reduction": "mean" if "mean" in name else "sum"}))
-        reference = little()
+    for name in ("sum", "mean", "drained", "direct", "direct mean", "side", "tied"):
+        config = {"reduction": "mean" if "mean" in name else "sum"}
+        s = setup(Case(weight=2, config=config, tied=name == "tied"))
+        reference = little(tied=name == "tied")
         for micro in range(2):
             ids, labels = batch(micro, world)
             ranks = (2, 3) if name == "side" else ()  # one replica's use is enough for all

@@ -101,10 +101,12 @@ def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
     s.model(ids, labels).backward()
     complaints = []
     for read in (
-        lambda: parameter.grad,
-        lambda: s.model.layers[0].norm.bias.grad,
+        lambda: parameter.grad.norm(),
+        lambda: s.model.layers[0].norm.bias.grad + 1,
+        lambda: parameter.grad.to_local(),
+        lambda: parameter.grad.mul_(2),
         lambda: torch.nn.utils.clip_grad_norm_(s.model.parameters(), 1.0),
-        lambda: s.model.zero_grad(),
+        lambda: torch.optim.SGD(s.model.parameters(), lr=0.1).step(),
         lambda: setattr(parameter, "grad", parameter.detach()),
     ):
         with pytest.raises(GradientError) as caught:

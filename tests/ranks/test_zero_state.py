@@ -120,7 +120,7 @@ def resume(rank: int, world: int, cases: list[Case], first: int, folder: str) ->
 
 RESUMED = [
     (2, 0, [Case(weight=2, dtype=torch.bfloat16), Case(weight=1, optimizer="sgd")]),
-    (4, 4, [Case(weight=2, dtype=torch.bfloat16), Case(zero=2, micro_batches=2)]),
+    (4, 4, [Case(weight=2, dtype=torch.bfloat16), Case(zero=2, micro_batches=2, tied=True)]),
 ]
 
 

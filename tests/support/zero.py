@@ -43,12 +43,14 @@ class Block(nn.Module):
 class Little(nn.Module):
     """``model(ids, labels)`` -> the sum of the token losses. ``side`` is used on request."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(blocks))
         self.side = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, labels: Tensor, side: bool = False) -> Tensor:
         x = self.embed(ids)
@@ -61,10 +63,10 @@ class Little(nn.Module):
         return F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum")
 
 
-def little(dtype: torch.dtype = torch.float64, blocks: int = 2) -> Little:
+def little(dtype: torch.dtype = torch.float64, blocks: int = 2, tied: bool = False) -> Little:
     """The same values for the same arguments, everywhere."""
     torch.manual_seed(0)
-    return Little(blocks).double().to(dtype)
+    return Little(blocks, tied).double().to(dtype)
 
 
 def batch(step: int, world: int) -> tuple[Tensor, Tensor]:
@@ -96,6 +98,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     trace: bool = False
+    tied: bool = False
 
 
 @dataclass
@@ -123,7 +126,7 @@ def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setup:
     """Collective. The pool poisons slots, so that a stale read shows."""
-    model = little(case.dtype, blocks)
+    model = little(case.dtype, blocks, case.tied)
     mesh = mesh_of(case.weight, zero=case.zero)
     config = WeightParallelConfig(min_shard_elements=20, **case.config)
     communicator = parallelize(model, mesh, config, trace=Trace(case.trace))
@@ -160,7 +163,7 @@ def train(s: Setup, case: Case, rank: int, world: int, start: int = 0) -> list[t
 
 def alone(case: Case, world: int) -> tuple[Little, list[tuple[float, float]]]:
     """The same on one process, with torch alone."""
-    model = little(case.dtype)
+    model = little(case.dtype, tied=case.tied)
     settings = dict(SETTINGS[case.optimizer])
     made = groups(model, settings.pop("weight_decay"))
     optimizer = CLASSES[case.optimizer](made, **settings)

@@ -1,0 +1,143 @@
+"""Sums of micro-batches that a user throws away do not come back, as on one process.
+
+Whatever is done to ``.grad`` between backwards is done to one process's model as well, and then
+gradients and, after steps, parameters are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import GradientError
+from internsp.optim import ZeroOptimizer
+from tests.support.meshes import mesh_of
+from tests.support.models import ALL, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+
+class Side(Tiny):
+    """With a branch that only some micro-batches take."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, tied=True)
+        self.side = nn.Linear(6, 6)
+        self.taken = False
+
+    def blocks(self, x: Tensor) -> Tensor:
+        x = super().blocks(x)
+        return x + self.side(x) if self.taken else x
+
+
+def half(model: nn.Module) -> list[nn.Parameter]:
+    """Every second parameter: large and small ones, of blocks and beside them."""
+    return list(model.parameters())[::2]
+
+
+def by_hand(parameters: Any) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def in_place(parameters: Any) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+def optimizer(parameters: Any, to_none: bool, foreach: bool = False) -> None:
+    torch.optim.SGD(list(parameters), lr=0.1, foreach=foreach).zero_grad(set_to_none=to_none)
+
+
+DROPS: dict[str, Callable[[nn.Module], None]] = {
+    "model": lambda model: model.zero_grad(),
+    "model, to zero": lambda model: model.zero_grad(set_to_none=False),
+    "optimizer of half": lambda model: optimizer(half(model), True),
+    "optimizer of half, to zero": lambda model: optimizer(half(model), False),
+    "foreach optimizer, to zero": lambda model: optimizer(model.parameters(), False, True),
+    "by hand": lambda model: by_hand(model.parameters()),
+    "half by hand": lambda model: by_hand(half(model)),
+    "half in place": lambda model: in_place(half(model)),
+}
+
+
+def plain(rank: int, world_size: int, weight: int) -> None:
+    """A plain loop: each way to drop, with and without a complete gradient of earlier backwards."""
+    for kind, together in (("no_sync", {}), ("no_replica_sync", ALL)):
+        twin = Twin(Side, mesh_of(weight), **together)
+        ours = torch.optim.AdamW(twin.ours.parameters(), lr=1e-2, eps=1e-3)
+        theirs = torch.optim.AdamW(twin.plain.parameters(), lr=1e-2, eps=1e-3)
+        sync = getattr(twin.communicator, kind)
+        for number, (name, drop) in enumerate(DROPS.items()):
+            what = f"weight {weight}, {kind}, {name}"
+            if number % 2:
+                twin.backward()  # complete already, and dropped or kept with the rest
+            take_side(twin, number % 3 == 0)
+            with sync():
+                twin.backward()
+                twin.backward()
+            raises(GradientError, ours.step, "is not complete", "outside no_sync()")
+            drop(twin.ours)
+            drop(twin.plain)
+            take_side(twin, False)
+            with sync():
+                twin.backward()
+            twin.backward()
+            twin.check_gradients(what)
+            for one in (ours, theirs):
+                one.step()
+                one.zero_grad()
+            twin.check_parameters(what)
+            assert not twin.communicator.state.pending.whole.nbytes
+
+
+def zero(rank: int, world_size: int, weight: int) -> None:
+    """Between backward and a ZeroOptimizer's step, in or out of no_sync."""
+    for kind, together in (("no_sync", ALL), ("no_replica_sync", {}), ("neither", {})):
+        twin = Twin(Side, mesh_of(weight), **together)
+        settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+        theirs = torch.optim.AdamW(twin.plain.parameters(), **settings)
+        ours = ZeroOptimizer(twin.communicator, torch.optim.AdamW, **settings)
+        sync = getattr(twin.communicator, kind, nullcontext)
+        for number, (name, drop) in enumerate(DROPS.items()):
+            what = f"weight {weight}, {kind}, {name}"
+            take_side(twin, number % 3 == 0)
+            with sync():
+                twin.backward()
+                if number % 2:
+                    ours.drain()  # into slices
+                twin.backward()
+            drop(twin.ours)
+            drop(twin.plain)
+            take_side(twin, False)
+            twin.backward()
+            wanted = {n: p.grad for n, p in twin.plain.named_parameters() if p.grad is not None}
+            if number % 2:
+                found = ours.gather_gradients()
+                assert found.keys() == wanted.keys(), what
+                for key, value in wanted.items():
+                    close(found[key], value, f"{what}: gradient of {key}")
+            norm = torch.nn.utils.get_total_norm(list(wanted.values()))
+            assert ours.step() == pytest.approx(float(norm), rel=1e-10), what
+            theirs.step()
+            theirs.zero_grad()
+            twin.communicator.publish()
+            twin.check_parameters(what)
+
+
+def take_side(twin: Twin, taken: bool) -> None:
+    twin.ours.taken = twin.plain.taken = taken  # type: ignore[assignment]
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("loop", [plain, zero])
+@pytest.mark.parametrize(("world", "weight"), [(2, 1), (2, 2), (4, 2)])
+def test_dropped_sums_stay_dropped(
+    world: int, weight: int, loop: Callable[[int, int, int], None]
+) -> None:
+    run_ranks(loop, world, weight)

@@ -1,0 +1,119 @@
+"""Weights that several modules share, and modules that stand at several places, train alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.errors import OrderError, StructureError
+from internsp.optim import ZeroOptimizer
+from tests.support.meshes import mesh_of
+from tests.support.models import ALL, VOCABULARY, Block, Tiny, Twin, raises
+from tests.support.ranks import run_ranks
+
+STEPS = 3
+
+
+class TwoHeads(Tiny):
+    """Two projections to the vocabulary, of which neither is in a block, share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.aux = nn.Linear(6, VOCABULARY, bias=False)
+        self.aux.weight = self.head.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None, "this one always has a loss"
+        hidden = self.blocks(self.embed(ids))
+        logits = self.head(self.norm(hidden)) + 0.3 * self.aux(torch.tanh(hidden))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class TwoTables(Tiny):
+    """Two lookups and the head share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, tied=True)
+        self.other = nn.Embedding(VOCABULARY, 6)
+        self.other.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None, "this one always has a loss"
+        hidden = self.blocks(self.embed(ids) + self.other(ids.flip(1)))
+        logits = self.head(self.norm(hidden))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Tied(Block):
+    """A block that uses one weight in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wo.weight = self.q.weight
+
+
+def small_ones() -> nn.Module:
+    """Two blocks share a module with small parameters, and a small parameter."""
+    model = Tiny(layers=3, tied=True)
+    model.layers[2].norm = model.layers[0].norm  # type: ignore[union-attr]
+    model.layers[2].q.bias = model.layers[1].q.bias  # type: ignore[union-attr]
+    return model
+
+
+def twice() -> nn.Module:
+    """One block stands at two places."""
+    model = Tiny(layers=2, tied=True)
+    model.layers.append(model.layers[0])
+    return model
+
+
+def between_blocks() -> nn.Module:
+    model = Tiny(layers=3)
+    model.layers[2].q.weight = model.layers[0].q.weight  # type: ignore[union-attr]
+    return model
+
+
+MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
+    (TwoHeads, {}), (TwoTables, {}), (small_ones, {}), (lambda: Tiny(Tied, layers=2), {}),
+    (twice, {"unexpected_order": "gather"}), (lambda: Tiny(tied=True), {"trigger": "rolling"}),
+]  # fmt: skip
+
+
+def stepped(rank: int, world_size: int) -> None:
+    for number, (make, config) in enumerate(MODELS):
+        for zero in (False, True):
+            # Each model with one of two meshes, and small weights that travel together or not.
+            together = ALL if (number + zero) % 2 else {}
+            twin = Twin(make, mesh_of(1 + (number + zero) % 2), **config, **together)
+            start = {n: p.detach().clone() for n, p in twin.plain.named_parameters()}
+            theirs = torch.optim.AdamW(twin.plain.parameters(), lr=1e-2, eps=1e-3)
+            ours: torch.optim.Optimizer
+            if zero:
+                ours = ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=1e-2, eps=1e-3)
+            else:
+                ours = torch.optim.AdamW(twin.ours.parameters(), lr=1e-2, eps=1e-3)
+            for step in range(STEPS):
+                for _ in range(1 + step % 2):
+                    twin.backward()
+                for optimizer in (theirs, ours):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            what = f"model {number}, ZeroOptimizer {zero}"
+            twin.check_parameters(what)
+            for name, parameter in twin.plain.named_parameters():
+                assert not torch.equal(parameter, start[name]), f"{what}: {name} has not moved"
+    raises(
+        StructureError, lambda: Twin(between_blocks, mesh_of(2)), "layers.0.q.weight is shared",
+        "layers.2.q.weight", "untie it",
+    )  # fmt: skip
+    raises(OrderError, Twin(twice, mesh_of(2)).backward, "unexpected_order = 'gather'")
+
+
+@pytest.mark.unmeasured
+def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> None:
+    run_ranks(stepped, 2)
