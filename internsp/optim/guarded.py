@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from internsp.errors import GradientError
+from internsp.wp.parameter import ShardParameter
 from internsp.wp.replicated import ReplicatedParameter
 from internsp.wp.shard import ShardedWeight
 
@@ -49,7 +50,7 @@ def guard_parameter(member: Member, undrained: Callable[[], bool], rank: int) ->
     parameter._member, parameter._undrained, parameter._rank = member, undrained, rank
 
 
-class GuardedParameter(DTensor):
+class GuardedParameter(ShardParameter):
     """A model's parameter whose gradient belongs to a :class:`ZeroOptimizer`."""
 
     _member: Member

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -172,7 +173,7 @@ class Pipeline:
             OrderError: called from inside a step, by a hook or the criterion.
         """
         losses: list[Tensor] = []
-        with self._running(batches, self.places):
+        with self._running(batches, self.places), self._unchanged():
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
@@ -180,9 +181,18 @@ class Pipeline:
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward only; otherwise as :meth:`step`."""
         losses: list[Tensor] = []
-        with self._running(batches, [p for p in self.places if not p.part]):
+        places = [p for p in self.places if not p.part]
+        with self._running(batches, places), self._unchanged():
             self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
         return losses
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Weights in slots are used again from pass to pass (WP-11)."""
+        with ExitStack() as stack:
+            for communicator in self.communicators:
+                stack.enter_context(communicator.unchanged())
+            yield
 
     def _targets(self) -> Tensor:
         """What torch hands to the criterion for each micro-batch: its number."""
