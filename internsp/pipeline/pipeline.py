@@ -28,7 +28,8 @@ from internsp.pipeline.plan import check, passes, simulate_passes
 from internsp.pipeline.schedules import ScheduleKind, actions, computations, kind_of
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
-from internsp.wp.assign import require_experts
+from internsp.wp.assign import require_experts, require_experts_matched, within
+from internsp.wp.blocks import anchor_matches, require_anchors_matched
 from internsp.wp.plan import DTYPES
 from internsp.wp.schedule import Schedule
 
@@ -120,9 +121,12 @@ class Pipeline:
             raise ConfigError(mistake)
         count = mesh.pipeline * chunks
         blocks = split(model, count)
+        whole = config or WeightParallelConfig()
+        require_anchors_matched(list(model.layers), whole.anchors)
+        names = [name for name, _ in model.layers.named_parameters("layers")]
+        require_experts_matched(names, whole)
         if mesh.shape.separate:
-            names = (name for name, _ in model.layers.named_parameters("layers"))
-            require_experts(names, config or WeightParallelConfig())
+            require_experts(names, whole)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         everyone = list(hooks)
@@ -304,7 +308,14 @@ def local_config(
     checkpoint: ActivationCheckpointConfig | None,
 ) -> tuple[WeightParallelConfig, ActivationCheckpointConfig | None]:
     """Settings that name or number the model's blocks, for one chunk's own."""
-    config = (config or WeightParallelConfig()).model_copy(update={"blocks": chunk.block_names()})
+    config = config or WeightParallelConfig()
+    own = [name for name, _ in chunk.named_parameters()]
+    update: dict[str, Any] = {  # of the model's patterns those that match something here
+        "blocks": chunk.block_names(),
+        "anchors": tuple(a for a in config.anchors if anchor_matches(a, chunk.layers.values())),
+        "experts": tuple(e for e in config.experts if any(within(name, e) for name in own)),
+    }
+    config = config.model_copy(update=update)
     if checkpoint is not None:
         chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
         local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)

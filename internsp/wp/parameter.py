@@ -73,19 +73,15 @@ class ShardParameter(DTensor):
         member.take(values)
         member.invalidate()
 
-    def full_tensor(self, **options: Any) -> Tensor:
-        """The whole parameter. Collective: all ranks of its mesh call it; blocks."""
-        self._meet("full_tensor()")
-        return super().full_tensor(**options)
-
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """As ``DTensor.redistribute``. Collective: all ranks of its mesh call it; blocks."""
-        self._meet("redistribute()")
-        return super().redistribute(*args, **options)
+        """As ``DTensor.redistribute``, and so ``full_tensor``: collective, blocks.
 
-    def _meet(self, what: str) -> None:
+        Raises:
+            CollectiveError: some rank of its group does not call it.
+        """
         if self._member.meet is not None:
-            self._member.meet(f"{what} of {self._member.name}")
+            self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
+        return super().redistribute(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
