@@ -183,6 +183,10 @@ class WeightParallelConfig(Section):
     """Dimension on which the embedding is cut."""
     head_output: Literal["local", "gather", "vocabulary"] = "local"
     """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
+    cuts_own_sequences: bool = False
+    """Allow a sequence degree above 1 without DistributedAttention: the model needs or has none."""
+    compare_ranks: bool = True
+    """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
     """Compile every block with torch.compile; needs trigger = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"

@@ -88,11 +88,6 @@ class Session:
         model = build_model(config)
         parameters = sum(p.numel() for p in model.parameters())
         trace = Trace(clock=device_clock(mesh.device))
-        if config.weight_parallel.head_output != "local":
-            model.loss_options = {
-                "output": config.weight_parallel.head_output,
-                "group": mesh.sequence_group,
-            }
         everyone = list(hooks)
         modules: list[Any] = [model]
         pipeline = _pipeline(config, mesh, model, everyone, trace)
