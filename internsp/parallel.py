@@ -19,14 +19,16 @@ from torch.optim.optimizer import (
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, LayoutError, StructureError
-from internsp.layers.access import Site, attach, sites
 from internsp.layers.adopt import adopt
 from internsp.layers.entry import compile_block, take_at_entry
+from internsp.layers.parameters import Scope, attach, enclose, sites
 from internsp.layers.recompute import checkpoint_block
+from internsp.layers.supported import require_supported
+from internsp.layers.views import Site, Use
 from internsp.mesh import ParallelMesh
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
-from internsp.wp.assign import Assignment, Owner, assign
+from internsp.wp.assign import Assignment, Owner, assign, block_of
 from internsp.wp.blocks import Structure, read
 from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Counters, Ledger
@@ -80,6 +82,7 @@ def parallelize(
         StructureError: when no block or anchor is found, or a weight is shared between blocks.
     """
     config = config or WeightParallelConfig()
+    require_supported(model)
     structure = read(model, config.trigger, config.blocks, config.anchors)
     if config.compile and any(block.anchor is not None for block in structure.blocks):
         raise ConfigError(
@@ -99,6 +102,8 @@ def parallelize(
             compile_block(block.module)
         elif communicator.blocks[index].at_entry:
             take_at_entry(block.module)
+        else:
+            enclose(block.module, builder.scopes[index])
         if index in recomputed and activation_checkpoint is not None:
             selective = activation_checkpoint.mode == "selective"
             checkpoint_block(
@@ -107,6 +112,7 @@ def parallelize(
                 checkpoint_context_fn if selective else None,
                 partial(trace.record, "BACKWARD", communicator.blocks[index].name),
             )
+    enclose(model, builder.scopes[-1])
     _watch(model, communicator)
     return communicator
 
@@ -148,6 +154,7 @@ class _Builder:
         self.sharded: list[ShardedWeight] = []
         self.small = SmallParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
+        self.scopes = {i: Scope() for i in range(len(structure.blocks))} | {-1: Scope(Use)}
 
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape
@@ -179,8 +186,11 @@ class _Builder:
                 site = self.small.site(what)
             else:
                 site = WeightSite(by_unit.get(unit.name, communicator), unit, what)
-            adopt(owner.module_name, owner.module)
-            attach(owner.module, owner.name, site)
+            scopes = (self.model, *(block.module for block in self.structure.blocks))
+            if not sites(owner.module):
+                adopt(owner.module_name, owner.module, any(owner.module is m for m in scopes))
+            block = block_of(owner.module_name, self.structure)
+            attach(owner.module, owner.module_name, owner.name, site, self.scopes[block])
             member = self.small.members[what] if isinstance(what, int) else what
             communicator.places[owner.module, owner.name] = member
         hooked = [
@@ -346,7 +356,7 @@ def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
     """
     for name in sites(module):
         member = communicator.places[module, name]
-        given = module._parameters[name]
+        given = module._parameters.get(name)
         if given is not None and given is not member.parameter:
             member.take(given)
             module._parameters[name] = member.parameter
