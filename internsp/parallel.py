@@ -23,7 +23,7 @@ from internsp.layers.adopt import adopt
 from internsp.layers.entry import compile_block, take_at_entry
 from internsp.layers.parameters import Scope, attach, enclose, sites
 from internsp.layers.recompute import checkpoint_block
-from internsp.layers.supported import require_supported
+from internsp.layers.supported import require_supported, require_uncompiled_at_first
 from internsp.layers.views import Site, Use
 from internsp.mesh import ParallelMesh
 from internsp.sp import DistributedAttention, checkpoint_context_fn
@@ -113,6 +113,7 @@ def parallelize(
                 partial(trace.record, "BACKWARD", communicator.blocks[index].name),
             )
     enclose(model, builder.scopes[-1])
+    require_uncompiled_at_first(model)
     _watch(model, communicator)
     return communicator
 
@@ -154,7 +155,8 @@ class _Builder:
         self.sharded: list[ShardedWeight] = []
         self.small = SmallParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
-        self.scopes = {i: Scope() for i in range(len(structure.blocks))} | {-1: Scope(Use)}
+        self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
+        self.scopes[-1] = Scope(Use)
 
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape

@@ -16,10 +16,10 @@ from torch import nn
 from internsp.errors import StructureError
 from internsp.layers.linear import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.norm import ParallelLayerNorm, ParallelRMSNorm
-from internsp.layers.parameters import Weights, leave, refuse_compiled
-from internsp.layers.views import transforming
+from internsp.layers.parameters import Weights, leave
 from internsp.wp.communicator import tensors
 from internsp.wp.outputs import Given, given
+from internsp.wp.transforms import refuse_compiled, transforming
 
 _OURS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: ParallelLinearWithCommExt,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from internsp.layers.parameters import sites, unwritten
 from internsp.layers.views import views
 from internsp.wp.at_entry import BlockUses
-from internsp.wp.outputs import apart, before_backward_of, given, no_second_derivatives
+from internsp.wp.outputs import apart, before_backward_of, given
+from internsp.wp.transforms import no_second_derivatives
 
 
 def take_at_entry(
@@ -69,6 +70,8 @@ def _plain(held: list[Any], taken: Sequence[Tensor]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
     views = iter(taken)
     for weights in held:
+        if weights.scope.recomputed:
+            weights.before_recomputed()
         inside = dict(weights)
         for name, site in weights.sites.items():
             view = next(views)

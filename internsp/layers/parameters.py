@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from internsp.errors import StructureError
-from internsp.layers.views import ScopeUse, Site, Use, transforming, view, view_beneath
+from internsp.layers.views import ScopeUse, Site, Use, view, view_beneath
 from internsp.wp.communicator import in_backward
-from internsp.wp.outputs import Given, apart, before_backward_of, given, no_second_derivatives
+from internsp.wp.outputs import Given, apart, before_backward_of, given
 from internsp.wp.shard import not_to_be_copied
+from internsp.wp.transforms import no_second_derivatives, transforming, under_transform
 
 Taken = dict[Site, tuple[Tensor, Use]]
 """The views that were made in one forward."""
@@ -33,13 +34,16 @@ class Scope:
         taken: the views made since it began; ``None`` outside of it.
         use: what a view made in it is the use of. Beside the blocks slots are not shared, so that
             it does not matter by which way backward enters.
+        recomputed: whether backward runs it again, long after it was called.
+        members: what the modules in it hold.
     """
 
-    __slots__ = ("taken", "use")
+    __slots__ = ("members", "recomputed", "taken", "use")
 
-    def __init__(self, use: type[Use] = ScopeUse) -> None:
+    def __init__(self, use: type[Use] = ScopeUse, recomputed: bool = False) -> None:
         self.taken: Taken | None = None
-        self.use = use
+        self.use, self.recomputed = use, recomputed
+        self.members: list[Weights] = []
 
 
 class Weights(dict[str, Any]):
@@ -107,6 +111,22 @@ class Weights(dict[str, Any]):
             )
         return parameter
 
+    def before_recomputed(self) -> None:
+        """A forward of a block begins that recomputes its activations in backward.
+
+        Raises:
+            StructureError: a weight was replaced from outside, by ``torch.func.functional_call``:
+                the recompute would be with ours, since that call is over by then.
+        """
+        for name, site in self.sites.items():
+            if self.get(name) is not site.parameter:
+                self.other(name)
+                raise StructureError(
+                    f"{site.name} was replaced around a block that recomputes its activations in "
+                    "backward, when ours is in its place again: leave the block out of "
+                    "activation_checkpoint, or copy the values into the parameter"
+                )
+
     def in_scope(self, name: str) -> Any:
         """A read under ``torch.vmap`` and its kin, where a module cannot keep its own weights.
 
@@ -132,29 +152,6 @@ class Weights(dict[str, Any]):
         return tensor
 
 
-def under_transform(name: str) -> StructureError:
-    """The error for a whole block, or a module by itself, under ``torch.vmap`` and its kin."""
-    return StructureError(
-        f"{name} was used under torch.vmap or another transform of torch.func, which cannot keep "
-        "its weights for their backward: call the module on the batch itself, use the transform "
-        "within a block's forward, or hand whole plain tensors to torch.func.functional_call"
-    )
-
-
-@torch._disable_dynamo
-def refuse_compiled(name: str) -> None:
-    """Called where ``torch.compile`` meets what moves weights, which it cannot trace.
-
-    Raises:
-        StructureError: always.
-    """
-    raise StructureError(
-        f"{name} was compiled with torch.compile around what gathers its weights: compile blocks "
-        "by weight_parallel.compile = true (with trigger 'qkv' or 'rolling'), and functions of "
-        "plain tensors freely"
-    )
-
-
 def enclose(module: nn.Module, scope: Scope) -> None:
     """Make ``module``'s forward the scope in which its parameters may be read.
 
@@ -165,6 +162,9 @@ def enclose(module: nn.Module, scope: Scope) -> None:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if scope.recomputed:
+            for weights in scope.members:
+                weights.before_recomputed()
         before = given((args, kwargs))
         outside, scope.taken = scope.taken, {}
         try:
@@ -228,6 +228,7 @@ def attach(module: nn.Module, module_name: str, name: str, site: Site, scope: Sc
     if not isinstance(held, Weights):
         owner = f"{type(module).__name__} {module_name}".strip()
         held = module.__dict__["_parameters"] = Weights(held, owner, scope)
+        scope.members.append(held)
     held.sites[name] = site
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from internsp.errors import StructureError
+from internsp.wp.transforms import compiled
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -24,10 +25,7 @@ def require_supported(model: nn.Module) -> None:
         if any(p is not None for p in module._parameters.values()):
             _module(name, module)
         if _compiled(module):
-            raise StructureError(
-                f"{name or 'the model'} is compiled by torch.compile: make the model parallel "
-                "first, and have its blocks compiled by weight_parallel.compile = true"
-            )
+            raise compiled(name or "the model")
         if isinstance(module, torch.jit.ScriptModule):
             raise StructureError(
                 f"{name or 'the model'} is a ScriptModule, which reads its weights past Python: "
@@ -37,6 +35,22 @@ def require_supported(model: nn.Module) -> None:
             if parameter is not None:
                 _parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
     _no_copies(model)
+
+
+def require_uncompiled_at_first(model: nn.Module) -> None:
+    """At the first forward, look for modules that were compiled in the meantime.
+
+    Later ones are found where they are entered; but for a module within a block that takes its
+    weights at its entry, where it would do no harm.
+    """
+
+    def look(*_: Any) -> None:
+        for name, module in model.named_modules():
+            if _compiled(module):
+                raise compiled(name or "the model")
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(look)
 
 
 def _module(name: str, module: nn.Module) -> None:

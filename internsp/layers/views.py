@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from internsp.errors import GradientError, StaleWeightError
-from internsp.wp.outputs import no_second_derivatives
-
-# Whether torch.vmap, torch.func.grad or another of their kind runs (torch has no public name).
-transforming = torch._C._are_functorch_transforms_active
+from internsp.wp.transforms import no_second_derivatives
 
 
 class Site(Protocol):

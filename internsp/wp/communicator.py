@@ -297,7 +297,8 @@ class UnitCommunicator(WPCommunicator):
     def view(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """The whole weight, aliasing its slot (or its storage where no gather is needed)."""
         if weight.resident:
-            return weight.layout.whole_view(weight.to_send().data)
+            # Under a version counter of its own, and for autograd no view of anything.
+            return weight.layout.whole_view(weight.to_send()).data
         return self.state.pool.slots[unit.slot].whole(unit, weight)
 
     def shown(self, unit: Unit, weight: ShardedWeight) -> Tag:

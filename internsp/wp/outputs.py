@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.errors import GradientError
 from internsp.wp.communicator import tensors
 
 Given = dict[int, tuple[Tensor, Any]]
@@ -51,21 +50,6 @@ def before_backward_of(
         if tensor.grad_fn is not None:
             # A hook of the node, not of the tensor: the same moment at half the cost.
             tensor.grad_fn.register_prehook(call)
-
-
-def no_second_derivatives() -> None:
-    """Called where backward comes to weights that travel.
-
-    Raises:
-        GradientError: the backward that runs is recorded (``create_graph=True``).
-    """
-    if torch.is_grad_enabled():
-        raise GradientError(
-            "create_graph=True is not supported through a parallel model: the graph of the "
-            "gradients would read weights from slots that other blocks have taken by then. Compute "
-            "second derivatives (a gradient penalty) on one process, or with finite differences of "
-            "two forwards; torch.autograd.grad for inputs without create_graph is right"
-        )
 
 
 def apart(output: Any, weights: Iterable[Tensor]) -> Any:

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_map_only
 from internsp.errors import StructureError
 from internsp.wp.communicator import in_backward, tensors
 from internsp.wp.isp import ISPCommunicator
-from internsp.wp.outputs import Given, given, no_second_derivatives, own
+from internsp.wp.outputs import Given, given, own
 from internsp.wp.pool import Unit
 from internsp.wp.shard import not_to_be_copied
+from internsp.wp.transforms import no_second_derivatives, refuse_transformed
 
 
 class Prefetcher:
@@ -68,6 +69,7 @@ class Prefetcher:
         self._handles.clear()
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_transformed("the model", module._compiled_call_impl is not None)
         if in_backward():
             return None
         if self._at_entry is not None:
@@ -98,6 +100,7 @@ class Prefetcher:
         self.communicator.expect_last_block()
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_transformed(f"block {unit.name}", module._compiled_call_impl is not None)
         self.communicator.enter_block(unit)
         self._given[unit] = given((args, kwargs))
 

@@ -88,8 +88,8 @@ class Adding(nn.Module):
         self.weight = nn.Parameter(torch.randn(width, width) / 3)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        memory.add_(torch.tanh(x @ self.weight).sin())
-        x.mul_(torch.sigmoid(x.clone() @ self.weight))
+        memory.add_(torch.tanh(x.clone() @ self.weight))
+        x.add_(torch.sigmoid(x.clone() @ self.weight))
         return F.relu(x, inplace=True)
 
 
@@ -185,7 +185,8 @@ class Normalised(Block):
             self.w1 = prune.l1_unstructured(self.w1, "weight", 0.3)
             self.mirrored = nn.Linear(width, width)
             parametrize.register_parametrization(self.mirrored, "weight", Symmetric())
-            self.spectral = parametrizations.spectral_norm(nn.Linear(width, width))
+            # In evaluation mode: else each recompute goes on with its iteration.
+            self.spectral = parametrizations.spectral_norm(nn.Linear(width, width)).eval()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + self.spectral(torch.tanh(self.mirrored(x))))
