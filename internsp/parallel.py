@@ -19,16 +19,18 @@ from torch.optim.optimizer import (
 from internsp.agreement import agree, equal_counts
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
-from internsp.layers.access import Site, attach, sites
 from internsp.layers.adopt import adopt
 from internsp.layers.entry import compile_block, take_at_entry
+from internsp.layers.parameters import Scope, attach, enclose, sites
 from internsp.layers.recompute import checkpoint_block
+from internsp.layers.supported import require_supported, require_uncompiled_at_first
+from internsp.layers.views import Site, Use
 from internsp.mesh import ParallelMesh
 from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
 from internsp.wp.additions import Additions
-from internsp.wp.assign import Assignment, Owner, assign, require_experts_matched
+from internsp.wp.assign import Assignment, Owner, assign, block_of, require_experts_matched
 from internsp.wp.blocks import Structure, read
 from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Counters, Ledger
@@ -98,6 +100,8 @@ def parallelize(
             compile_block(block.module)
         elif communicator.blocks[index].at_entry:
             take_at_entry(block.module)
+        else:
+            enclose(block.module, builder.scopes[index])
         if index in recomputed and activation_checkpoint is not None:
             selective = activation_checkpoint.mode == "selective"
             checkpoint_block(
@@ -106,6 +110,8 @@ def parallelize(
                 checkpoint_context_fn if selective else None,
                 partial(trace.record, "BACKWARD", communicator.blocks[index].name),
             )
+    enclose(model, builder.scopes[-1])
+    require_uncompiled_at_first(model)
     _watch(model, communicator)
     return communicator
 
@@ -117,6 +123,7 @@ def _examined(
     checkpoint: ActivationCheckpointConfig | None,
 ) -> tuple[Structure, set[int]]:
     """The model's parts, and which blocks recompute; refuses what is not supported."""
+    require_supported(model)
     structure = read(model, config.trigger, config.blocks, config.anchors)
     if config.compile and any(block.anchor is not None for block in structure.blocks):
         raise ConfigError(
@@ -167,6 +174,8 @@ class _Builder:
         self.sharded: list[ShardedWeight] = []
         self.small = SmallParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
+        self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
+        self.scopes[-1] = Scope(Use)
 
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape
@@ -198,8 +207,11 @@ class _Builder:
                 site = self.small.site(what)
             else:
                 site = WeightSite(by_unit.get(unit.name, communicator), unit, what)
-            adopt(owner.module_name, owner.module)
-            attach(owner.module, owner.name, site)
+            scopes = (self.model, *(block.module for block in self.structure.blocks))
+            if not sites(owner.module):
+                adopt(owner.module_name, owner.module, any(owner.module is m for m in scopes))
+            block = block_of(owner.module_name, self.structure)
+            attach(owner.module, owner.module_name, owner.name, site, self.scopes[block])
             member = self.small.members[what] if isinstance(what, int) else what
             communicator.places[owner.module, owner.name] = member
         hooked = [
@@ -364,7 +376,7 @@ def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
     """
     for name in sites(module):
         member = communicator.places[module, name]
-        given = module._parameters[name]
+        given = module._parameters.get(name)
         if given is not None and given is not member.parameter:
             member.take(given)
             module._parameters[name] = member.parameter

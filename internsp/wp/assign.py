@@ -112,7 +112,7 @@ def _assign(
             f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "
             f"{expert} it is not the same on all ranks; give it a dimension"
         )
-    blocks = {_block_of(o.module_name, structure) for o in owners}
+    blocks = {block_of(o.module_name, structure) for o in owners}
     if len(blocks) > 1:
         raise StructureError(
             f"{first.full_name} is shared between blocks or with the outside "
@@ -184,7 +184,8 @@ def _expert_candidates(names: Iterable[str]) -> str:
     return ", ".join(sorted(modules - {""}))
 
 
-def _block_of(module_name: str, structure: Structure) -> int:
+def block_of(module_name: str, structure: Structure) -> int:
+    """Index of the block in which a module lies, -1 outside the blocks."""
     for i, block in enumerate(structure.blocks):
         if module_name == block.name or module_name.startswith(block.name + "."):
             return i

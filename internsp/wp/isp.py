@@ -181,6 +181,23 @@ class ISPCommunicator(BlockGathers):
             if self.state.pool.slots[unit.slot].tags.get(weight) != tag:
                 self._present(unit, weight, BACKWARD)
 
+    def nodes_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
+        """See :meth:`UnitCommunicator.nodes_hook`: a function that keeps a weight by itself.
+
+        torch's non-reentrant form would recompute only when it is asked for a saved tensor, and
+        such a function may ask for none.
+        """
+        self.backward_hook(unit, weight, tag)
+        if unit.recomputed and not weight.resident:
+            if self.state.policy.per_module:  # those before it first, as in the recompute (WP-2)
+                order = self.state.policy.order(unit.weights, RECOMPUTE, True)
+                self.fetch(unit, order[: order.index(weight) + 1], RECOMPUTE)
+            self._present(unit, weight, BACKWARD)
+
+    def at_hand(self, unit: Unit, weight: ShardedWeight) -> bool:
+        """See :meth:`UnitCommunicator.at_hand`: in the block whose backward runs."""
+        return unit is self._open
+
     def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
         if in_backward():

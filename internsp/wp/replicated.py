@@ -107,6 +107,7 @@ class ReplicatedSite:
         self._small = small
         self._index = index
         self._member = small.members[index]
+        self.parameter = self._member.parameter
         self.tag = -1
 
     @property
@@ -130,6 +131,17 @@ class ReplicatedSite:
 
     def before_backward(self, tag: int) -> None:
         """Nothing to gather."""
+
+    def before_nodes(self, tag: int) -> None:
+        """Nothing to gather."""
+
+    def at_hand(self) -> bool:
+        """Always."""
+        return True
+
+    def spoiled(self) -> None:
+        """A forward wrote into it: what was computed with it is not right any more."""
+        self._member.invalidate()
 
     def born(self, gradient: Tensor, tag: int) -> None:
         """Add this rank's part to the flat sum."""

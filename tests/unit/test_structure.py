@@ -223,7 +223,7 @@ def test_only_one_file_calls_torch_distributed_for_weights_and_gradients() -> No
     assert users == {}
 
 
-def test_no_python_file_is_longer_than_400_lines() -> None:
+def test_no_python_file_is_longer_than_600_lines() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -231,7 +231,7 @@ def test_no_python_file_is_longer_than_400_lines() -> None:
     paths = [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
     lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in paths}
     assert len(lengths) > 20
-    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+    assert {name: lines for name, lines in lengths.items() if lines > 600} == {}
 
 
 @pytest.mark.parametrize(
