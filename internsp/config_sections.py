@@ -274,6 +274,8 @@ class TrainConfig(Section):
     """Text that the sample continues."""
     profile: bool = False
     """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
+    max_skipped_steps: Count = 10
+    """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
     log_every: Count = 1
     """Steps between printed lines; metrics.jsonl has every step."""
     loss_chunk: Count = 1024

@@ -39,6 +39,10 @@ class GradientError(InternspError, RuntimeError):
     """A gradient was read before it was drained, or asked for in an unsupported way (WP-9)."""
 
 
+class NotFiniteError(InternspError, RuntimeError):
+    """Gradients stayed not finite for too many steps, or weights that are not were to be kept."""
+
+
 class CollectiveError(InternspError, RuntimeError):
     """A collective failed, or an earlier failure left the groups unusable (WP-10)."""
 

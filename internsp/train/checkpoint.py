@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 
 from internsp.errors import ConfigError
+from internsp.train.finite import require_finite
 from internsp.train.session import Session
 
 
@@ -79,7 +80,11 @@ def save(session: Session, folder: Path, step: int) -> Path:
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        NotFiniteError: on all ranks, before anything is written: see ``finite.require_finite``.
     """
+    require_finite(session, f"no checkpoint of step {step} is written")
     path = folder / f"step-{step:06d}"
     writer = dcp.FileSystemWriter(path, overwrite=True)  # a resumed run comes by here again
     dcp.save(_state(session, _Run(session, step)), storage_writer=writer)
@@ -97,6 +102,7 @@ def load(session: Session, path: Path) -> int:
 
     Raises:
         ConfigError: no checkpoint is there, it is of another mesh, or the text has changed.
+        NotFiniteError: its weights are not finite.
     """
     chosen = find(path)
     metadata = dcp.FileSystemReader(chosen).read_metadata()
@@ -105,6 +111,7 @@ def load(session: Session, path: Path) -> int:
     dcp.load(_state(session, run), checkpoint_id=chosen)
     for communicator in session.communicators:
         communicator.invalidate()
+    require_finite(session, f"{chosen} is not resumed from; give the path of an earlier checkpoint")
     if run.fingerprint != session.source.fingerprint:
         raise ConfigError(
             f"checkpoint.resume: {chosen} was trained on other text than [data] gives now; the "

@@ -13,8 +13,10 @@ from typing import Any
 
 from internsp.errors import InternspError
 
-_INTEGERS = ("step", "tokens", "gathered_bytes", "reduced_bytes", "peak_memory_bytes")
-_OPTIONAL = ("eval_loss", "comm_seconds", "stage_wait_seconds")
+_INTEGERS = (
+    "step", "tokens", "gathered_bytes", "reduced_bytes", "peak_memory_bytes", "skipped_steps",
+)  # fmt: skip
+_OPTIONAL = ("eval_loss", "comm_seconds", "stage_wait_seconds", "skipped_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class StepMetrics:
         comm_seconds: time in which communication was in flight, hidden or not, where it was
             measured (see :func:`internsp.train.timeline.step_times`).
         stage_wait_seconds: time in which this rank of a pipeline had no pass to run.
+        skipped_steps: how many steps of the run, up to this one, have changed nothing, because
+            gradients were not finite. A step that was skipped has a ``grad_norm`` that is not.
     """
 
     step: int
@@ -54,6 +58,7 @@ class StepMetrics:
     eval_loss: float | None = None
     comm_seconds: float | None = None
     stage_wait_seconds: float | None = None
+    skipped_steps: int | None = None
 
     @property
     def exposed_step_share(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from internsp.config import Config
+from internsp.errors import NotFiniteError
 from internsp.pipeline import SchedulerHook
 from internsp.stop import StopRequest
 from internsp.trace import Event
@@ -16,6 +18,7 @@ from internsp.train import checkpoint
 from internsp.train.advice import Setting, advise
 from internsp.train.chrome import write_chrome_trace
 from internsp.train.display import Display, make_display
+from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
 from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.train.pipeline_plan import make_pipeline_plan
@@ -63,17 +66,19 @@ class _Run:
         self.runner = StepRunner(session)
         self.events: list[Event] = []
         self.interrupted = False
+        self.skipped_before = 0  # steps of the run that this one goes on
+        self.failure: NotFiniteError | None = None  # of all ranks together
 
     def run(self) -> None:
         """Train, then save, sample and report."""
         display, writer = self._open()
         try:
             step = self._loop(display, writer)
-            path = None
-            if self.config.checkpoint.save:
-                path = checkpoint.save(self.session, self.output / "checkpoints", step)
-            text = sample(self.session)
+            path = self._save(step, display, last=True) if self.config.checkpoint.save else None
+            text = sample(self.session) if self.failure is None else ""
             self._report(text)
+            if self.failure is not None:
+                raise self.failure
             if display is not None:
                 display.finish(text, self._files(path), self.interrupted)
         finally:
@@ -91,6 +96,8 @@ class _Run:
         writer = MetricsWriter(
             self.output / "metrics.jsonl", resume_step=self.done + 1 if self.done else None
         )
+        if self.done and (rows := read_metrics(writer.path)):
+            self.skipped_before = rows[-1].skipped_steps or 0
         train = self.config.train
         display = make_display(
             train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
@@ -110,6 +117,7 @@ class _Run:
             trace.enabled = step in (self.done, timeline)
             trace.clear()
             metrics, asked = self.runner.step(step, self.stop.requested)
+            metrics = self._counted(metrics)
             if step <= timeline:
                 trace.resolve()
                 self.events = list(trace.events)
@@ -117,20 +125,38 @@ class _Run:
             trace.clear()
             step += 1
             self.interrupted = asked
-            last = step == train.steps or asked
-            metrics = self._evaluated(metrics, last, display)
+            self.failure = too_many_skipped(self.session, step)
+            last = step == train.steps or asked or self.failure is not None
+            metrics = self._evaluated(metrics, last and self.failure is None, display)
             if writer is not None:
                 writer.write(metrics)
             if display is not None:
                 display.update(metrics)
+                if said := remark(self.session, step, metrics.loss):
+                    display.note(said)
             every = self.config.checkpoint.every
             if every and not last and step % every == 0:
-                path = checkpoint.save(self.session, self.output / "checkpoints", step)
-                if display is not None:
-                    display.note(f"checkpoint {path}")
-            if asked:
+                self._save(step, display)
+            if last:
                 break
         return step
+
+    def _save(self, step: int, display: Display | None, last: bool = False) -> Path | None:
+        """Collective. ``None``: weights are not finite, so nothing is written; it is said."""
+        path = None
+        try:
+            path = checkpoint.save(self.session, self.output / "checkpoints", step)
+            said = "" if last and self.failure is None else f"checkpoint {path}"
+        except NotFiniteError as error:  # of all ranks together
+            said = str(error)
+            if last:  # the run has nothing to show for itself
+                self.failure = self.failure or error
+        if display is not None and said:
+            display.note(said)
+        return path
+
+    def _counted(self, metrics: StepMetrics) -> StepMetrics:
+        return replace(metrics, skipped_steps=self.skipped_before + (metrics.skipped_steps or 0))
 
     def _evaluated(
         self, metrics: StepMetrics, last: bool, display: Display | None
@@ -143,7 +169,8 @@ class _Run:
         if loss is None:
             return metrics
         if display is not None:
-            display.note(f"step {metrics.step}: held-out loss {loss:.4f}")
+            finite = "" if math.isfinite(loss) else ", which is not finite"
+            display.note(f"step {metrics.step}: held-out loss {loss:.4f}{finite}")
         return replace(metrics, eval_loss=loss)
 
     def _files(self, path: Path | None) -> Mapping[str, Path]:
@@ -174,7 +201,7 @@ class _Run:
         if not self.main:
             return
         everyone = [g for g in gathered if g is not None]
-        notes = ["The run was stopped before its last step."] if self.interrupted else []
+        notes = self._notes()
         timeline = {row["rank"]: events for row, events in everyone}
         shape = mesh.shape
         setting = Setting(
@@ -199,6 +226,13 @@ class _Run:
             schedule=self._schedule(),
             advice=advise(timeline, setting),
         )
+
+    def _notes(self) -> list[str]:
+        notes = ["The run was stopped before its last step."] if self.interrupted else []
+        skipped = self.skipped_before + self.session.optimizer.skipped_steps
+        if skipped:
+            notes.append(f"Steps skipped because gradients were not finite: {skipped}.")
+        return notes if self.failure is None else [*notes, f"The run failed: {self.failure}"]
 
     def _schedule(self) -> str:
         """The pipeline's schedule as a picture."""

@@ -57,7 +57,7 @@ class Session:
 
     def step(self) -> float:
         """Optimizer and learning rate go one step further; returns the gradient norm."""
-        norm = step_together(self.optimizers)
+        norm = step_together(self.optimizers, log=False)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
             schedule.step()

@@ -61,6 +61,7 @@ class StepRunner:
             reduced_bytes=sum(counter.reduced_bytes for counter in counters),
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
+            skipped_steps=session.optimizer.skipped_steps,
         )
         return metrics, asked > 0
 
