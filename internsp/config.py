@@ -60,6 +60,8 @@ __all__ = [
     "sections",
 ]
 
+_MOST_UNKNOWN = 100  # names for which the nearest right one is looked for
+
 
 class Config(Section):
     """All sections. Impossible combinations raise at birth; :meth:`check` adds the mesh."""
@@ -182,6 +184,9 @@ def _known(
     """Yield (section, key, value) of the known keys; unknown ones go to ``problems``."""
     names = {name: tuple(cls.model_fields) for name, cls in sections().items()}
     for written, content in data.items():
+        if len(problems) > _MOST_UNKNOWN:
+            problems.append(Problem((), "and more; no further names are looked at"))
+            return
         if not isinstance(content, Mapping):
             problems.append(not_a_section(written, names, prefix))
             continue
@@ -195,6 +200,8 @@ def _known(
         for key, value in content.items() if section else ():
             if key in names[section]:
                 yield section, key, value
+            elif len(problems) > _MOST_UNKNOWN:
+                break
             else:
                 problems.append(nearest_key(section, key, names, prefix))
 
