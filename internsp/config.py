@@ -7,6 +7,7 @@ torch, so that ``internsp --help`` and a report of mistakes are immediate.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ __all__ = [
     "sections",
 ]
 
-_MOST_UNKNOWN = 100  # names for which the nearest right one is looked for
+_MOST_UNKNOWN = 30  # names for which the nearest right one is looked for
 
 
 class Config(Section):
@@ -96,7 +97,8 @@ class Config(Section):
         return tomli_w.dumps(dumped)
 
 
-def sections() -> dict[str, type[Section]]:
+@cache
+def sections() -> Mapping[str, type[Section]]:
     """Names and classes of the sections, in the order of the file."""
     return {name: _section_class(field) for name, field in Config.model_fields.items()}
 
@@ -152,7 +154,7 @@ def collect(
     made: dict[str, Any] = {}
     for name, cls in sections().items():
         right, mistakes = _right(name, values[name], "")
-        made[name] = cls.model_validate(right)
+        made[name] = cls.model_validate(right) if right else cls()
         problems += mistakes
     # A combination is judged only where all its keys are right, lest one mistake shows as two.
     wrong = {key for problem in problems for key in problem.keys}
@@ -210,6 +212,8 @@ def _right(
     name: str, values: Mapping[str, Any], prefix: str
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The values of a section that are right, in their own types, and the others' problems."""
+    if not values:
+        return {}, []
     cls = sections()[name]
     # Overrides are often texts, which take the type of the key; a file says what it means.
     texts = prefix and all(isinstance(value, (str, tuple)) for value in values.values())

@@ -12,6 +12,8 @@ from internsp.config_sizes import too_large
 if TYPE_CHECKING:
     from internsp.config import Config
 
+_MOST_PATHS = 10  # of those that are wrong
+
 
 def combinations(config: Config) -> Iterator[Problem]:
     """What no machine and no number of ranks could make right."""
@@ -193,12 +195,11 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
 
 def _files(config: Config) -> Iterator[Problem]:
     data, resume = config.data, config.checkpoint.resume
-    for path in data.paths:
-        if mistake := _missing(path, "file or folder"):
-            yield Problem(("data.paths",), mistake)
-        elif not Path(path).is_file() and not Path(path).is_dir():
-            text = f"neither a file nor a folder: {path} (every rank reads it from its beginning)"
-            yield Problem(("data.paths",), text)
+    unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
+    if len(unfit) > _MOST_PATHS:
+        unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
+    for mistake in unfit:
+        yield Problem(("data.paths",), mistake)
     if data.tokenizer != "bytes":
         if mistake := _missing(data.tokenizer, "file"):
             text = f'{mistake} (or "bytes" for no tokenizer)'
@@ -208,6 +209,14 @@ def _files(config: Config) -> Iterator[Problem]:
             yield Problem(("data.tokenizer",), text)
     if resume is not None and (mistake := _missing(resume, "checkpoint")):
         yield Problem(("checkpoint.resume",), mistake)
+
+
+def _unfit_text(path: str) -> str | None:
+    if mistake := _missing(path, "file or folder"):
+        return mistake
+    if not Path(path).is_file() and not Path(path).is_dir():
+        return f"neither a file nor a folder: {path} (every rank reads it from its beginning)"
+    return None
 
 
 def _missing(path: str, what: str) -> str | None:

@@ -56,6 +56,8 @@ class Problem:
     def __str__(self) -> str:
         told = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
         # One line, whatever a key or a value holds (a quoted key may be any text).
+        if told.isprintable():
+            return told
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in told)
 
 

@@ -62,6 +62,8 @@ class Section(BaseModel):
     def _none_is_a_word(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
+        if "none" not in data.values():
+            return data
         empty = {name for name, field in cls.model_fields.items() if nullable(field)}
         return {k: None if k in empty and v == "none" else v for k, v in data.items()}
 

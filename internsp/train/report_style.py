@@ -96,7 +96,8 @@ details[open] > summary { margin-bottom:10px; }
   svg.chart { overflow:visible; padding:0 0 10px 20px; } svg.chart text { font-size:20px; }
   svg.chart text[text-anchor=middle] { transform:translateY(5px); }
   svg.chart text.unit { transform:translateY(18px); }
-  table { font-size:13px; border-collapse:separate; border-spacing:0; } th, td { padding:4px 7px; } th { font-size:12px; }
+  table { font-size:13px; border-collapse:separate; border-spacing:0; }
+  th, td { padding:4px 7px; } th { font-size:12px; }
   /* What is wider than the page moves below its first column, and says that it moves. */
   .scroll:has(> svg.timeline)::before, .scroll:has(> table:not(.ranks, .mesh))::before {
     content:"wider than the page: move it sideways ↔"; display:block; position:sticky; left:0;

@@ -156,7 +156,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         ),
         (
             "[data]\nsequence_length = 2\n[parallel]\nsequence = 3",
-            2,
+            3,
             "data.sequence_length: 2 tokens cannot be cut over 3 ranks",
         ),
         (
