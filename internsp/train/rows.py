@@ -130,7 +130,9 @@ def _parquet_rows(path: Path, text_field: str) -> Iterator[tuple[int, Any]]:
         raise ConfigError(
             f"data.paths: {path}, row {number}: the text is not UTF-8 ({error.reason})"
         ) from error
-    except wrong as error:
+    except (wrong, OSError) as error:
+        if getattr(error, "errno", None):  # of the system; pyarrow's own have none
+            raise
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"data.paths: {path}, after row {number}: not a whole parquet file: {told}"
