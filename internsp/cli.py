@@ -98,15 +98,14 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
 
 
 def _print(write: Callable[[], None]) -> None:
-    """Write to standard output, whose reader may have gone (``| head``) or whose disk is full."""
+    """Write to standard output, whose disk may be full (rich ends where its reader has gone)."""
     try:
         write()
         sys.stdout.flush()
     except OSError as error:
         # What is still buffered goes nowhere, or Python would complain of it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise MachineError(f"standard output: {error.strerror}") from error
+        raise MachineError(f"standard output: {error.strerror}") from error
 
 
 def _train(config: Config, output: Path, rank: int | None) -> int:
