@@ -44,7 +44,15 @@ _CAUSE_SECONDS = 2.0  # in which the launcher finds the rank that has gone
 
 
 class ChildError(errors.InternspError, RuntimeError):
-    """A local process failed; the message gives its rank and the cause, once."""
+    """A local process failed; the message gives its rank and the cause, once.
+
+    Attributes:
+        exit_status: what the command ends with.
+    """
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,11 @@ class _Cause:
         """Real causes before consequences, early ones first."""
         return _is_consequence(self.traceback), self.written
 
-    def __str__(self) -> str:
-        kind = self.message.partition(":")[0]
-        known = isinstance(getattr(errors, kind, None), type)
-        return f"rank {self.rank} failed: {self.message if known else self.traceback.rstrip()}"
+    def error(self) -> ChildError:
+        """As what the launcher raises."""
+        known = getattr(errors, self.message.partition(":")[0], None)
+        said = self.message if isinstance(known, type) else self.traceback.rstrip()
+        return ChildError(f"rank {self.rank} failed: {said}", getattr(known, "exit_status", 1))
 
 
 def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -> int:
@@ -106,7 +115,7 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
         except ChildFailedError as error:
             if all(failure.exitcode == INTERRUPTED for failure in error.failures.values()):
                 return INTERRUPTED
-            raise ChildError(_explain(Path(logs), error)) from None
+            raise _explain(Path(logs), error) from None
     return 0
 
 
@@ -133,7 +142,7 @@ def _is_consequence(stack: str) -> bool:
     return any(sign in stack.lower() for sign in _CONSEQUENCES)
 
 
-def _explain(logs: Path, error: ChildFailedError) -> str:
+def _explain(logs: Path, error: ChildFailedError) -> ChildError:
     """The first cause of a failed run, from the error files of all ranks."""
     causes = []
     for file in logs.rglob("error.json"):
@@ -144,16 +153,17 @@ def _explain(logs: Path, error: ChildFailedError) -> str:
         causes.append(_Cause(rank, message["message"], stack, written))
     real = sorted((c for c in causes if not c.order[0]), key=lambda c: c.order)
     if real:
-        return str(real[0])
+        return real[0].error()
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"rank {rank} was ended by {name}{hint}"
+            return ChildError(f"rank {rank} was ended by {name}{hint}")
     if causes:
-        return f"{min(causes, key=lambda c: c.order)}\nAnother rank went away without a message."
+        first = min(causes, key=lambda c: c.order).error()
+        return ChildError(f"{first}\nAnother rank went away without a message.")
     rank, failure = error.get_first_failure()
-    return f"rank {rank} ended with exit status {failure.exitcode}"
+    return ChildError(f"rank {rank} ended with exit status {failure.exitcode}")
 
 
 @contextmanager

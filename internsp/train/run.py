@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +249,7 @@ def set_aside(output: Path) -> Path | None:
     Returns:
         Where the older run is now, or ``None`` when there was none.
     """
+    output = Path(os.path.abspath(output))  # "." has no name to change
     if not (output / "metrics.jsonl").exists():
         return None
     number = 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from internsp.errors import OrderError
+from internsp.errors import ConfigError, OrderError
 from internsp.sp import SequenceLayout
 from internsp.train.data import Batch, rows_of
 from internsp.train.metrics import StepMetrics
@@ -42,15 +42,21 @@ class StepRunner:
         layouts = [self._layout(b) for b in self._micro_batches(number)]
         valid = sum(layout.valid_tokens for layout in layouts)
         (tokens,) = self._sum(float(valid))
+        if not tokens:  # the same on every rank
+            raise ConfigError(
+                f"step {number + 1}: no token of the batch has a next one in its own document and "
+                "sequence, so there is nothing to learn: raise data.sequence_length or "
+                "train.global_batch, or set data.pack = false"
+            )
         lr = session.optimizer.param_groups[0]["lr"]
-        loss = self._passes.train(layouts, max(tokens, 1.0))
+        loss = self._passes.train(layouts, tokens)
         norm = session.step()
         total, asked = self._sum(loss, float(stop_requested), stages=True)
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
         metrics = StepMetrics(
             step=number + 1,
-            loss=total / max(tokens, 1.0),
+            loss=total / tokens,
             grad_norm=float(norm),
             lr=lr,
             tokens=int(tokens),

@@ -20,7 +20,7 @@ from internsp.errors import MeshError
 from internsp.launch import ChildError, start
 from internsp.stop import StopRequest
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +120,7 @@ def test_train_starts_local_processes_with_options_over_the_file(started):
     Path("point").mkdir()
     words = ["train", "good.toml", "--launch.processes", "2", "--parallel.weight", "2"]
     words += ["--data.source", "text", "--data.paths", "good.toml", "point"]
+    words += ["--data.sequence_length", "8", "--data.held_out", "0"]
     assert cli.main(words) == 0
     assert cli.main(["train", "good.toml", "--output", "there", "--resume", "point"]) == 0
     (first, default), (second, chosen) = started
@@ -134,6 +135,8 @@ def joined(monkeypatch):
     """This process as rank 1 of 4; ``joined(train)`` makes ``train`` the trainer."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29400")
 
     def use(train):
         module = types.SimpleNamespace(train=train)
@@ -158,7 +161,7 @@ def test_an_error_of_the_project_is_told_without_a_traceback(joined, capsys):
         raise MeshError("rank 1: no such mesh")
 
     joined(train)
-    assert cli.main(["train", "good.toml"]) == 1
+    assert cli.main(["train", "good.toml"]) == 2
     assert capsys.readouterr().err == "internsp: rank 1: no such mesh\n"
 
 

@@ -17,7 +17,8 @@ LEVELS = [
     ["internsp.errors", "internsp.trace", "internsp.stop", "internsp.wp.streams",
      "internsp.wp.works"],
     ["internsp.config", "internsp.config_checks", "internsp.config_errors",
-     "internsp.config_sections", "internsp.mesh_shape", "internsp.mesh"],
+     "internsp.config_sections", "internsp.config_sizes", "internsp.environment",
+     "internsp.mesh_shape", "internsp.mesh"],
     ["internsp.wp.parameter", "internsp.wp.message", "internsp.wp.line", "internsp.wp.resident",
      "internsp.wp.collectives",
      "internsp.wp.shard", "internsp.wp.schedule", "internsp.wp.simulate", "internsp.wp.blocks",
@@ -32,6 +33,7 @@ LEVELS = [
     ["internsp.parallel", "internsp.agreement", "internsp.sequence_parts"],
     ["internsp.pipeline"],
     ["internsp.train"],
+    ["internsp.preflight"],
     ["internsp.cli", "internsp.launch", "internsp"],
 ]  # fmt: skip
 SP_MAY_IMPORT = ("internsp.errors", "internsp.trace", "internsp.mesh", "internsp.sp")
