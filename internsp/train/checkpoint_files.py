@@ -65,12 +65,17 @@ class _Digested(io.RawIOBase):
         self._file = file
         self.digest = hashlib.sha256()
         self.nbytes = 0
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.failure = error  # torch.save raises another one, which does not say why
+            raise
         self.digest.update(data)
         size = memoryview(data).nbytes
         self.nbytes += size
@@ -98,7 +103,12 @@ class _Files(FileSystem):
     ) -> Generator[io.IOBase, None, None]:
         with Path(path).open(mode) as file:
             stream = _Digested(file)
-            yield stream
+            try:
+                yield stream
+            except Exception:
+                if stream.failure is not None:
+                    raise stream.failure from None
+                raise
             digest = stream.digest.hexdigest()
             self.written[Path(path).name] = FileRecord(nbytes=stream.nbytes, sha256=digest)
 
@@ -241,6 +251,9 @@ class Reader(StorageReader):
 
     def _tensor(self, data: bytes, dtype: torch.dtype, chunk: Chunk) -> Tensor:
         try:
+            # What does not begin as an archive would go to torch's readers of its older formats.
+            if not data.startswith(b"PK\x03\x04"):
+                raise zipfile.BadZipFile("no archive begins here")  # noqa: TRY301 - as the rest
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 # torch compresses nothing: a compressed record could grow without bounds.
                 stored = all(i.compress_type == zipfile.ZIP_STORED for i in archive.infolist())
