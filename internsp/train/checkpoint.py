@@ -311,7 +311,7 @@ def _fill(state: dict[str, Any], values: Mapping[str, Any], prefix: str = "") ->
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             _fill(value, values, f"{name}.")
-        elif name in values:
+        elif name in values and not isinstance(value, Tensor):
             state[key] = values[name]
 
 
