@@ -118,10 +118,14 @@ class MetricsWriter:
         resume_step: number of the first step that will be written. Rows of that step and of
             later ones (of the run that was interrupted), and a torn last line, are removed
             first. None starts the file anew.
+        run: id of the run, written into every row where given.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, resume_step: int | None = None, run: str | None = None
+    ) -> None:
         self.path = Path(path)
+        self._run = {} if run is None else {"run": run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self.path.exists():
             _keep_rows_before(self.path, resume_step)
@@ -131,7 +135,8 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one row and hand it to the operating system before returning."""
-        self._file.write(json.dumps(metrics.to_row(), allow_nan=False) + "\n")
+        row = metrics.to_row() | self._run
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

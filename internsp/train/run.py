@@ -17,6 +17,7 @@ from internsp.stop import StopRequest
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.advice import Setting, advise
+from internsp.train.checkpoint import Resumed
 from internsp.train.chrome import write_chrome_trace
 from internsp.train.display import Display, make_display
 from internsp.train.finite import remark, too_many_skipped
@@ -24,6 +25,7 @@ from internsp.train.memory import components
 from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.report import write_report
+from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
@@ -36,19 +38,25 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
     write ``checkpoints/``. A stop request (Ctrl-C) ends the loop after the current step; the
-    checkpoint and the report are written all the same.
+    checkpoint and the report are written all the same. One run at a time holds ``output``.
 
     Args:
         hooks: told of every forward, criterion and backward, with a pipeline or without.
+
+    Raises:
+        ConfigError: on every rank: ``output`` is another process's, or what there is to resume
+            from is damaged or of other settings.
     """
     ours = not dist.is_initialized()
     try:
         with StopRequest() as stop:
             session = Session.create(config, hooks)
-            done = 0
-            if config.checkpoint.resume is not None:
-                done = checkpoint.load(session, Path(config.checkpoint.resume))
-            _Run(session, output, done, stop).run()
+            with claimed(output, session.mesh.rank == 0) as folder:
+                resumed = None
+                if config.checkpoint.resume is not None:
+                    resumed = checkpoint.load(session, Path(config.checkpoint.resume))
+                folder.begin(resumed)
+                _Run(session, folder, resumed, stop).run()
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
@@ -57,11 +65,15 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
 class _Run:
     """The loop and what it leaves behind."""
 
-    def __init__(self, session: Session, output: Path, done: int, stop: StopRequest) -> None:
+    def __init__(
+        self, session: Session, folder: RunFolder, resumed: Resumed | None, stop: StopRequest
+    ) -> None:
         self.session = session
         self.config = session.config
-        self.output = output
-        self.done = done
+        self.output = folder.path
+        self.id = folder.run
+        self.notes = [*folder.notes, *(resumed.notes if resumed else [])]
+        self.done = resumed.step if resumed else 0
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
@@ -75,7 +87,9 @@ class _Run:
         display, writer = self._open()
         try:
             step = self._loop(display, writer)
-            path = self._save(step, display, last=True) if self.config.checkpoint.save else None
+            path = None
+            if self.config.checkpoint.save and step > self.done:
+                path = self._save(step, display, last=True)
             text = sample(self.session) if self.failure is None else ""
             self._report(text)
             if self.failure is not None:
@@ -91,11 +105,11 @@ class _Run:
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
         if not self.main:
             return None, None
-        moved = None if self.done else set_aside(self.output)
-        self.output.mkdir(parents=True, exist_ok=True)
         (self.output / "config.toml").write_text(self.config.to_toml())
         writer = MetricsWriter(
-            self.output / "metrics.jsonl", resume_step=self.done + 1 if self.done else None
+            self.output / "metrics.jsonl",
+            resume_step=self.done + 1 if self.done else None,
+            run=self.id,
         )
         if self.done and (rows := read_metrics(writer.path)):
             self.skipped_before = rows[-1].skipped_steps or 0
@@ -106,8 +120,8 @@ class _Run:
         display.start()
         parameters = self.session.parameters
         display.note(f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}")
-        if moved is not None:
-            display.note(f"the run that was in {self.output} is now in {moved}")
+        for note in self.notes:
+            display.note(note)
         return display, writer
 
     def _loop(self, display: Display | None, writer: MetricsWriter | None) -> int:
@@ -146,7 +160,7 @@ class _Run:
         """Collective. ``None``: weights are not finite, so nothing is written; it is said."""
         path = None
         try:
-            path = checkpoint.save(self.session, self.output / "checkpoints", step)
+            path = checkpoint.save(self.session, self.output / "checkpoints", step, self.id)
             said = "" if last and self.failure is None else f"checkpoint {path}"
         except NotFiniteError as error:  # of all ranks together
             said = str(error)
@@ -240,6 +254,7 @@ class _Run:
         if self.session.pipeline is None:
             return ""
         return make_pipeline_plan(self.config, self.session.mesh.world_size).picture()
+<<<<<<< HEAD
 
 
 
@@ -257,3 +272,5 @@ def set_aside(output: Path) -> Path | None:
         number += 1
     output.rename(target)
     return target
+=======
+>>>>>>> h-ckpt

@@ -18,7 +18,7 @@ LEVELS = [
      "internsp.wp.works"],
     ["internsp.config", "internsp.config_checks", "internsp.config_errors",
      "internsp.config_sections", "internsp.config_sizes", "internsp.environment",
-     "internsp.mesh_shape", "internsp.mesh"],
+     "internsp.resume_rules", "internsp.mesh_shape", "internsp.mesh"],
     ["internsp.wp.parameter", "internsp.wp.message", "internsp.wp.line", "internsp.wp.resident",
      "internsp.wp.collectives",
      "internsp.wp.shard", "internsp.wp.schedule", "internsp.wp.simulate", "internsp.wp.blocks",
