@@ -6,6 +6,7 @@ checkpoint; a run that goes on from its own keeps its id and sets aside what cam
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -116,6 +117,7 @@ def set_aside(output: Path) -> Path | None:
     Returns:
         Where the older run is now, or ``None`` when there was none.
     """
+    output = Path(os.path.abspath(output))  # "." has no name to change
     if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
         return None
     number = 1
