@@ -223,6 +223,7 @@ class Ours(Variant):
         return self.communicator.no_sync() if whole else nullcontext()
 
     def micro_batches(self) -> AbstractContextManager[Any]:
+        """Nothing writes weights between them, so contents are used again."""
         return self.communicator.unchanged()
 
     def unsharded_bytes(self) -> int:
