@@ -131,8 +131,9 @@ def planned(rank: int, world_size: int) -> None:
             for step in range(3):
                 twin.trace.clear()
                 state.counters.reset()
-                for _ in range(2):
-                    twin.ours(*twin.batch()[1]).backward()
+                with twin.communicator.unchanged():
+                    for _ in range(2):
+                        twin.ours(*twin.batch()[1]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 assert twin.trace.lines(KINDS) == wanted.lines(), f"{kind} {config} {overlap}"

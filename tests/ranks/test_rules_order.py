@@ -231,8 +231,9 @@ def sequences(rank: int, world_size: int) -> None:
             for _ in range(3):
                 twin.trace.clear()
                 twin.communicator.state.counters.reset()
-                for _ in range(micro_batches):
-                    twin.ours(*twin.batch()[1]).backward()
+                with twin.communicator.unchanged():
+                    for _ in range(micro_batches):
+                        twin.ours(*twin.batch()[1]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             plan = twin.communicator.plan

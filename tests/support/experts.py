@@ -212,17 +212,18 @@ class Pair:
         """All micro-batches of one step on both models; returns the global loss of ours."""
         total = torch.zeros((), dtype=torch.float64)
         rank = self.mesh.rank
-        for micro in range(self.case.micro_batches):
-            ids, labels = self.batch(step * self.case.micro_batches + micro)
-            if plain:
-                self.plain(ids, labels).backward()
-            rows = slice(ROWS * rank, ROWS * (rank + 1))
-            whole = self.case.config.get("accumulation") == "full"
-            last = micro == self.case.micro_batches - 1
-            with self.communicator.no_sync() if whole and not last else nullcontext():
-                loss = self.ours(ids[rows], labels[rows])
-                loss.backward()
-            total += loss.detach()
+        with self.communicator.unchanged():
+            for micro in range(self.case.micro_batches):
+                ids, labels = self.batch(step * self.case.micro_batches + micro)
+                if plain:
+                    self.plain(ids, labels).backward()
+                rows = slice(ROWS * rank, ROWS * (rank + 1))
+                whole = self.case.config.get("accumulation") == "full"
+                last = micro == self.case.micro_batches - 1
+                with self.communicator.no_sync() if whole and not last else nullcontext():
+                    loss = self.ours(ids[rows], labels[rows])
+                    loss.backward()
+                total += loss.detach()
         dist.all_reduce(total)
         return total.item()
 

@@ -127,6 +127,10 @@ class Variant(ABC):
         """Around forward and backward of one micro-batch, the ``last`` of a step or not."""
         return nullcontext()
 
+    def micro_batches(self) -> AbstractContextManager[Any]:
+        """Around all of a step's micro-batches."""
+        return nullcontext()
+
     def finish(self, last: bool) -> None:
         """After a backward, when gradients are not complete yet: make them so."""
         return
@@ -134,16 +138,17 @@ class Variant(ABC):
     def step(self, mark: Mark = no_mark) -> float:
         """One training step; returns this rank's part of the loss."""
         summed = 0.0
-        for index, (x, target) in enumerate(self.batches, start=1):
-            last = index == len(self.batches)
-            with self.micro_batch(last):
-                mark("forward")
-                total = self.model(x, target)
-                mark("backward")
-                (total * self.scale).backward()
-            self.finish(last)
-            x.grad = None
-            summed += float(total.detach())
+        with self.micro_batches():
+            for index, (x, target) in enumerate(self.batches, start=1):
+                last = index == len(self.batches)
+                with self.micro_batch(last):
+                    mark("forward")
+                    total = self.model(x, target)
+                    mark("backward")
+                    (total * self.scale).backward()
+                self.finish(last)
+                x.grad = None
+                summed += float(total.detach())
         mark("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -216,6 +221,10 @@ class Ours(Variant):
         """With full accumulation all but the last send no gradient."""
         whole = self.config.accumulation == "full" and not last
         return self.communicator.no_sync() if whole else nullcontext()
+
+    def micro_batches(self) -> AbstractContextManager[Any]:
+        """Nothing writes weights between them, so contents are used again."""
+        return self.communicator.unchanged()
 
     def unsharded_bytes(self) -> int:
         """What the pool holds now."""
