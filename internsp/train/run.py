@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -254,23 +253,3 @@ class _Run:
         if self.session.pipeline is None:
             return ""
         return make_pipeline_plan(self.config, self.session.mesh.world_size).picture()
-<<<<<<< HEAD
-
-
-
-def set_aside(output: Path) -> Path | None:
-    """Move an older run out of ``output``, so that a fresh one neither loses nor mixes with it.
-
-    Returns:
-        Where the older run is now, or ``None`` when there was none.
-    """
-    output = Path(os.path.abspath(output))  # "." has no name to change
-    if not (output / "metrics.jsonl").exists():
-        return None
-    number = 1
-    while (target := output.with_name(f"{output.name}.{number}")).exists():
-        number += 1
-    output.rename(target)
-    return target
-=======
->>>>>>> h-ckpt

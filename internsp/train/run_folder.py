@@ -116,6 +116,7 @@ def set_aside(output: Path) -> Path | None:
     Returns:
         Where the older run is now, or ``None`` when there was none.
     """
+    output = Path(os.path.abspath(output))  # "." has no name to change
     if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
         return None
     number = 1
