@@ -23,8 +23,9 @@ from internsp.layers.adopt import adopt
 from internsp.layers.entry import compile_block, take_at_entry
 from internsp.layers.parameters import Scope, attach, enclose, sites
 from internsp.layers.recompute import checkpoint_block
-from internsp.layers.supported import require_supported, require_uncompiled_at_first
+from internsp.layers.supported import require_supported
 from internsp.layers.views import Site, Use
+from internsp.layers.watch import refuse_optimizer, watch
 from internsp.mesh import ParallelMesh
 from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
@@ -111,8 +112,9 @@ def parallelize(
                 partial(trace.record, "BACKWARD", communicator.blocks[index].name),
             )
     enclose(model, builder.scopes[-1])
-    require_uncompiled_at_first(model)
     _watch(model, communicator)
+    members = communicator.small.everyone()
+    watch(model, [(member.name, member.parameter) for member in members])
     return communicator
 
 
@@ -355,9 +357,12 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
 
     def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = reference()
-        if alive is not None and alive.unfinished:
+        if alive is None:
+            return
+        refuse_optimizer(optimizer, (member.parameter for member in alive.small.everyone()))
+        if alive.unfinished:
             alive.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
-        if alive is not None and alive.state.handles:
+        if alive.state.handles:
             alive.settle_gathers()
 
     # Never removed: a finalizer could run while torch iterates over its hooks.

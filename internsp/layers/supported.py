@@ -24,7 +24,7 @@ def require_supported(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(p is not None for p in module._parameters.values()):
             _module(name, module)
-        if _compiled(module):
+        if is_compiled(module):
             raise compiled(name or "the model")
         if isinstance(module, torch.jit.ScriptModule):
             raise StructureError(
@@ -35,22 +35,6 @@ def require_supported(model: nn.Module) -> None:
             if parameter is not None:
                 _parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
     _no_copies(model)
-
-
-def require_uncompiled_at_first(model: nn.Module) -> None:
-    """At the first forward, look for modules that were compiled in the meantime.
-
-    Later ones are found where they are entered; but for a module within a block that takes its
-    weights at its entry, where it would do no harm.
-    """
-
-    def look(*_: Any) -> None:
-        for name, module in model.named_modules():
-            if _compiled(module):
-                raise compiled(name or "the model")
-        handle.remove()
-
-    handle = model.register_forward_pre_hook(look)
 
 
 def _module(name: str, module: nn.Module) -> None:
@@ -68,7 +52,8 @@ def _module(name: str, module: nn.Module) -> None:
         )
 
 
-def _compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has been asked to compile it as a whole."""
     if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
         return True
     wrapper = "torch._dynamo.eval_frame", "OptimizedModule"  # torch.compile(module), not imported

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from internsp.errors import StructureError
+from internsp.errors import GradientError, StructureError
 from internsp.wp.communicator import in_backward, tensors
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.outputs import Given, given, own
@@ -96,6 +97,12 @@ class Prefetcher:
 
     def _backward_begins(self, gradient: Tensor) -> None:
         no_second_derivatives()
+        if isinstance(gradient, DTensor):
+            raise GradientError(
+                "the model's output was added to a term of its parameters themselves, which is a "
+                "DTensor: let each have a backward of its own (loss.backward(), then "
+                "penalty.backward()), or use the optimizer's weight_decay"
+            )
         self.communicator.begin_backward()
         self.communicator.expect_last_block()
 

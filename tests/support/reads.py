@@ -45,11 +45,13 @@ class Positions(Block):
         self.rows, self.turned, self.kept = (Table(kind=k) for k in ("tuple", "dict", "data"))
 
     def forward(self, x: Tensor) -> Tensor:
+        # At the end of the block, where backward begins and nothing else has waited for a weight.
+        x = super().forward(x)
         whole, (rows,) = self.rows(x.shape[1])
         turned = self.turned(x.shape[1])
         kept = self.kept(x.shape[1])
-        x = torch.tanh(x @ whole) * rows + x @ turned["whole"] * turned["part"]["view"]
-        return super().forward(x @ kept.whole + x * kept.view.sigmoid())
+        x = torch.tanh(x @ kept.whole + x * kept.view.sigmoid())
+        return torch.tanh(x @ whole) * rows + x @ turned["whole"] * turned["part"]["view"]
 
 
 class Handing(Block):
@@ -159,13 +161,13 @@ class Reading(Block):
     def forward(self, x: Tensor) -> Tensor:
         assert self.q.weight.dtype == x.dtype
         assert self.q.weight.shape == (6, 6)
-        h = F.linear(torch.tanh(x), self.never.weight, self.never.bias) @ self.q.weight
+        with torch.no_grad():  # the first read of it has no graph, the second has
+            scale = 1 + self.never.bias.abs().sum()
+        h = F.linear(torch.tanh(x), self.never.weight, self.never.bias * scale) @ self.q.weight
         for weight in self.plain:
             h = torch.sin(h @ weight)
         h = h @ self.named["mix"] + self.named["bias"]
         h = self.pair(h, torch.vmap(self.mapped)(x))
-        with torch.no_grad():
-            h = h * (1 + self.never.bias.abs().sum())
         return super().forward(x + h * self.never.bias.sigmoid())
 
 

@@ -1,0 +1,56 @@
+"""What a user may do to a parallel model later, and what would go wrong in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from internsp.errors import GradientError, StructureError
+from internsp.layers.supported import is_compiled
+from internsp.wp.transforms import compiled
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def watch(model: nn.Module, parameters: Named) -> None:
+    """At each forward of ``model``, refuse what would run past communication.
+
+    Args:
+        parameters: those that ``parallelize`` has made.
+    """
+    first = [True]
+
+    def look(*_: Any) -> None:
+        if first:  # later ones are found where they are entered
+            for name, module in model.named_modules():
+                if is_compiled(module):
+                    raise compiled(name or "the model")
+            first.clear()
+        for name, parameter in parameters:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise GradientError(
+                    f"{name} has a gradient hook, which autograd would call without a gradient: "
+                    "that exists when its reduction is finished, after backward. Remove the hook "
+                    "and read .grad when backward() has returned, or hook the modules' outputs"
+                )
+
+    model.register_forward_pre_hook(look)
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:
+    """Before an optimizer's step.
+
+    Raises:
+        StructureError: it lays all parameters in one vector, which shards cannot be.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(id(parameter) in stepped for parameter in ours):
+        raise StructureError(
+            "torch.optim.LBFGS lays all parameters in one vector, which parameters sharded over "
+            "ranks cannot be: use an optimizer that works parameter by parameter (AdamW, SGD, ...)"
+        )

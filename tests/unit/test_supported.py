@@ -1,0 +1,96 @@
+"""What a model must not contain is found before it is cut; what outputs are whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import StructureError
+from internsp.layers.supported import require_supported
+from internsp.wp.outputs import apart, given, own
+from tests.support.models import Tiny, raises
+
+
+def with_hook() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight.register_hook(lambda gradient: gradient)
+    return layer
+
+
+def with_copies() -> nn.Module:
+    layer: Any = nn.Linear(2, 2)
+    layer.cached = {"both": [(layer.weight, layer.bias)]}
+    return layer
+
+
+def compiled() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Embedding(4, 2, max_norm=1.0), "embedding part: max_norm"),
+        (lambda: nn.EmbeddingBag(4, 2, max_norm=1.0), "embedding part: max_norm"),
+        (lambda: nn.EmbeddingBag(4, 2, sparse=True), "embedding part: max_norm"),
+        (lambda: nn.MultiheadAttention(4, 2), "part is a MultiheadAttention"),
+        (lambda: nn.LSTM(4, 2), "part is a LSTM"),
+        (lambda: nn.LazyLinear(2), "part.weight has no shape yet"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "part is a ScriptModule"),
+        (lambda: torch.compile(nn.Linear(2, 2)), "part is compiled by torch.compile"),
+        (compiled, "part is compiled by torch.compile"),
+        (with_hook, "part.weight has a gradient hook"),
+        (with_copies, "part.cached holds the parameter part.weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_model_with_such_a_part_is_refused_with_the_parts_name(make: Any, words: str) -> None:
+    model: Any = Tiny()
+    require_supported(model)
+    model.part = make()
+    raises(StructureError, lambda: require_supported(model), words)
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: Tensor
+    second: Any
+
+
+def test_only_tensors_that_a_call_has_made_or_written_into_are_its_own() -> None:
+    x, y, z = (torch.ones(2, requires_grad=True) * n for n in (1, 2, 3))
+    before = given(((x, {"y": y}), {"z": z}))
+    y.add_(1)  # written into and returned
+    z.mul_(2)  # written into and not returned
+    made = x * 2
+    found = own([x, y, Pair(made, x)], before)
+    assert {id(tensor) for tensor in found} == {id(y), id(z), id(made)}
+    with torch.no_grad():
+        assert own(x, given(x)) == [x], "no graph, no difference"
+
+
+def test_views_of_weights_leave_as_clones_with_gradients_and_nothing_else_is_touched() -> None:
+    weight = torch.randn(4, 3, requires_grad=True)
+    other = torch.randn(3)
+    named = torch.return_types.max((weight[0], other))
+    output = {"t": weight.t(), "list": [weight, other], "pair": Pair(weight.data[1:], (named,))}
+    found = apart(output, [weight.detach()])
+    ends = weight.data_ptr(), weight.data_ptr() + 4 * weight.numel()
+    inner = found["pair"].second[0]
+    cloned = [found["t"], found["list"][0], found["pair"].first, inner[0]]
+    for tensor, wanted in zip(cloned, (weight.t(), weight, weight[1:], weight[0]), strict=True):
+        assert not ends[0] <= tensor.data_ptr() < ends[1]
+        assert torch.equal(tensor, wanted)
+    assert found["list"][1] is other
+    assert inner[1] is other
+    assert type(inner) is type(named)
+    (gradient,) = torch.autograd.grad(found["t"].sum() + inner[0].sum(), weight)
+    assert torch.equal(gradient[0], torch.full((3,), 2.0))
+    alone = (other, [other])
+    assert apart(alone, [weight.detach()]) is alone
