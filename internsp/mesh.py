@@ -149,6 +149,7 @@ class ParallelMesh:
         self.rank = rank
         self.device = device
         self.timeout_seconds = timeout_seconds
+        self._models = 0
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
@@ -218,6 +219,11 @@ class ParallelMesh:
         _agree((weight, sequence, pipeline, zero, expert_weight, expert), rank)
         groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
         return cls(shape, rank, device, groups, timeout_seconds)
+
+    def next_model(self) -> int:
+        """A number for one more model on this mesh: the same on all ranks of a stage."""
+        self._models += 1
+        return self._models
 
     @property
     def axes(self) -> list[WeightAxis]:

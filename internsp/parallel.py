@@ -34,11 +34,12 @@ from internsp.wp.additions import Additions
 from internsp.wp.assign import Assignment, Owner, assign, block_of, require_experts_matched
 from internsp.wp.blocks import Structure, read
 from internsp.wp.codec import Codec
-from internsp.wp.collectives import Collectives, Counters, Ledger
+from internsp.wp.collectives import Collectives
 from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, WeightSite
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.isp import ISPCommunicator
+from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.meeting import FrozenSet, Meeting, guard_reads
 from internsp.wp.pending import PendingGradients
 from internsp.wp.plan import DTYPES, chunk_plan
@@ -183,7 +184,13 @@ class _Builder:
         shape = self.mesh.shape
         assignments = assign(self.model, self.structure, self.config, shape.expert)
         plan = chunk_plan(
-            assignments, self.structure, self.config, shape, self.recomputed, self.split
+            assignments,
+            self.structure,
+            self.config,
+            shape,
+            self.recomputed,
+            self.split,
+            self.mesh.device.type,
         )
         places: list[tuple[Owner, Unit | None, ShardedWeight | int]] = []
         for assignment in assignments:
@@ -275,10 +282,12 @@ class _Builder:
         sizes = plan.slots()
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
-        ledger, overlap, device = Ledger(), self.config.overlap, self.mesh.device
+        ledger, overlap = Ledger(self.mesh.next_model()), self.config.overlap
         gathers, reductions = (
             {
-                axis: self.make_collectives(group(axis), overlap, trace, counters, ledger, device)
+                axis: self.make_collectives(
+                    group(axis), overlap, trace, counters, ledger, self.mesh.device
+                )
                 for axis in self.mesh.axes
             }
             for group in (attrgetter("weight_group"), attrgetter("gradient_group"))

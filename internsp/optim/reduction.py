@@ -91,7 +91,8 @@ class Reducer:
         for bucket in self._buckets:
             if bucket.small:
                 self._add_small(bucket)
-        used_small, used_sharded = small.used()
+        # A parameter that no rank used is not stepped; of a frozen one nothing is asked.
+        used_small, used_sharded = small.used(lambda m: None if m.requires_grad else False)
         used: set[Member] = {m for m, u in zip(small.members, used_small, strict=True) if u}
         used |= {w for w, u in zip(small.sharded, used_sharded, strict=True) if u}
         small.reset()

@@ -68,7 +68,7 @@ class _ChunkSimulator(Simulator):
     def ahead(self, block: int, phase: str) -> None:
         super().ahead(block, phase)
         policy = self.plan.policy
-        if not policy.per_module and policy.at_boundary(block, phase):
+        if not policy.one_by_one(phase) and policy.at_boundary(block, phase):
             self._boundary(block)
 
     def follow(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
@@ -76,7 +76,7 @@ class _ChunkSimulator(Simulator):
         policy = self.plan.policy
         order = policy.order(unit.weights, phase, unit.recomputed)
         position = order.index(weight)
-        if policy.exhausted(position, len(order), unit.block, phase, unit.recomputed):
+        if policy.exhausted(position, len(order), unit.block, phase):
             self._boundary(unit.block)
 
     def _boundary(self, block: int) -> None:
@@ -94,7 +94,11 @@ class _ChunkSimulator(Simulator):
                 self.fetch(outer, FORWARD)
         if self.plan.blocks:
             first = self.plan.blocks[0 if phase == FORWARD else -1]
-            if self.held in (None, first) or first.slot != self.held.slot:
+            if self.held not in (None, first) and first.slot == self.held.slot:
+                return
+            if self.plan.policy.per_module:
+                self.begin(first.block, phase)
+            else:
                 self.fetch_first(first, phase)
 
     def run_pass(self, place: Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import model_zoo
@@ -11,7 +12,7 @@ from internsp.config import Config
 from internsp.wp.plan import DTYPES
 from model_zoo.common import CausalLM as Model
 
-__all__ = ["Model", "build_model", "generate"]
+__all__ = ["Model", "build_model", "device_type", "generate"]
 
 
 def build_model(config: Config, device: str = "meta") -> Model:
@@ -22,6 +23,14 @@ def build_model(config: Config, device: str = "meta") -> Model:
         ``initialise(name, tensor, generator)`` method.
     """
     return model_zoo.build(config.model, device=device, dtype=DTYPES[config.train.dtype])
+
+
+def device_type(config: Config) -> str:
+    """What a run of this configuration would compute on, here."""
+    chosen = config.parallel.device
+    if chosen == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return chosen
 
 
 def generate(model: Model, prompt: Tensor, tokens: int, **options: Any) -> Tensor:

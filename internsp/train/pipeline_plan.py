@@ -23,7 +23,7 @@ from internsp.pipeline.pipeline import local_config, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
 from internsp.sp.heads import balanced
-from internsp.train.factory import build_model
+from internsp.train.factory import build_model, device_type
 from internsp.train.plan_classes import FEW_PASSES, classes, ranks_label
 from internsp.train.repeats import Item, folded_lines, ranges
 from internsp.train.resident_plan import Residents, human
@@ -154,7 +154,15 @@ def _outlines(
         structure = read(chunk, weights.trigger, weights.blocks, weights.anchors)
         assignments = assign(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
-        plan = chunk_plan(assignments, structure, weights, shape, again, kind.splits(stage))
+        plan = chunk_plan(
+            assignments,
+            structure,
+            weights,
+            shape,
+            again,
+            kind.splits(stage),
+            device_type(config),
+        )
         cut = {id(a.parameter) for a in assignments if a.unit is not None}
         splits = splittable(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits))

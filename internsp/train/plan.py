@@ -15,7 +15,7 @@ from rich.table import Table
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
-from internsp.train.factory import Model, build_model
+from internsp.train.factory import Model, build_model, device_type
 from internsp.train.pipeline_plan import (
     PipelinePlan,
     make_pipeline_plan,
@@ -70,7 +70,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
     structure = read(model, weights.trigger, weights.blocks, weights.anchors)
     assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
-    chunk = chunk_plan(assignments, structure, weights, shape, recomputed)
+    chunk = chunk_plan(
+        assignments, structure, weights, shape, recomputed, device=device_type(config)
+    )
     schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
     return Plan(
         shape,

@@ -25,7 +25,7 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
         if w.partial is not None and w.axis.replicas > 1
     ]
     wait_all(works, state.collectives.ledger, "gradients of replicas")
-    used_small, used_sharded = small.used()
+    used_small, used_sharded = small.used(_settled)
     ranks = mesh.shape.stage_size
     for member, used, value in zip(small.members, used_small, small.values(), strict=True):
         if used and member.requires_grad:
@@ -53,6 +53,13 @@ def _weights(state: ChunkState, small: SmallParameters) -> list[ShardedWeight]:
             weight.partial = torch.zeros_like(weight.storage, dtype=wide)
         found.append(weight)
     return found
+
+
+def _settled(member: ShardedWeight | ReplicatedParameter) -> bool | None:
+    """Zeros may be added to a ``.grad`` that is there, whether or not another rank used it."""
+    if not member.requires_grad:
+        return False
+    return None if member.parameter.grad is None else True
 
 
 def _own(weights: list[ShardedWeight]) -> None:

@@ -21,50 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from internsp.errors import CollectiveError
 from internsp.trace import Trace
+from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.streams import Stream, current_stream
 from internsp.wp.works import Watcher, Work, Works, when_over
 
 CPU = torch.device("cpu")
 MOST_DIRECT = 8
 """Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
-
-
-@dataclass
-class Counters:
-    """Payload bytes this rank received from others, and collectives it launched."""
-
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
-    gathers: int = 0
-    reductions: int = 0
-
-    def reset(self) -> None:
-        """Start counting anew (a step's metrics)."""
-        self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
-
-
-@dataclass
-class Ledger:
-    """What all collectives of a model's weights and gradients have in common.
-
-    Attributes:
-        launched: how many, ever: ranks that failed after as many are at the same point (WP-10).
-        failure: the message of the first that failed; afterwards the groups are lost.
-    """
-
-    launched: int = 0
-    failure: str = ""
-
-    def failed(self, what: str, error: RuntimeError) -> CollectiveError:
-        """Note a failure and make the error to raise."""
-        message = (
-            f"a collective for {what} failed on rank {dist.get_rank()}: {error}. Another rank has "
-            "stopped or taken another path; its log has the cause"
-        )
-        self.failure = self.failure or message
-        return CollectiveError(message)
 
 
 @dataclass(slots=True)
@@ -114,6 +78,8 @@ class Collectives:
         self.trace = trace
         self.counters = counters
         self.ledger = ledger or Ledger()
+        self._index = self.ledger.register()
+        self._tag = 0  # of the launch at hand
         self._device = device
         self._current = current_stream(device)
         # On device tensors, gloo's threads copy through the host and its waits block the host.
@@ -138,7 +104,7 @@ class Collectives:
         nbytes = (self.size - 1) * shard.numel() * shard.element_size()
         self.counters.gathered_bytes += nbytes
         self.counters.gathers += 1
-        self.ledger.launched += 1
+        self._tag = self.ledger.launch(self._index, weight, shard.numel())
         event = self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)
         if self.size == 1:
             output.copy_(shard)
@@ -164,7 +130,7 @@ class Collectives:
             for weight, shard in zip(weights, shards, strict=True)
             if self.trace.enabled
         ]
-        self.ledger.launched += 1
+        self._tag = self.ledger.launch(self._index, weights[0], len(shards))
         work = self._send_gathers(outputs, shards)
         return self._launched(work, events, (*outputs, *shards), unit, weights[0], phase)
 
@@ -182,7 +148,7 @@ class Collectives:
         others = (self.size - 1) * pieces.element_size()
         self.counters.reduced_bytes += others * (pieces.numel() // self.size)
         self.counters.reductions += 1
-        self.ledger.launched += 1
+        self._tag = self.ledger.launch(self._index, next(iter(weights)), pieces.numel())
         events = [
             self.trace.record("RS", unit, weight, phase, others * numel, in_flight=True)
             for weight, numel in weights.items()
@@ -245,7 +211,7 @@ class Collectives:
         if self._direct:
             places = output.view(self.size, *shard.shape).unbind()
             places[self.rank].copy_(shard)
-            return send_pairs(self.group, places, [shard] * self.size, self.ledger.launched)
+            return send_pairs(self.group, places, [shard] * self.size, self._tag)
         return self._gather(output, shard, self._gather_options)
 
     def _send_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
@@ -257,7 +223,7 @@ class Collectives:
         if self._direct:
             places = output.view(self.size, -1).unbind()
             sent = pieces.view(self.size, -1).unbind()
-            return send_pairs(self.group, places, sent, self.ledger.launched)
+            return send_pairs(self.group, places, sent, self._tag)
         return self._exchange(output, pieces, [], [], self._exchange_options)
 
     def _outlive(self, handle: Handle) -> None:
@@ -312,17 +278,17 @@ class Collectives:
 
 
 def send_pairs(
-    group: dist.ProcessGroup, places: Sequence[Tensor], pieces: Sequence[Tensor], launch: int
+    group: dist.ProcessGroup, places: Sequence[Tensor], pieces: Sequence[Tensor], tag: int
 ) -> Works:
     """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]`` (gloo, host).
 
     This rank's own piece stays where it is.
 
     Args:
-        launch: its number, the same on all ranks (WP-2). Messages carry it, so that ranks out of
-            step wait for each other in vain instead of taking one weight for another.
+        tag: of the launch (:meth:`Ledger.launch`), the same on all ranks: ranks out of step wait
+            for each other in vain instead of taking one weight for another (WP-2).
     """
-    rank, size, tag = group.rank(), group.size(), launch % 2**30
+    rank, size = group.rank(), group.size()
     others = [(rank + i) % size for i in range(1, size)]
     works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
     works += [group.send([pieces[p]], p, tag) for p in others]

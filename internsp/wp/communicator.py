@@ -18,7 +18,8 @@ from torch import Tensor
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.codec import Codec
-from internsp.wp.collectives import Collectives, Counters, Handle
+from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.ledger import Counters
 from internsp.wp.pending import Born, PendingGradients, Split
 from internsp.wp.pool import MemoryPool, Slot, Unit
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
@@ -98,6 +99,8 @@ class ChunkState:
     """Weights with a reduction in this backward, in launch order; whether this rank had a birth."""
     split: Split | None = None
     """The part of a backward that runs, where a pipeline schedule computes it in two."""
+    in_blocks: bool = False
+    """Whether the backward that runs has come to the blocks: what lies above them is over."""
     began: Callable[[], None] = lambda: None
     """Called at each birth: no output of the model may have shown that a backward runs."""
 
@@ -361,7 +364,7 @@ class OuterCommunicator(UnitCommunicator):
         self.used(unit)
 
     def flush(self) -> None:
-        """Launch the reductions: backward is over."""
+        """Launch the reductions of what was born, zeros where nothing was."""
         for weight in self.unit.weights:
             if weight.requires_grad:
                 self.reduce(self.unit, weight, self._born.pop(weight, None))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator
+from internsp.wp.communicator import ChunkState, OuterCommunicator
 from internsp.wp.pool import Unit
-from internsp.wp.shard import ShardedWeight
 
 
 class EmbeddingWeightParallelCommunicator(OuterCommunicator):
@@ -18,22 +15,10 @@ class EmbeddingWeightParallelCommunicator(OuterCommunicator):
     changed (WP-11).
 
     Args:
-        tied: whether the head uses the same weight. Then it has two births, at the two ends of
-            backward, and two reductions.
+        tied: whether the head uses the same weight. Then it has two reductions: of the head's
+            gradient where backward comes to the blocks, and of the lookup's at its end.
     """
 
     def __init__(self, state: ChunkState, unit: Unit, tied: bool = False) -> None:
         super().__init__(state, unit)
         self.tied = tied
-
-    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
-        """Of a tied weight: reduced at each birth."""
-        if self.tied:
-            UnitCommunicator.gradient_hook(self, unit, weight, gradient)
-        else:
-            super().gradient_hook(unit, weight, gradient)
-
-    def flush(self) -> None:
-        """Launch the reduction, unless the births have."""
-        if not self.tied:
-            super().flush()

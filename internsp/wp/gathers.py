@@ -46,7 +46,7 @@ class BlockGathers(UnitCommunicator):
     def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         """With prefetch per module, a weight that this rank left idle is gathered first (WP-2)."""
         policy = self.state.policy
-        if policy.per_module and not (phase == BACKWARD and unit.recomputed):
+        if policy.one_by_one(phase):
             order = policy.order(unit.weights, phase, unit.recomputed)
             self.fetch(unit, order[: order.index(weight) + 1], phase)
         super()._present(unit, weight, phase)
@@ -66,7 +66,7 @@ class BlockGathers(UnitCommunicator):
 
     def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         """With prefetch per module: launch what comes after ``weight``."""
-        if self.state.policy.per_module:
+        if self.state.policy.one_by_one(phase):
             order = self.state.policy.order(unit.weights, phase, unit.recomputed)
             self._follow(unit, order, order.index(weight), phase)
 
@@ -74,41 +74,40 @@ class BlockGathers(UnitCommunicator):
         self, unit: Unit, order: list[ShardedWeight], position: int, phase: str
     ) -> None:
         policy, count = self.state.policy, len(order)
-        step = policy.follow(position, count, unit.block, phase, unit.recomputed)
-        if step is not None:
-            self._launch(unit, order, step, phase)
-        if policy.exhausted(position, count, unit.block, phase, unit.recomputed):
+        step = policy.follow(position, count, unit.block, phase)
+        if step is not None and step[0] == "weight":
+            self.fetch(unit, (order[step[1]],), phase)
+        elif step is not None:
+            self._begin(step[1], phase)
+        if policy.exhausted(position, count, unit.block, phase):
             self.at_boundary()
 
-    def _launch(
-        self, unit: Unit, order: list[ShardedWeight], step: tuple[str, int], phase: str
-    ) -> None:
-        kind, index = step
-        if kind == "weight":
-            self.fetch(unit, (order[index],), phase)
-        elif index == len(self.blocks):
+    def _begin(self, block: int, phase: str) -> None:
+        """With prefetch per module: the first weight of a block, or the head's."""
+        if block == len(self.blocks):
             if self.head is not None:
                 self.head.prefetch()
-        elif self._may_lease(self.blocks[index]):
-            self.fetch_first(self.blocks[index], FORWARD if phase == FORWARD else BACKWARD)
+        elif self._may_lease(self.blocks[block]):
+            unit, then = self.blocks[block], FORWARD if phase == FORWARD else BACKWARD
+            self.fetch(unit, self.state.policy.order(unit.weights, then, unit.recomputed)[:1], then)
 
     def complete(self, unit: Unit, phase: str) -> None:
         """With prefetch per module: what the weights that stayed idle at the end kept back."""
         policy = self.state.policy
-        if policy.per_module:
+        if policy.one_by_one(phase):
             order = policy.order(unit.weights, phase, unit.recomputed)
             self.fetch(unit, order, phase)
             self._follow(unit, order, len(order) - 1, phase)
 
     def fetch_first(self, unit: Unit, phase: str) -> None:
-        """At a unit's entry: all of it, or its first weight with prefetch per module.
+        """At a unit's entry: all of it, or its first weight where they come one by one.
 
         A lease lasts no longer than a pass, so what is leased was compared in this one.
         """
         if self.state.pool.slots[unit.slot].holder is unit and not self.state.policy.per_module:
             return
         order = self.state.policy.order(unit.weights, phase, unit.recomputed)
-        self.fetch(unit, order[:1] if self.state.policy.per_module else order, phase)
+        self.fetch(unit, order[:1] if self.state.policy.one_by_one(phase) else order, phase)
 
     def give_back(self, unit: Unit) -> None:
         """A block has been left: its slot may be overwritten."""
@@ -132,7 +131,11 @@ class BlockGathers(UnitCommunicator):
                 unit.prefetch()
         if self.blocks:
             first = self.blocks[0 if phase == FORWARD else -1]
-            if self.state.pool.slots[first.slot].holder in (None, first):
+            if self.state.pool.slots[first.slot].holder not in (None, first):
+                return
+            if self.state.policy.per_module:
+                self._begin(first.block, phase)
+            else:
                 self.fetch_first(first, phase)
 
     def ahead(self, block: int, phase: str) -> None:
@@ -146,7 +149,10 @@ class BlockGathers(UnitCommunicator):
                 order = self.state.policy.order(unit.weights, then, unit.recomputed)
                 self.fetch(unit, order, then)
         policy = self.state.policy
-        if not policy.per_module and policy.at_boundary(block, phase):
+        begins = policy.begins(block, phase)
+        if begins is not None:
+            self._begin(begins, phase)
+        if not policy.one_by_one(phase) and policy.at_boundary(block, phase):
             self.at_boundary()
 
     def _may_lease(self, unit: Unit) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from internsp.wp.communicator import ChunkState, UnitCommunicator
+from torch import Tensor
+
+from internsp.wp.communicator import ChunkState, OuterCommunicator
 from internsp.wp.pool import Unit
-from internsp.wp.schedule import FORWARD
+from internsp.wp.shard import ShardedWeight
 
 OUTPUTS = ("local", "gather", "vocabulary")
 
 
-class HeadWeightParallelCommunicator(UnitCommunicator):
+class HeadWeightParallelCommunicator(OuterCommunicator):
     """Gathers the output projection over the weight group.
+
+    Its gradient is reduced where backward comes to the blocks: once, however often a rank used it.
 
     Args:
         unit: the head's weight (the embedding's unit where the two are tied).
@@ -21,12 +25,13 @@ class HeadWeightParallelCommunicator(UnitCommunicator):
     """
 
     def __init__(self, state: ChunkState, unit: Unit, output: str = "local") -> None:
-        super().__init__(state)
+        super().__init__(state, unit)
         if output not in OUTPUTS:
             raise ValueError(f"head output {output!r}: choose one of {', '.join(OUTPUTS)}")
-        self.unit = unit
         self.output = output
 
-    def prefetch(self) -> None:
-        """Launch the gather, if the slot does not hold the right values already (WP-11)."""
-        self.fetch(self.unit, self.unit.weights, FORWARD)
+    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
+        """Keep it until backward comes to the blocks; one of a head inside them is sent at once."""
+        super().gradient_hook(unit, weight, gradient)
+        if self.state.in_blocks:
+            self.reduce(unit, weight, self._born.pop(weight))

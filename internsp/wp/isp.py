@@ -7,28 +7,29 @@ called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from internsp.errors import OrderError, StaleWeightError
+from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
+from internsp.wp.backward import BlockBackward
 from internsp.wp.collect import collect
 from internsp.wp.communicator import ChunkState, in_backward
 from internsp.wp.contents import Contents
-from internsp.wp.gathers import BlockGathers
 from internsp.wp.pool import Unit
 from internsp.wp.recovery import Recovery
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, ChunkPlan
-from internsp.wp.shard import ShardedWeight, Tag
+from internsp.wp.shard import ShardedWeight
+from internsp.wp.turns import Turns
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
-class ISPCommunicator(BlockGathers):
+class ISPCommunicator(BlockBackward):
     """Weights of a chunk's transformer blocks, and the end of its backward.
 
     Attributes:
@@ -50,9 +51,8 @@ class ISPCommunicator(BlockGathers):
         strict_order: bool = True,
         mean: bool = False,
     ) -> None:
-        super().__init__(state, blocks, strict_order)
+        super().__init__(state, blocks, small, strict_order)
         self.mesh = mesh
-        self.small = small
         self.mean = mean
         self.prefetcher: object | None = None
         self.plan: ChunkPlan | None = None
@@ -66,14 +66,8 @@ class ISPCommunicator(BlockGathers):
         self.contents = Contents(state, self.units, small.everyone, mesh.rank)
         state.began = small.began = self._ensure_callback
         self._next = 0  # the block that a forward must run next
+        self._anchor_fired = False  # of the block whose forward runs
         self._forward_open = False
-        self._backward_task = -1
-        self._nested = False  # that task may be an inner one
-        self._open: Unit | None = None  # the block whose backward runs
-        self._waiting: list[ShardedWeight] = []  # its weights whose reductions are to come
-        self._due = 0  # how many they were when its backward began
-        self._held: dict[ShardedWeight, Tensor] = {}  # births before their turn
-        self._recomputed = False  # whether it has recomputed in this backward
 
     # forward
 
@@ -82,6 +76,7 @@ class ISPCommunicator(BlockGathers):
         self.recover()
         self._forward_open = True
         self._next = 0
+        self._uses.clear()
         self.release_all()  # what was prefetched for blocks that never came
         self.contents.begin_pass()
         for unit in self.outer():
@@ -114,15 +109,22 @@ class ISPCommunicator(BlockGathers):
             self.fetch_first(unit, RECOMPUTE)
         else:
             self._check_order(unit)
+            self._anchor_fired = False
             self.fetch_first(unit, FORWARD)
 
     def leave_block(self, unit: Unit) -> None:
         """A block's forward is over: its slot may be overwritten. Not called in recompute."""
         self.complete(unit, FORWARD)
+        if not self._anchor_fired:  # data left it idle: others have gathered what it gathers
+            self.ahead(unit.block, FORWARD)
         self.give_back(unit)
 
     def reach_anchor(self, unit: Unit) -> None:
         """The trigger inside a block fires: gather what comes next."""
+        if in_backward():
+            self._reaching = self._reaching and unit is not self._open
+        else:
+            self._anchor_fired = True
         self.ahead(unit.block, RECOMPUTE if in_backward() else FORWARD)
 
     # backward
@@ -140,7 +142,8 @@ class ISPCommunicator(BlockGathers):
             self.recovery.agree()
             self.rest()
         self._backward_task = task
-        self._nested = False
+        self._nested = self.state.in_blocks = False
+        self._lowest = len(self.blocks)
         self.unfinished.look()
         self.release_all()  # what forward prefetched for blocks that never came
         self.contents.check()
@@ -153,106 +156,17 @@ class ISPCommunicator(BlockGathers):
         if self.blocks and not self.state.policy.per_module and self._open is None:
             self.fetch_first(self.blocks[-1], BACKWARD)
 
-    def enter_backward(self, unit: Unit) -> None:
-        """The gradient of a block's output has arrived (or its recompute begins)."""
-        if self._open is unit or self._weight_part():
-            return
-        self._close()
-        self.make_way(unit)
-        self._open = unit
-        self._waiting = [w for w in reversed(unit.weights) if w.requires_grad]
-        self._due = len(self._waiting)
-        self.fetch_first(unit, BACKWARD)
-        if not unit.recomputed:
-            self.ahead(unit.block, BACKWARD)
-        elif not unit.anchored:
-            self.ahead(unit.block, RECOMPUTE)
-
-    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
-        """A recomputed block waits in its recompute, and only there: one gather serves both.
-
-        torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
-        waiting here would hold the recompute's first layer up for the whole block.
-        """
-        self.restore(weight, tag)
-        if not unit.recomputed:
-            self._present(unit, weight, BACKWARD)
-        elif self._recomputed and unit is self._open and not weight.resident:
-            if self.state.pool.slots[unit.slot].tags.get(weight) != tag:
-                self._present(unit, weight, BACKWARD)
-
-    def nodes_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
-        """See :meth:`UnitCommunicator.nodes_hook`: a function that keeps a weight by itself.
-
-        torch's non-reentrant form would recompute only when it is asked for a saved tensor, and
-        such a function may ask for none.
-        """
-        self.backward_hook(unit, weight, tag)
-        if unit.recomputed and not weight.resident:
-            if self.state.policy.per_module:  # those before it first, as in the recompute (WP-2)
-                order = self.state.policy.order(unit.weights, RECOMPUTE, True)
-                self.fetch(unit, order[: order.index(weight) + 1], RECOMPUTE)
-            self._present(unit, weight, BACKWARD)
-
-    def at_hand(self, unit: Unit, weight: ShardedWeight) -> bool:
-        """See :meth:`UnitCommunicator.at_hand`: in the block whose backward runs."""
-        return unit is self._open
-
-    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
-        """See :meth:`WPCommunicator.weight_hook`."""
-        if in_backward():
-            self.recomputes(unit)
-        return super().weight_hook(unit, weight)
-
-    def recomputes(self, unit: Unit) -> None:
-        """A weight is used in backward: the recompute of its block has begun."""
-        if unit is self._open and unit.recomputed:
-            self._recomputed = True
-
-    def gradients_hook(self, unit: Unit, born: Sequence[tuple[ShardedWeight, Tensor]]) -> None:
-        """:meth:`gradient_hook` for weights of a block that are born together, in that order."""
-        if unit is self._open and not self._held and self._waiting == [w for w, _ in born]:
-            self._ensure_callback()
-            self._waiting = []
-            self.reduce_all(unit, born)
-        else:
-            for weight, gradient in born:
-                self.gradient_hook(unit, weight, gradient)
-
-    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
-        """Launch reductions in the declared order: a birth waits for those before it (WP-2)."""
-        self._ensure_callback()
-        if unit.at_entry and unit is not self._open:
-            raise StaleWeightError(
-                f"backward entered block {unit.name} on rank {self.mesh.rank} through a tensor "
-                "that left it by another way than its output, so that its weights may not have "
-                "been whole: return that tensor from the block, or set "
-                "weight_parallel.together_bytes = 0 and compile = false"
-            )
-        if unit is not self._open or weight not in self._waiting:
-            self.reduce(unit, weight, gradient)
-            return
-        held = self._held
-        held[weight] = gradient if weight not in held else held[weight] + gradient
-        while self._waiting and self._waiting[0] in held:
-            first = self._waiting.pop(0)
-            self.reduce_in_turn(unit, first, held.pop(first))
-
-    def reduce_in_turn(
-        self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None
-    ) -> None:
-        """A weight of the open block has had all its births, or will have none."""
-        self.reduce(unit, weight, gradient)
-
-    def used(self, unit: Unit) -> None:
-        """Blocks give their slot back as a whole, in ``leave_block`` or ``_close``."""
-
     def end_backward(self) -> None:
         """The outermost backward returns: everything born is launched; drain it (WP-9)."""
+        if self._everywhere():
+            if self._lowest > 0:
+                self._pass_over(self._last_trained() - 1)
+            if not self.state.in_blocks:
+                self._close_top()
         self._close()
         if self.state.split is not None:  # an input part: nothing was born
             self.release_all()
-            self._backward_task = -1
+            self._backward_task, self.state.in_blocks = -1, False
             return
         for outer in self.outer():
             outer.flush()
@@ -270,7 +184,7 @@ class ISPCommunicator(BlockGathers):
         elif self.collects_itself:
             self.unfinished.take()
             collect(self.state, self.small, self.mesh, self.mean)
-        self._backward_task = -1
+        self._backward_task, self.state.in_blocks = -1, False
         for callback in self.after_backward:
             callback()
 
@@ -349,17 +263,16 @@ class ISPCommunicator(BlockGathers):
             weight.drop_partial()
         self.small.reset()
         self.unfinished.take()  # now that there is no sum left
-        for outer in self.outer():
+        for outer in (*self.outer(), *((self.head,) if self.head is not None else ())):
             outer.forget()
         self._forward_open, self._backward_task, self._nested = False, -1, False
-        self._open, self._waiting, self._held, self._recomputed = None, [], {}, False
+        self._open, self._recomputed, self._reaching = None, False, False
+        self.state.in_blocks = False
+        self._turns = Turns((), self._most_uses, torch.add)
         for callback in self.after_rest:
             callback()
 
     # inside
-
-    def _weight_part(self) -> bool:
-        return self.state.split is not None and self.state.split.weights
 
     def _check_order(self, unit: Unit) -> None:
         if not self._forward_open:  # blocks run by themselves, without the model's forward
@@ -379,20 +292,6 @@ class ISPCommunicator(BlockGathers):
             if slot.holder is not None and slot.holder is not unit:
                 slot.release(slot.holder)  # a prefetch for a block that did not come next
         self._next = unit.block + 1
-
-    def _close(self) -> None:
-        """The open block's backward is over: weights without a gradient take their place."""
-        unit, waiting, held = self._open, self._waiting, self._held
-        self._open, self._waiting, self._held, self._recomputed = None, [], {}, False
-        if unit is None:
-            self.state.pending.flush()
-            return
-        self.complete(unit, RECOMPUTE if unit.recomputed else BACKWARD)
-        if held or len(waiting) < self._due:
-            for weight in waiting:
-                self.reduce_in_turn(unit, weight, held.get(weight))
-        self.state.pending.flush()
-        self.give_back(unit)
 
     def _ensure_callback(self) -> None:
         """A gradient was born though no output of the model was hooked: drain at this task's end.

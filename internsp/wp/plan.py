@@ -77,6 +77,7 @@ def chunk_plan(
     shape: MeshShape,
     recomputed: set[int],
     split: bool = False,
+    device: str = "cpu",
 ) -> ChunkPlan:
     """The chunk as :func:`internsp.wp.simulate.simulate` wants it.
 
@@ -86,6 +87,7 @@ def chunk_plan(
         split: its backward may be computed in two parts. Then small blocks do not take their
             weights at their entry: of weights that share a node of the graph, torch's weight part
             goes through the whole block again, with weights no longer sure to be whole (WP-14).
+        device: type of the device that computes.
 
     Raises:
         StructureError: the mesh has an axis for experts and the model has none.
@@ -103,7 +105,9 @@ def chunk_plan(
         for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
-    policy = replace(policy, resident=resident(config, sizes))
+    exchanges = shape.sequence > 1 or shape.expert > 1
+    one_order = exchanges and (device != "cpu" or not config.overlap)
+    policy = replace(policy, resident=resident(config, sizes), one_order=one_order)
     units: dict[str, UnitPlan] = {}
     slot = policy.slots
     for name, own in members.items():

@@ -88,7 +88,7 @@ class Prefetcher:
             return
         error = sys.exc_info()[1]
         if output is None and error is not None:  # a failed forward: begin_forward will recover
-            self.communicator.recovery.cause = f"{type(error).__name__} in forward: {error}"
+            self.communicator.recovery.failed(f"{type(error).__name__} in forward: {error}")
             return
         self.communicator.end_forward()
         for tensor in tensors(output):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Ledger
+from internsp.wp.ledger import Ledger
 
 
 class Recovery:
@@ -25,11 +26,37 @@ class Recovery:
         self.cause = ""
         self._mesh = mesh
         self._ledger = ledger
+        ledger.first_cause = self.first_cause
         self.failures = 0
         self._broken = ""
         name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
         dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
         self.name = name[0]
+
+    def failed(self, cause: str) -> None:
+        """This rank's pass has raised ``cause``: say so at once to whoever will wait for it.
+
+        The first cause of the ranks that fail stands; what merely follows from another's is none.
+        """
+        self.cause = cause
+        if self._ledger.failure:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone with its rank
+            default_store().compare_set(
+                self._key, "", f"rank {self._mesh.rank} failed first: {cause}"
+            )
+
+    def first_cause(self) -> str:
+        """Which rank failed first since the ranks were last together, and why; else empty."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = default_store()
+            if store.check([self._key]):
+                return store.get(self._key).decode()
+        return ""
+
+    @property
+    def _key(self) -> str:
+        return f"internsp/{self.name}/cause/{self.failures}"
 
     def check(self) -> None:
         """Raise the first cause again, if the groups are lost."""
@@ -45,12 +72,13 @@ class Recovery:
             CollectiveError: this rank failed alone, elsewhere, or in a collective. Its groups are
                 aborted, so that no rank waits for it, and :meth:`check` raises from now on.
         """
+        first = self.first_cause()
         self.failures += 1
         mesh = self._mesh
         together = all_meet(
             default_store(),
             f"internsp/{self.name}/failed/{self.failures}",
-            None if self._ledger.failure else self._ledger.launched,
+            None if self._ledger.failure else self._ledger.place(),
             mesh.rank,
             mesh.shape.ranks("stage")[mesh.pipeline_rank],
             mesh.timeout_seconds,
@@ -60,7 +88,8 @@ class Recovery:
             return
         cause = self.cause or "a pass that did not end"
         self._broken = self._ledger.failure or (
-            f"rank {mesh.rank} failed alone ({cause}), or others failed at another point; its "
+            f"rank {mesh.rank} failed alone ({cause}), or others failed at another point"
+            f"{f' ({first})' if first and cause not in first else ''}; its "
             "groups are aborted because the ranks cannot be in the same place. Restart the job "
             "from a checkpoint"
         )
@@ -70,7 +99,7 @@ class Recovery:
 
 
 def all_meet(
-    store: dist.Store, key: str, place: int | None, rank: int, ranks: list[int], seconds: float
+    store: dist.Store, key: str, place: str | None, rank: int, ranks: list[int], seconds: float
 ) -> bool:
     """Whether all ``ranks`` come to the same ``place`` within ``seconds``, by the store alone.
 
@@ -78,7 +107,7 @@ def all_meet(
     answer, the first that anyone gives: a rank that has given up is not joined later. ``None``
     gives up at once.
     """
-    store.set(f"{key}/{rank}", str(place))
+    store.set(f"{key}/{rank}", "apart" if place is None else place)
     posted, verdict = [f"{key}/{r}" for r in ranks], f"{key}/verdict"
     deadline = time.monotonic() + seconds
     while place is not None and not store.check([verdict]):
@@ -86,7 +115,7 @@ def all_meet(
             break
         time.sleep(0.01)
     same = place is not None and store.check(posted)
-    same = same and all(store.get(k).decode() == str(place) for k in posted)
+    same = same and all(store.get(k).decode() == place for k in posted)
     return bool(store.compare_set(verdict, "", "together" if same else "apart") == b"together")
 
 

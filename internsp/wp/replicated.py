@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Counters, all_reduce
+from internsp.wp.collectives import all_reduce
+from internsp.wp.ledger import Counters
 from internsp.wp.parameter import own
 from internsp.wp.shard import (
     Ready,
@@ -98,6 +99,9 @@ class ReplicatedParameter:
         )
 
 
+Parameter = ReplicatedParameter | ShardedWeight
+
+
 class ReplicatedSite:
     """One module's use of one small parameter (:class:`internsp.layers.access.Site`)."""
 
@@ -170,6 +174,7 @@ class SmallParameters:
         self.numel = 0
         self._values: Sequence[Tensor] = ()  # views of the flat sum
         self._births: set[int] = set()
+        self._mine: list[bool] = []  # what this rank used, as last flagged
 
     def everyone(self) -> list[ReplicatedParameter | ShardedWeight]:
         """All parameters of the chunk, small and sharded."""
@@ -219,7 +224,14 @@ class SmallParameters:
         """Note which parameters had a birth on this rank (the sharded ones: ``touched``)."""
         flags = [i in self._births for i in range(len(self.members))]
         flags += [touched.get(weight, False) for weight in self.sharded]
-        self.gradient()[self.numel :] = torch.tensor(flags)
+        self._mine = flags
+        place = self.gradient()[self.numel :]
+        if all(flags):
+            place.fill_(1)
+            return
+        # From pinned memory and behind the stream's work: the host must not wait for the device.
+        host = torch.tensor(flags, dtype=place.dtype, pin_memory=place.is_cuda)
+        place.copy_(host, non_blocking=True)
 
     def reduce(self, group: dist.ProcessGroup, counters: Counters) -> dist.Work | None:
         """Start the one flat all-reduce over all ranks that hold these parameters."""
@@ -237,10 +249,25 @@ class SmallParameters:
     def _shaped(self, flat: Tensor) -> Sequence[Tensor]:
         return unflatten(flat[: self.numel], [member.storage for member in self.members])
 
-    def used(self) -> tuple[list[bool], list[bool]]:
-        """After the reduction: which small and which sharded parameters some rank used."""
-        flags = (self.gradient()[self.numel :] != 0).tolist()
+    def used(self, settled: Callable[[Parameter], bool | None]) -> tuple[list[bool], list[bool]]:
+        """After the reduction: which small and which sharded parameters some rank used.
+
+        What this rank used is known. Of the rest other ranks' flags tell, and reading them is the
+        one moment at which the host waits for the device: only where the answer matters.
+
+        Args:
+            settled: what to say of a parameter that this rank did not use, where the truth makes
+                no difference; else ``None``.
+        """
+        pairs = zip(self.everyone(), self._mine, strict=True)
+        known = [mine or settled(member) for member, mine in pairs]
+        flags = self._everyones() if None in known else [bool(flag) for flag in known]
         return flags[: len(self.members)], flags[len(self.members) :]
+
+    def _everyones(self) -> list[bool]:
+        """Every rank's flags, read from the device."""
+        flags: list[bool] = (self.gradient()[self.numel :] != 0).tolist()
+        return flags
 
     def reset(self) -> None:
         """Forget the sum."""

@@ -47,31 +47,22 @@ class RollingCommunicator(ISPCommunicator):
         self.rolling = Rolling(
             blocks, state.policy.onward, self._launches, Unit.extent, self.fetch, self._end
         )
-        self._uses: dict[ShardedWeight, int] = {}  # in the forward that runs
-        self._most: dict[ShardedWeight, int] = {}  # in any
+        self._counted: set[ShardedWeight] = set()  # used in a forward that has left their block
         self._gone: set[ShardedWeight] = set()  # born in the block whose backward runs
 
     # when a weight is no longer needed
 
-    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
-        """See :meth:`WPCommunicator.weight_hook`."""
-        if not in_backward():
-            uses = self._uses[weight] = self._uses.get(weight, 0) + 1
-            if uses > 1:  # noted at once: after a failure here the next forward is right
-                self._most[weight] = max(uses, self._most.get(weight, 0))
-        return super().weight_hook(unit, weight)
-
     def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
         """See :meth:`WPCommunicator.release_hook`."""
         super().release_hook(unit, weight)
-        if not in_backward() and self._most.get(weight) == 1:
+        if in_backward() or self.state.policy.one_order:
+            return
+        if weight in self._counted and self._most_uses(weight) == 1:
             self.rolling.let_go(unit, weight)
 
     def leave_block(self, unit: Unit) -> None:
         """See :meth:`ISPCommunicator.leave_block`."""
-        for weight in unit.weights:
-            if uses := self._uses.pop(weight, 0):
-                self._most[weight] = max(uses, self._most.get(weight, 0))
+        self._counted.update(weight for weight in unit.weights if weight in self._uses)
         super().leave_block(unit)
 
     def reduce_in_turn(
@@ -79,9 +70,8 @@ class RollingCommunicator(ISPCommunicator):
     ) -> None:
         """See :meth:`ISPCommunicator.reduce_in_turn`; gathers take turns with reductions (WP-2)."""
         super().reduce_in_turn(unit, weight, gradient)
-        if self._most.get(weight, 1) == 1:
-            self._gone.add(weight)
-            self.rolling.let_go(unit, weight)
+        self._gone.add(weight)
+        self.rolling.let_go(unit, weight)
 
     def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
         """See :meth:`WPCommunicator.backward_hook`."""

@@ -31,13 +31,20 @@ class Policy:
     Attributes:
         blocks: transformer blocks of the chunk.
         depth: blocks gathered ahead; the chunk has ``depth + 1`` slots.
-        per_module: gather the next weight at each weight's use instead of the next block at the
-            anchor (InternEvo's prefetch per module).
+        per_module: in forward, gather the next weight at each weight's use instead of the next
+            block at the anchor (InternEvo's prefetch per module). A backward gathers a block's
+            weights at its entry, and the first of the block before: between a block's reductions,
+            whose moments data decide, no gather is launched (WP-2).
         resident: blocks with slots of their own, that stay whole until the optimizer step.
         together_bytes: whole weights up to this size are small: neighbours share one launch.
         accumulate_whole: sum whole gradients and reduce them in the last micro-batch only.
         rolling: gather each weight as soon as its place in its slot is free, instead of the next
             block at the anchor (:mod:`internsp.wp.line`).
+        one_order: passes hold exchanges of sequences or tokens, and launches of all groups must
+            have one order on all ranks, whatever data leave idle: on a device, whose groups share
+            its queues, and where each launch is waited for at once. Then no gather and no
+            reduction of a block waits for a weight's use: forward gathers at the block's entry,
+            backward reduces when the block's is over.
     """
 
     blocks: int
@@ -47,6 +54,11 @@ class Policy:
     together_bytes: int = 0
     accumulate_whole: bool = False
     rolling: bool = False
+    one_order: bool = False
+
+    def one_by_one(self, phase: str) -> bool:
+        """Whether a block's gathers come weight by weight, each at the use of the one before."""
+        return self.per_module and phase == FORWARD and not self.one_order
 
     def small(self, nbytes: int) -> bool:
         """Whether a whole weight of so many bytes travels together with its small neighbours."""
@@ -79,27 +91,31 @@ class Policy:
         """Whether ``block`` is the pass's last: what follows its trigger is another pass's."""
         return block == (self.blocks - 1 if phase == FORWARD else 0)
 
-    def exhausted(
-        self, position: int, count: int, block: int, phase: str, recomputed: bool
-    ) -> bool:
+    def exhausted(self, position: int, count: int, block: int, phase: str) -> bool:
         """With prefetch per module: whether a pass gathers nothing after weight ``position``."""
-        if not self.per_module or block < 0 or (phase == BACKWARD and recomputed):
-            return False  # recompute has been there before
-        return position + 1 == count and self.at_boundary(block, phase)
+        last = position + 1 == count and self.at_boundary(block, phase)
+        return self.one_by_one(phase) and block >= 0 and last
 
-    def follow(self, position: int, count: int, block: int, phase: str, recomputed: bool) -> Step:
+    def follow(self, position: int, count: int, block: int, phase: str) -> Step:
         """With prefetch per module: what to gather once weight ``position`` of the order is used.
 
         Returns:
             ``("weight", p)``: position ``p`` of the same unit's order; ``("block", b)``: the
             first weight of block ``b`` (``blocks`` stands for the head); ``None``: nothing.
         """
-        if not self.per_module or block < 0 or (phase == BACKWARD and recomputed):
-            return None  # recompute has gathered everything, and reached for the block before
-        if position + 1 < count:
-            return ("weight", position + 1)
+        if not self.one_by_one(phase) or block < 0:
+            return None
+        return ("weight", position + 1) if position + 1 < count else ("block", block + 1)
+
+    def begins(self, block: int, phase: str) -> int | None:
+        """With prefetch per module, of a block gathered whole: of which the first weight follows.
+
+        ``blocks`` itself stands for the head.
+        """
+        if not self.per_module or self.one_by_one(phase):
+            return None
         other = block + (1 if phase == FORWARD else -1)
-        return ("block", other) if 0 <= other <= self.blocks else None
+        return other if other >= 0 else None
 
     @staticmethod
     def order(weights: Sequence[T], phase: str, recomputed: bool) -> list[T]:

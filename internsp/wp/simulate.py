@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from internsp.wp.idle import Data
 from internsp.wp.line import Rolling
 from internsp.wp.schedule import (
     BACKWARD,
@@ -17,13 +19,21 @@ from internsp.wp.schedule import (
     UnitPlan,
     WeightPlan,
 )
+from internsp.wp.turns import Turns
 
 
 class Simulator:
-    """Plays the hooks over an ideal model: each weight used once, in order, all trained."""
+    """Plays the hooks over a model whose weights are used in order, all trained.
 
-    def __init__(self, plan: ChunkPlan, overlap: bool) -> None:
+    Args:
+        data: what this rank's data leave idle.
+    """
+
+    def __init__(self, plan: ChunkPlan, overlap: bool, data: Data | None = None) -> None:
         self.plan = plan
+        self.data = data or Data()
+        self.turns = Turns[WeightPlan, bool]((), self.data.most_used, operator.or_)
+        self.reaching = False
         self.overlap = overlap
         self.out = Schedule()
         self.slots: dict[int, tuple[UnitPlan, set[str]]] = {}
@@ -98,7 +108,10 @@ class Simulator:
             self.add("WAIT", phase, weight)
 
     def use(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
-        """As ``UnitCommunicator.weight_hook``."""
+        """As ``BlockGathers._present``."""
+        before = unit.weights.index(weight) if unit.block >= 0 else 0
+        for idle in unit.weights[:before] if self.plan.policy.one_by_one(phase) else ():
+            self.fetch(unit, phase, idle)
         self.fetch(unit, phase, weight)
         self.wait(weight, phase)
         self.add("USE", phase, weight)
@@ -108,19 +121,28 @@ class Simulator:
         """As ``ISPCommunicator.follow``."""
         policy = self.plan.policy
         order = policy.order(unit.weights, phase, unit.recomputed)
-        step = policy.follow(
-            order.index(weight), len(order), unit.block, phase, unit.recomputed
-        )
-        if step is None:
-            return
-        kind, index = step
-        if kind == "weight":
-            self.fetch(unit, phase, order[index])
-        elif index == len(self.plan.blocks):
+        step = policy.follow(order.index(weight), len(order), unit.block, phase)
+        if step is not None and step[0] == "weight":
+            self.fetch(unit, phase, order[step[1]])
+        elif step is not None:
+            self.begin(step[1], phase)
+
+    def begin(self, block: int, phase: str) -> None:
+        """As ``BlockGathers._begin``."""
+        if block == len(self.plan.blocks):
             if self.plan.head is not None:
                 self.fetch(self.plan.head, FORWARD)
-        else:
-            self.enter(self.plan.blocks[index], FORWARD if phase == FORWARD else BACKWARD)
+            return
+        unit, then = self.plan.blocks[block], FORWARD if phase == FORWARD else BACKWARD
+        for first in self.plan.policy.order(unit.weights, then, unit.recomputed)[:1]:
+            self.fetch(unit, then, first)
+
+    def complete(self, unit: UnitPlan) -> None:
+        """As ``BlockGathers.complete``."""
+        if self.plan.policy.one_by_one(FORWARD) and unit.weights:
+            for weight in unit.weights:
+                self.fetch(unit, FORWARD, weight)
+            self.follow(unit, unit.weights[-1], FORWARD)
 
     def ahead(self, block: int, phase: str) -> None:
         """As ``ISPCommunicator.reach_anchor``."""
@@ -130,6 +152,9 @@ class Simulator:
                     self.fetch(self.plan.head, FORWARD)
             else:
                 self.fetch(self.plan.blocks[target], FORWARD if phase == FORWARD else BACKWARD)
+        begins = self.plan.policy.begins(block, phase)
+        if begins is not None:
+            self.begin(begins, phase)
 
     def forward(self) -> None:
         """One forward."""
@@ -160,7 +185,7 @@ class Simulator:
 
     def fetch_first(self, unit: UnitPlan, phase: str) -> None:
         """As ``ISPCommunicator.fetch_first``: all of a unit, or its first weight."""
-        if self.plan.policy.per_module:
+        if self.plan.policy.one_by_one(phase):
             for first in self.plan.policy.order(unit.weights, phase, unit.recomputed)[:1]:
                 self.fetch(unit, phase, first)
         else:
@@ -169,21 +194,39 @@ class Simulator:
     def run(self, unit: UnitPlan, phase: str) -> None:
         """A block's forward or recompute."""
         if unit.anchor < 0:
-            self.ahead(unit.block, phase)
+            self.reach_anchor(unit, phase)
         for position, weight in enumerate(unit.weights):
+            if position in self.data.exchanges:
+                self.add("A2A", phase, weight)
             if position == unit.anchor and not unit.at_entry:
-                self.ahead(unit.block, phase)
-            self.use(unit, weight, phase)
-            if phase == FORWARD and not unit.at_entry:
-                self.add("FREE", FORWARD, weight)
-                self.let_go(unit, weight)
+                self.reach_anchor(unit, phase)
+            for _ in range(1 if unit.at_entry else self.data.used(weight)):
+                self.use(unit, weight, phase)
+                if phase == FORWARD and not unit.at_entry:
+                    self.release(unit, weight)
         if unit.at_entry and unit.anchor >= 0:
-            self.ahead(unit.block, phase)
+            self.reach_anchor(unit, phase)
         for weight in unit.weights if unit.at_entry and phase == FORWARD else ():
-            self.add("FREE", FORWARD, weight)
-            self.let_go(unit, weight)
+            self.release(unit, weight)
         if phase == FORWARD:
+            self.complete(unit)
+            if unit.anchor >= 0 and unit.block in self.data.silent:
+                self.ahead(unit.block, phase)
             self.give_back(unit)
+
+    def reach_anchor(self, unit: UnitPlan, phase: str) -> None:
+        """As ``ISPCommunicator.reach_anchor``, if the anchor runs."""
+        if unit.anchor >= 0 and unit.block in self.data.silent:
+            return
+        if phase != FORWARD:
+            self.reaching = False
+        self.ahead(unit.block, phase)
+
+    def release(self, unit: UnitPlan, weight: WeightPlan) -> None:
+        """As ``release_hook``."""
+        self.add("FREE", FORWARD, weight)
+        if not self.plan.policy.one_order and self.data.most_used(weight) == 1:
+            self.let_go(unit, weight)
 
     def let_go(self, unit: UnitPlan, weight: WeightPlan) -> None:
         """As ``RollingCommunicator.let_go``."""
@@ -257,43 +300,84 @@ class Simulator:
         """One backward."""
         plan = self.plan
         self.release_all()
-        if plan.blocks and not plan.policy.per_module:
+        if plan.blocks and not plan.policy.per_module and self.data.top:
             self.enter(plan.blocks[-1], BACKWARD)
         if plan.head is not None:
-            for weight in reversed(plan.head.weights):
+            for weight in reversed(plan.head.weights) if self.data.top else ():
                 self.use(plan.head, weight, BACKWARD)
+            for weight in plan.head.weights:
                 self.born(plan.head, weight)
         for unit in reversed(plan.blocks):
-            self.flush()
-            self.enter(unit, BACKWARD)
-            if unit.recomputed:
-                self.run(unit, RECOMPUTE)
-            else:
-                self.ahead(unit.block, BACKWARD)
-            for weight in reversed(unit.weights) if unit.at_entry and not unit.recomputed else ():
-                self.use(unit, weight, BACKWARD)
-            for weight in reversed(unit.weights):
-                if not unit.recomputed and not unit.at_entry:  # a recompute has waited for it
-                    self.use(unit, weight, BACKWARD)
-                self.born(unit, weight)
-            self.flush()
-            self.give_back(unit)
+            self.enter_backward(unit)
+            if unit.block not in self.data.skipped:
+                self.run_backward(unit)
+            self.close(unit)
         self.flush()
         for outer in plan.outer:
             for weight in outer.weights:
                 self.born(outer, weight)
         self.release_all()
 
+    def enter_backward(self, unit: UnitPlan) -> None:
+        """As ``ISPCommunicator._enter``."""
+        self.flush()
+        self.enter(unit, BACKWARD)
+        order = [weight for weight in reversed(unit.weights) if weight.trainable]
+        at_close = self.plan.policy.one_order
+        self.turns = Turns(order, self.data.most_used, operator.or_, at_close)
+        self.reaching = unit.recomputed and unit.anchor >= 0
+        if not self.reaching:
+            self.ahead(unit.block, RECOMPUTE if unit.recomputed else BACKWARD)
 
-def simulate(plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True) -> Schedule:
+    def run_backward(self, unit: UnitPlan) -> None:
+        """Recompute and gradients of a block."""
+        if unit.recomputed:
+            self.run(unit, RECOMPUTE)
+        for weight in reversed(unit.weights) if unit.at_entry and not unit.recomputed else ():
+            self.use(unit, weight, BACKWARD)
+        for position, weight in reversed([*enumerate(unit.weights)]):
+            uses = self.data.used(weight)
+            for _ in range(min(uses, 1) if unit.at_entry else uses):
+                if not unit.recomputed and not unit.at_entry:  # a recompute has waited for it
+                    self.use(unit, weight, BACKWARD)
+                if weight in self.turns:
+                    self.take_turns(unit, self.turns.ready(weight, True, unit.at_entry))
+            if position in self.data.exchanges:
+                self.add("A2A", BACKWARD, weight)
+
+    def take_turns(self, unit: UnitPlan, ready: Iterable[tuple[WeightPlan, bool | None]]) -> None:
+        """As ``ISPCommunicator.reduce_in_turn``, each after what the anchor gathers."""
+        for weight, _ in ready:
+            self.reach(unit)
+            self.born(unit, weight)
+
+    def reach(self, unit: UnitPlan) -> None:
+        """As ``ISPCommunicator._reach``."""
+        if self.reaching:
+            self.reaching = False
+            self.ahead(unit.block, RECOMPUTE)
+
+    def close(self, unit: UnitPlan) -> None:
+        """As ``ISPCommunicator._close``."""
+        self.reach(unit)
+        self.take_turns(unit, self.turns.close())
+        self.flush()
+        self.give_back(unit)
+
+
+def simulate(
+    plan: ChunkPlan, micro_batches: int = 1, overlap: bool = True, data: Sequence[Data] = ()
+) -> Schedule:
     """The actions of one optimizer step from rest, in the order in which they happen.
 
     Args:
         micro_batches: forward and backward passes in the step.
         overlap: false for the synchronous path, which waits at each launch.
+        data: of each micro-batch, where a rank's data leave weights idle.
     """
     simulator = Simulator(plan, overlap)
     for number in range(micro_batches):
+        simulator.data = data[number] if number < len(data) else Data()
         last = number == micro_batches - 1
         simulator.accumulating = plan.policy.accumulate_whole and not last
         simulator.forward()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from internsp.errors import CollectiveError
 from internsp.trace import Trace
-from internsp.wp.collectives import MOST_DIRECT, Collectives, Counters
+from internsp.wp.collectives import MOST_DIRECT, Collectives
+from internsp.wp.ledger import Counters
 from tests.support.ranks import run_ranks
 
 SHARD = (15,)
@@ -81,7 +82,7 @@ def test_a_trace_tells_when_a_gather_ended_not_when_it_was_waited_for() -> None:
 def out_of_step(rank: int, world_size: int) -> str:
     group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
     collectives = Collectives(group, True, Trace(), Counters())
-    collectives.ledger.launched += rank  # rank 1 believes that it has sent one more
+    collectives.ledger.counts[0] += rank  # rank 1 believes that it has sent one more
     slot = torch.zeros(2 * 15)
     handle = collectives.gather(slot, torch.ones(SHARD), "u", "wq", "forward")
     with pytest.raises(CollectiveError, match="wq") as caught:

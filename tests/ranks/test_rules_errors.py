@@ -155,6 +155,8 @@ def test_a_failure_of_one_rank_ends_in_clear_errors_on_all_and_no_one_hangs() ->
         assert failed[2] == failed[1], "the first cause, again"
         assert len(waiting) == 3, waiting
         assert "rank 1" in waiting[0], waiting
+        if where == "middle":
+            assert "rank 0 failed first: Boom in forward: in the middle" in waiting[0], waiting
         assert "layers." in waiting[0] or where == "skipped", waiting
         assert waiting[2] == waiting[1] == waiting[0], "the first cause, again"
 

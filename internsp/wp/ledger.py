@@ -1,0 +1,77 @@
+"""What the collectives of one model share: counts, and the first failure (WP-2, WP-10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import torch.distributed as dist
+
+from internsp.errors import CollectiveError
+
+
+@dataclass
+class Counters:
+    """Payload bytes this rank received from others, and collectives it launched."""
+
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    gathers: int = 0
+    reductions: int = 0
+
+    def reset(self) -> None:
+        """Start counting anew (a step's metrics)."""
+        self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
+
+
+def _unknown() -> str:
+    return ""
+
+
+@dataclass
+class Ledger:
+    """What all collectives of a model's weights and gradients have in common.
+
+    Gathers and reductions each keep one order on all ranks, but how they interleave may depend on
+    what a rank's data leave unused: launches are counted for each kind and group by itself.
+
+    Attributes:
+        model: the model's number among those of its mesh, the same on all ranks.
+        counts: launches, ever, of each kind and group in the order in which they were registered.
+        failure: the message of the first that failed; afterwards the groups are lost.
+        first_cause: which rank failed first and why, as far as the ranks have said; else empty.
+    """
+
+    model: int = 0
+    counts: list[int] = field(default_factory=list)
+    failure: str = ""
+    first_cause: Callable[[], str] = _unknown
+
+    def register(self) -> int:
+        """The index in ``counts`` of one more kind and group."""
+        self.counts.append(0)
+        return len(self.counts) - 1
+
+    def launch(self, index: int, weight: str, numel: int) -> int:
+        """Count a launch; the tag of its messages, the same on all ranks that are in step.
+
+        It tells models, weights, sizes and launches apart: a message of another one is never
+        taken for this one's, whatever a rank out of step sends (it waits in vain instead).
+        """
+        self.counts[index] += 1
+        text = f"{self.model} {index} {self.counts[index]} {weight} {numel}"
+        return crc32(text.encode()) >> 1  # a tag has 31 bits
+
+    def place(self) -> str:
+        """Where a rank is: those that failed with equal places are at the same point (WP-10)."""
+        return " ".join(map(str, self.counts))
+
+    def failed(self, what: str, error: RuntimeError) -> CollectiveError:
+        """Note a failure and make the error to raise."""
+        cause = self.first_cause()
+        message = f"a collective for {what} failed on rank {dist.get_rank()}: {error}. " + (
+            cause or "Another rank has stopped or taken another path; its log has the cause"
+        )
+        self.failure = self.failure or message
+        return CollectiveError(message)

@@ -1,0 +1,192 @@
+"""WP-2 where data decide: weights, uses, blocks and the head that only some ranks need."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.mesh import ParallelMesh
+from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny, Twin
+from tests.support.ranks import run_ranks
+
+FULL = ActivationCheckpointConfig(mode="full")
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+MODULE = {"granularity": "module"}
+CHOICES = 6  # what a token's id may ask of a block
+
+
+class Choosy(nn.Module):
+    """A block whose weights are used as often as the ids say: never, once or twice.
+
+    Row ``b`` of the ids asks for choice ``(b + block) % CHOICES``, of which each skips other
+    weights; the last one skips the whole block.
+    """
+
+    route: Tensor | None = None
+    number = 0
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)  # idle ones at both ends of the order and inside
+        self.q = nn.Linear(width, width)
+        self.wo = nn.Linear(width, width, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.wide = nn.Linear(width, 2 * width + 1)
+        self.w2 = nn.Linear(2 * width + 1, width)
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.route is not None, "set by the test"
+        choice = (self.route + self.number) % CHOICES
+
+        def only(*choices: int) -> Tensor | None:
+            mask = torch.isin(choice, torch.tensor(choices))
+            return mask[:, None, None] if mask.any() else None
+
+        def add(x: Tensor, mask: Tensor | None, call: Any) -> Tensor:
+            return x if mask is None else x + torch.where(mask, torch.tanh(call(x)), 0.0)
+
+        x = add(x, only(0, 3), self.first)
+        x = add(x, only(0, 1, 2, 3, 4), self.q)
+        x = add(x, only(0, 1, 2), self.wo)
+        x = add(x, only(1), self.experts[0])
+        x = add(x, only(2), self.experts[1])
+        x = add(x, only(1), self.experts[0])  # twice
+        x = add(x, only(0, 1, 4), lambda y: self.w2(torch.tanh(self.wide(y))))
+        x = add(x, only(4), lambda y: self.last(self.last(y)))
+        return add(x, only(2, 3), self.last)
+
+
+class Data(Tiny):
+    """Of some ranks all rows have a loss below the top blocks: no gradient comes through these."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(Choosy, layers=4, tied=tied)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        early = x
+        for number, layer in enumerate(self.layers):
+            layer.route, layer.number = ids[:, 0], number
+            x = layer(x)
+            early = x if number == 1 else early
+        assert labels is not None
+        below = ids[:, 1] % 3 == 0  # of these rows the loss knows two blocks, and not the head
+        if below.all():
+            return early.square().sum()
+        logits = self.head(self.norm(x))
+        logits = torch.where(below[:, None, None], 0.0, logits)
+        extra = torch.where(below[:, None, None], early.square(), 0.0).sum()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return torch.where(below[:, None], 0.0, losses.view(ids.shape)).sum() + extra
+
+
+Case = tuple[dict[str, Any], ActivationCheckpointConfig | None]
+TRIGGERS: tuple[Case, ...] = tuple(
+    (MODULE | more, checkpoint)
+    for more, checkpoint in (
+        ({"trigger": "out_proj"}, None), ({"trigger": "qkv"}, HALF), ({"trigger": "mlp",
+         "anchors": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
+        ({"overlap": False}, None), ({"overlap": False, "prefetch_depth": 2}, HALF),
+        ({"resident_blocks": 1, "memory_pool": False}, None),
+    )
+)  # fmt: skip
+OTHERS: tuple[Case, ...] = (
+    ({"pending_blocks": 1}, None), ({"anchors": ["wide"]}, FULL),
+    ({"anchors": ["wide"], "overlap": False}, HALF), (SOME, None), (ALL, HALF),
+    (ROLLING, None), (ROLLING | {"overlap": False}, REENTRANT), (ROLLING | SOME, HALF),
+)  # fmt: skip
+
+
+def idle(rank: int, world_size: int, cases: tuple[Case, ...], weight: int, tied: bool) -> None:
+    mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
+    generator = torch.Generator().manual_seed(3)
+    for config, checkpoint in cases:
+        twin = Twin(partial(Data, tied), mesh, checkpoint, **config)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (twin.plain, twin.ours)]
+        for step in range(3):
+            # Each rank asks for one or two choices of its own.
+            rows = torch.randint(0, CHOICES, (world_size, 2), generator=generator)
+            rows[:, 1] = torch.where(rows[:, 1] % 2 == 0, rows[:, 0], rows[:, 1])
+            ids = torch.randint(0, VOCABULARY, (world_size, 2, 3), generator=generator)
+            ids[..., 0] = rows
+            ids[..., 1] = ids[:, :1, 1]  # often a whole rank's
+            labels = (ids + 1) % VOCABULARY
+            twin.plain(ids.flatten(0, 1), labels.flatten(0, 1)).backward()
+            twin.ours(ids[rank], labels[rank]).backward()
+            for a, b in zip(twin.plain.parameters(), twin.ours.parameters(), strict=True):
+                if b.grad is None and a.grad is not None and not a.grad.any():
+                    a.grad = None  # one process masks rows that here are a rank's, who skips them
+            what = f"{config}, {checkpoint}, tied {tied}, step {step}"
+            twin.check_gradients(what)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.check_parameters(what, 1e-9)
+
+
+@pytest.mark.unmeasured
+def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers() -> None:
+    run_ranks(idle, 2, TRIGGERS + OTHERS[:4], 2, False)
+    run_ranks(idle, 2, TRIGGERS[:2] + OTHERS, 2, True)
+
+
+@pytest.mark.unmeasured
+def test_weights_idle_on_some_ranks_are_right_with_replicas() -> None:
+    run_ranks(idle, 4, (TRIGGERS[0], TRIGGERS[4], OTHERS[1], OTHERS[5]), 2, True)
+
+
+class Sometimes(Tiny):
+    """Two weights beside the blocks, a large and a small one, of which data may use none."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.large = nn.Linear(6, 6)
+        self.small = nn.Linear(6, 2)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        loss = super().forward(ids, labels)
+        if ids[0, 0] % 2:
+            x = self.large(self.embed(ids))
+            loss = loss + x.square().sum() + self.small(x).square().sum()
+        return loss
+
+
+def asked(rank: int, world_size: int) -> list[int]:
+    """How often each backward made the host wait for every rank's flags."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    twin = Twin(Sometimes, mesh)
+    small, found = twin.communicator.small, []
+    read, count = small._everyones, [0]
+
+    def counted() -> list[bool]:
+        count[0] += 1
+        return read()
+
+    small._everyones = counted  # type: ignore[method-assign]
+    for firsts, keep in (((1, 1), False), ((1, 0), False), ((0, 0), False), ((1, 1), True),
+                         ((1, 0), True), ((0, 0), True)):  # fmt: skip
+        if not keep:
+            twin.zero_grad()
+        count[0] = 0
+        ids = torch.full((2, 1, 3), 2)
+        ids[:, 0, 0] = torch.tensor(firsts)
+        for part in ids:  # one process sees them one by one
+            twin.plain(part, part).backward()
+        twin.ours(ids[rank], ids[rank]).backward()
+        twin.check_gradients(f"{firsts}, kept {keep}")
+        found.append(count[0])
+    return found
+
+
+def test_the_host_reads_other_ranks_flags_only_where_they_decide_between_none_and_a_sum() -> None:
+    all_used, idle_on_one = run_ranks(asked, 2)
+    assert all_used == [0, 0, 1, 0, 0, 0]
+    assert idle_on_one == [0, 1, 1, 0, 0, 0]
