@@ -64,7 +64,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FIXED: "global_batch seed dtype",
         Rule.TAKEN: "steps",
         Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
-        "log_every loss_chunk",
+        "log_every loss_chunk max_skipped_steps",
     },
     "checkpoint": {Rule.FREE: "save every resume"},
     "launch": {Rule.FREE: "processes threads"},

@@ -95,6 +95,7 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
             ) from error
         return run, held[0].predecessor
 
+    path = _named(path)
     fresh = not path.exists()
     run, _ = from_first(acquire)
     folder = RunFolder(path, run, held[0] if main else None)
@@ -117,7 +118,7 @@ def set_aside(output: Path) -> Path | None:
     Returns:
         Where the older run is now, or ``None`` when there was none.
     """
-    output = Path(os.path.abspath(output))  # "." has no name to change
+    output = _named(output)
     if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
         return None
     number = 1
@@ -125,6 +126,11 @@ def set_aside(output: Path) -> Path | None:
         number += 1
     output.rename(target)
     return target
+
+
+def _named(path: Path) -> Path:
+    """``path`` with a name that can be changed, which "." has not, nor means the same after it."""
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from internsp.config import Config
 from internsp.errors import ConfigError, InternspError, MachineError, MissingDependencyError
 from internsp.preflight import check_before_start, device_mistakes, errors_in_words
 from internsp.train.data import DataSource
-from internsp.train.run import set_aside
+from internsp.train.run_folder import set_aside
 
 
 @pytest.fixture(autouse=True)
