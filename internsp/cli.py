@@ -24,7 +24,6 @@ from internsp.config_errors import Problem, choices_of, in_words, nearest
 from internsp.errors import InternspError
 
 USAGE_ERROR = 2
-FAILURE = 1
 INTERRUPTED = 130
 
 File = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.toml")]
@@ -52,6 +51,9 @@ class _Train:
     """Checkpoint to go on from; the same as --checkpoint.resume."""
 
 
+_COMMANDS = {"train": _Train, "plan": _Plan}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 2 for mistakes of usage or configuration.
 
@@ -62,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    stranger = _unknown_command(words)
+    if stranger:
+        print(f"internsp: {stranger}", file=sys.stderr)
+        return USAGE_ERROR
     if words[:1] == ["--version"]:
         print(f"internsp {_version()}")
         return 0
@@ -92,7 +98,7 @@ def _perform(command: Any, config: Config) -> int:
         return _train(config, command.output or Path("runs") / config.train.name)
     except InternspError as error:
         print(f"internsp: {error}", file=sys.stderr)
-        return FAILURE
+        return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -105,9 +111,14 @@ def _train(config: Config, output: Path) -> int:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from internsp.lifetime import end_with_launcher
+    from internsp.stop import StopRequest
+
+    end_with_launcher()
     torch.set_num_threads(config.launch.threads)
-    record(_run)(config, output)
-    return 0
+    with StopRequest() as stop:
+        record(_run)(config, output)
+    return 128 + stop.number if stop.number else 0
 
 
 def _run(config: Config, output: Path) -> None:
@@ -115,6 +126,15 @@ def _run(config: Config, output: Path) -> None:
     from internsp.train.run import train
 
     train(config, output)
+
+
+def _unknown_command(words: Sequence[str]) -> str | None:
+    """What is wrong with the command's name, in one line."""
+    if not words or words[0].startswith("-") or words[0] in _COMMANDS:
+        return None
+    near = nearest(words[0], list(_COMMANDS))
+    hint = f"did you mean {near}?" if near else f"there are {' and '.join(_COMMANDS)}"
+    return f"unknown command {words[0]}; {hint}"
 
 
 def _version() -> str:
@@ -128,7 +148,7 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
     """The command with its options, and the words that belong to nothing."""
     train, plan = (
         tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
-        for name, command in (("train", _Train), ("plan", _Plan))
+        for name, command in _COMMANDS.items()
     )
     return tyro.cli(
         Annotated[_Train, train] | Annotated[_Plan, plan],  # type: ignore[arg-type]

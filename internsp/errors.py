@@ -4,23 +4,38 @@ from __future__ import annotations
 
 
 class InternspError(Exception):
-    """Base of every error that internsp raises about its own rules."""
+    """Base of every error that internsp raises about its own rules.
+
+    Attributes:
+        exit_status: what the command ends with: 1 for a run that failed, 2 for what the user gave,
+            3 for what the machine lacks.
+    """
+
+    exit_status = 1
 
 
 class ConfigError(InternspError, ValueError):
     """A configuration is wrong; the message lists every mistake, one a line."""
 
+    exit_status = 2
+
 
 class MeshError(InternspError, ValueError):
     """Degrees that do not fit the number of ranks, or a mesh used by a foreign rank."""
+
+    exit_status = 2
 
 
 class LayoutError(InternspError, ValueError):
     """A sequence, head or weight layout that cannot be cut as asked."""
 
+    exit_status = 2
+
 
 class StructureError(InternspError, ValueError):
     """A model in which blocks or anchors could not be found (WP-7); lists candidates."""
+
+    exit_status = 2
 
 
 class PoolError(InternspError, RuntimeError):
@@ -43,5 +58,17 @@ class CollectiveError(InternspError, RuntimeError):
     """A collective failed, or an earlier failure left the groups unusable (WP-10)."""
 
 
+class MachineError(InternspError, RuntimeError):
+    """The machine lacks what the run needs: a device, memory, room on a disk, a permission."""
+
+    exit_status = 3
+
+
+class CheckpointError(InternspError, RuntimeError):
+    """A checkpoint could not be written or read; names the rank and what it met."""
+
+
 class MissingDependencyError(InternspError, ImportError):
     """An optional package that was asked for by name is absent; gives the install line."""
+
+    exit_status = 3

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from internsp.config import Config
 from internsp.pipeline import SchedulerHook
-from internsp.stop import StopRequest
+from internsp.stop import StopRequest, name_of
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.advice import Setting, advise
+from internsp.train.causes import checkpoint_causes
 from internsp.train.chrome import write_chrome_trace
 from internsp.train.display import Display, make_display
 from internsp.train.memory import components
@@ -25,14 +26,15 @@ from internsp.train.session import Session
 from internsp.train.step import StepRunner
 
 _TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
+_Timeline = tuple[dict[str, int], list[Event]]
 
 
 def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> None:
     """Run the whole training on this rank. Collective: every rank calls it with the same config.
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
-    write ``checkpoints/``. A stop request (Ctrl-C) ends the loop after the current step; the
-    checkpoint and the report are written all the same.
+    write ``checkpoints/``. A stop request (Ctrl-C, SIGTERM, SIGHUP) ends the loop after the current
+    step; the checkpoint and the report are written all the same.
 
     Args:
         hooks: told of every forward, criterion and backward, with a pipeline or without.
@@ -43,7 +45,9 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
             session = Session.create(config, hooks)
             done = 0
             if config.checkpoint.resume is not None:
-                done = checkpoint.load(session, Path(config.checkpoint.resume))
+                path = Path(config.checkpoint.resume)
+                with checkpoint_causes("loading a checkpoint", path):
+                    done = checkpoint.load(session, path)
             _Run(session, output, done, stop).run()
     finally:
         if ours and dist.is_initialized():
@@ -57,25 +61,41 @@ class _Run:
         self.session = session
         self.config = session.config
         self.output = output
-        self.done = done
+        self.done = self.step = done
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
         self.events: list[Event] = []
         self.interrupted = False
+        self.why = ""
 
     def run(self) -> None:
-        """Train, then save, sample and report."""
+        """Train, then save, evaluate, sample and report.
+
+        What must not be lost comes first. An evaluation or a sample that fails costs neither the
+        checkpoint nor the report: the error is raised when both are written.
+        """
         display, writer = self._open()
         try:
-            step = self._loop(display, writer)
-            path = None
-            if self.config.checkpoint.save:
-                path = checkpoint.save(self.session, self.output / "checkpoints", step)
-            text = sample(self.session)
-            self._report(text)
+            last = self._loop(display, writer)
+            timelines = self._timelines()
+            path, text, failure = None, "", None
+            try:
+                if self.config.checkpoint.save:
+                    path = self._save(self.step)
+                if last is not None:
+                    last = self._evaluated(last, True, display)
+                text = sample(self.session)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = error
+            if last is not None:
+                self._record(last, display, writer)
+            if self.main:
+                self._report(text, timelines, failure)
             if display is not None:
                 display.finish(text, self._files(path), self.interrupted)
+            if failure is not None:
+                raise failure
         finally:
             if display is not None:
                 display.close()
@@ -102,35 +122,60 @@ class _Run:
             display.note(f"the run that was in {self.output} is now in {moved}")
         return display, writer
 
-    def _loop(self, display: Display | None, writer: MetricsWriter | None) -> int:
+    def _loop(self, display: Display | None, writer: MetricsWriter | None) -> StepMetrics | None:
+        """All steps; the last one's metrics, neither evaluated nor written yet."""
         train, trace = self.config.train, self.session.trace
-        step = self.done
-        timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
-        while step < train.steps:
-            trace.enabled = step in (self.done, timeline)
+        timeline = min(self.step + _TIMELINE_STEP, train.steps - 1)
+        first = self.step
+        while self.step < train.steps:
+            trace.enabled = self.step in (first, timeline)
             trace.clear()
-            metrics, asked = self.runner.step(step, self.stop.requested)
-            if step <= timeline:
+            metrics, self.interrupted = self.runner.step(self.step, self.stop.requested)
+            if self.step <= timeline:
                 trace.resolve()
                 self.events = list(trace.events)
             trace.enabled = False
             trace.clear()
-            step += 1
-            self.interrupted = asked
-            last = step == train.steps or asked
-            metrics = self._evaluated(metrics, last, display)
-            if writer is not None:
-                writer.write(metrics)
-            if display is not None:
-                display.update(metrics)
+            self.step += 1
+            if self.interrupted:
+                self._learn_why(display)
+            if self.interrupted or self.step == train.steps:
+                return metrics
+            self._record(self._evaluated(metrics, False, display), display, writer)
             every = self.config.checkpoint.every
-            if every and not last and step % every == 0:
-                path = checkpoint.save(self.session, self.output / "checkpoints", step)
+            if every and self.step % every == 0:
+                path = self._save(self.step)
                 if display is not None:
                     display.note(f"checkpoint {path}")
-            if asked:
-                break
-        return step
+        return None
+
+    def _learn_why(self, display: Display | None) -> None:
+        """Which signal asked which rank to stop. Collective, when any of them was asked."""
+        numbers = [0] * self.session.mesh.world_size
+        dist.all_gather_object(numbers, self.stop.number)
+        asked = [rank for rank, number in enumerate(numbers) if number]
+        if not asked:
+            return  # by the program, not by a signal
+        number = numbers[asked[0]]
+        self.stop.ask(number)  # every rank ends with the same status
+        self.why = name_of(number)
+        if len(asked) < len(numbers):
+            self.why += f" to rank{'s' * (len(asked) > 1)} {', '.join(map(str, asked))}"
+        if display is not None:
+            display.note(f"stopped by {self.why} after step {self.step}")
+
+    def _record(
+        self, metrics: StepMetrics, display: Display | None, writer: MetricsWriter | None
+    ) -> None:
+        if writer is not None:
+            writer.write(metrics)
+        if display is not None:
+            display.update(metrics)
+
+    def _save(self, step: int) -> Path:
+        folder = self.output / "checkpoints"
+        with checkpoint_causes("saving a checkpoint", folder):
+            return checkpoint.save(self.session, folder, step)
 
     def _evaluated(
         self, metrics: StepMetrics, last: bool, display: Display | None
@@ -154,8 +199,8 @@ class _Run:
         }
         return files if path is None else {**files, "checkpoint": path}
 
-    def _report(self, text: str) -> None:
-        """Collect every rank's timeline on rank 0 and write the page. Collective."""
+    def _timelines(self) -> list[_Timeline]:
+        """Every rank's place in the mesh and events, on rank 0. Collective."""
         mesh = self.session.mesh
         if self.config.train.profile:
             path = self.output / "traces" / f"rank{mesh.rank}.json"
@@ -169,14 +214,21 @@ class _Run:
             "sequence": mesh.sequence_rank,
             "data": mesh.data_rank,
         }
-        gathered: list[tuple[dict[str, int], list[Event]] | None] = [None] * mesh.world_size
+        gathered: list[_Timeline | None] = [None] * mesh.world_size
         dist.gather_object((place, self.events), gathered if self.main else None)
-        if not self.main:
-            return
-        everyone = [g for g in gathered if g is not None]
-        notes = ["The run was stopped before its last step."] if self.interrupted else []
+        return [g for g in gathered if g is not None]
+
+    def _report(self, text: str, everyone: list[_Timeline], failure: Exception | None) -> None:
+        """Write the page, on rank 0 alone."""
+        notes = []
+        if self.interrupted:
+            by = f" by {self.why}" if self.why else ""
+            notes.append(f"The run was stopped before its last step{by}.")
+        if failure is not None:
+            lines = str(failure).strip().splitlines() or [""]
+            notes.append(f"After training, rank 0 met {type(failure).__name__}: {lines[-1]}")
         timeline = {row["rank"]: events for row, events in everyone}
-        shape = mesh.shape
+        shape = self.session.mesh.shape
         setting = Setting(
             self.config.weight_parallel,
             weight=shape.weight,
