@@ -16,7 +16,9 @@ _CONSEQUENCES = (
     "connection reset by peer",
     "broken pipe",
     "timed out waiting",
+    "timeout caused pair closure",
     "wait timeout",
+    "barrier timeout",
     "caught collective operation timeout",
 )
 _LONGEST = 30_000  # characters: a message fits the pipe, so that no sender waits for its reader

@@ -130,7 +130,7 @@ class _Run:
         while self.step < train.steps:
             trace.enabled = self.step in (first, timeline)
             trace.clear()
-            metrics, self.interrupted = self.runner.step(self.step, self.stop.requested)
+            metrics, self.interrupted = self.runner.step(self.step, self.stop)
             if self.step <= timeline:
                 trace.resolve()
                 self.events = list(trace.events)
