@@ -111,13 +111,18 @@ def _train(config: Config, output: Path) -> int:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from internsp.lifetime import end_with_launcher
+    from internsp.lifetime import end_with_launcher, stopped_ranks
     from internsp.stop import StopRequest
 
     end_with_launcher()
     torch.set_num_threads(config.launch.threads)
     with StopRequest() as stop:
-        record(_run)(config, output)
+        try:
+            record(_run)(config, output)
+        except Exception:
+            for rank in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
+                print(f"internsp: rank {rank} is stopped (SIGSTOP or a debugger)", file=sys.stderr)
+            raise
     return 128 + stop.number if stop.number else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import multiprocessing
@@ -59,12 +60,29 @@ def signal_at_parents_end(number: int) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine is stopped (SIGSTOP, SIGTSTP, a debugger); Linux only."""
+    return _state(pid)[0] in ("T", "t")
+
+
+def stopped_ranks(parent: int) -> list[int]:
+    """Ranks of torchrun that are stopped, among the children of its agent; Linux only."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        if is_stopped(int(place.name)) and _state(int(place.name))[1] == str(parent):
+            with contextlib.suppress(OSError, ValueError):  # ended, another user's, or no rank
+                variables = (place / "environ").read_bytes().decode(errors="replace").split("\0")
+                found += [int(v.removeprefix("RANK=")) for v in variables if v.startswith("RANK=")]
+    return sorted(found)
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """A process's state and parent, as /proc writes them; empty texts where there is none."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # After the name, which stands in brackets and may hold brackets itself.
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return "", ""
+    # After the name, which stands in brackets and may hold brackets itself.
+    state, parent, *_ = text.rpartition(")")[2].split()
+    return state, parent
 
 
 def remove_socket_folder() -> None:
