@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import signal
 
-from internsp.lifetime import remove_socket_folder, signal_at_parents_end
+from internsp.lifetime import LAUNCHER_VARIABLE, remove_socket_folder, signal_at_parents_end
 from internsp.stop import SIGNALS
 
-_launcher = os.getppid()
+if LAUNCHER_VARIABLE not in os.environ:
+    raise ImportError(f"{__name__} is only for the server that internsp.launch starts")
+_launcher = int(os.environ[LAUNCHER_VARIABLE])  # not getppid(): it may have ended before this line
 
 
 def _leave_to_the_ranks(*_: object) -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from internsp.config import Config
-from internsp.lifetime import FOLDER_VARIABLE, end_with_launcher, is_stopped
+from internsp.lifetime import FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_with_launcher, is_stopped
 from internsp.outcome import Failure, Fate, first_cause
 from internsp.stop import StopRequest, catch, restore
 
@@ -219,6 +219,7 @@ def _environment(config: Config) -> Iterator[None]:
     """
     values = {
         "OMP_NUM_THREADS": str(config.launch.threads),
+        LAUNCHER_VARIABLE: str(os.getpid()),
         FOLDER_VARIABLE: multiprocessing.util.get_temp_dir(),
     }
     before = {name: os.environ.get(name) for name in values}

@@ -17,8 +17,9 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_SECONDS = 1.0
+LAUNCHER_VARIABLE = "INTERNSP_LAUNCHER"
 FOLDER_VARIABLE = "INTERNSP_SOCKET_FOLDER"
-"""Environment of local ranks and their server: where the server's socket is."""
+"""Environment of local ranks and their server: the launcher's process, where the socket is."""
 
 
 def end_with_launcher() -> None:
