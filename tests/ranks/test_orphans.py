@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SEMAPHORES = Path("/dev/shm")
 MODULE = "tests.support.launched"
 LOCAL = ("-c", f"import sys; from {MODULE} import main; sys.exit(main())")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", MODULE)
@@ -82,23 +81,31 @@ def eventually(true: object, folder: Path, seconds: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def left(folder: Path, before: set[str]) -> list[str]:
+def left(folder: Path, held: set[Path]) -> list[str]:
     """Files that stayed; torchrun never removes its folder of logs, torch keeps its cache."""
     own = (file.name for file in (folder / "tmp").iterdir())
     files = [name for name in own if not name.startswith(("torchelastic_", "torchinductor_"))]
-    return files + [name for name in semaphores() - before if name.startswith("sem.mp-")]
+    return files + [str(path) for path in held if path.exists()]
 
 
-def semaphores() -> set[str]:
-    return {file.name for file in SEMAPHORES.iterdir()} if SEMAPHORES.exists() else set()
+def shared(folder: Path) -> set[Path]:
+    """What the run's processes share through /dev/shm, where other programs have theirs, too."""
+    found: set[Path] = set()
+    for process in processes(folder):
+        try:
+            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {Path(line[line.index("/dev/shm") :]) for line in lines if "/dev/shm" in line}
+    return found
 
 
 @pytest.mark.parametrize("launcher", [LOCAL, TORCHRUN], ids=["local", "torchrun"])
 def test_what_nohup_started_outlives_its_terminal_and_leaves_nothing_when_killed(
     launcher: tuple[str, ...], tmp_path: Path, started: list[Run]
 ) -> None:
-    before = semaphores()
     ranks = launch(tmp_path, started, launcher, nohup=launcher == LOCAL)
+    held = shared(tmp_path)
     if launcher == LOCAL:  # torchrun has a handler of its own
         os.killpg(started[0].pid, signal.SIGHUP)
         time.sleep(1)
@@ -109,18 +116,18 @@ def test_what_nohup_started_outlives_its_terminal_and_leaves_nothing_when_killed
     started[0].wait()
     eventually(lambda: not processes(tmp_path), tmp_path)
     if launcher == LOCAL:
-        assert left(tmp_path, before) == []
+        assert left(tmp_path, held) == []
         assert (tmp_path / "log").read_text() == ""
 
 
 def test_a_closed_terminal_lets_every_rank_save_and_gives_status_129(
     tmp_path: Path, started: list[Run]
 ) -> None:
-    before = semaphores()
     launch(tmp_path, started)
+    held = shared(tmp_path)
     os.killpg(started[0].pid, signal.SIGHUP)  # the fork server and the resource tracker too
     assert started[0].wait(timeout=30) == 128 + signal.SIGHUP
     assert sorted(file.name for file in tmp_path.glob("saved*")) == ["saved0", "saved1"]
     eventually(lambda: not processes(tmp_path), tmp_path)
-    assert left(tmp_path, before) == []
+    assert left(tmp_path, held) == []
     assert (tmp_path / "log").read_text() == ""
