@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -21,7 +21,8 @@ from pydantic.fields import FieldInfo
 
 from internsp.config import Config, collect, report, sections
 from internsp.config_errors import Problem, choices_of, in_words, nearest
-from internsp.errors import InternspError
+from internsp.environment import Launched, launched
+from internsp.errors import InternspError, MachineError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -75,27 +76,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: getattr(command, name) for name in sections()}
     if getattr(command, "resume", None) is not None:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
-    ranks = os.environ.get("WORLD_SIZE")
+    around = launched(os.environ, joins=isinstance(command, _Train))
     config, problems = collect(
-        command.config, _with_unknown(given, unknown), world_size=int(ranks) if ranks else None
+        command.config, _with_unknown(given, unknown), world_size=around.world_size
     )
-    problems += _stray(command, unknown)
+    problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
-        if os.environ.get("RANK", "0") == "0":
+        if around.reports:
             print(f"internsp: {report(command.config, problems)}", file=sys.stderr)
         return USAGE_ERROR
-    return _perform(command, config)
+    return _perform(command, config, around)
 
 
-def _perform(command: Any, config: Config) -> int:
+def _perform(command: Any, config: Config, around: Launched) -> int:
     try:
         if isinstance(command, _Plan):
             from internsp.train.plan import print_plan
 
-            size = int(os.environ.get("WORLD_SIZE", config.launch.processes))
-            print_plan(config, size, picture=command.picture)
+            size = around.world_size or config.launch.processes
+            _print(lambda: print_plan(config, size, picture=command.picture))
             return 0
-        return _train(config, command.output or Path("runs") / config.train.name)
+        return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:
         print(f"internsp: {error}", file=sys.stderr)
         return error.exit_status
@@ -103,8 +104,22 @@ def _perform(command: Any, config: Config) -> int:
         return INTERRUPTED
 
 
-def _train(config: Config, output: Path) -> int:
-    if "RANK" not in os.environ:
+def _print(write: Callable[[], None]) -> None:
+    """Write to standard output, whose disk may be full (rich ends where its reader has gone)."""
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered goes nowhere, or Python would complain of it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _train(config: Config, output: Path, rank: int | None) -> int:
+    from internsp.preflight import check_before_start, check_joined
+
+    if rank is None:
+        check_before_start(config, output)
         from internsp.launch import start
 
         return start(_run, config, output, preload=["internsp.train.run"])
@@ -115,22 +130,26 @@ def _train(config: Config, output: Path) -> int:
     from internsp.stop import StopRequest
 
     end_with_launcher()
+    check_joined(config, output, rank)
     torch.set_num_threads(config.launch.threads)
     with StopRequest() as stop:
         try:
             record(_run)(config, output)
         except Exception:
-            for rank in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
-                print(f"internsp: rank {rank} is stopped (SIGSTOP or a debugger)", file=sys.stderr)
+            for number in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
+                said = f"rank {number} is stopped (SIGSTOP or a debugger)"
+                print(f"internsp: {said}", file=sys.stderr)
             raise
     return 128 + stop.number if stop.number else 0
 
 
 def _run(config: Config, output: Path) -> None:
     """One rank of a training run; imported late, so that mistakes are reported without torch."""
+    from internsp.preflight import errors_in_words
     from internsp.train.run import train
 
-    train(config, output)
+    with errors_in_words():
+        train(config, output)
 
 
 def _unknown_command(words: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ torch, so that ``internsp --help`` and a report of mistakes are immediate.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ __all__ = [
     "sections",
 ]
 
+_MOST_UNKNOWN = 30  # names for which the nearest right one is looked for
+
 
 class Config(Section):
     """All sections. Impossible combinations raise at birth; :meth:`check` adds the mesh."""
@@ -94,7 +97,8 @@ class Config(Section):
         return tomli_w.dumps(dumped)
 
 
-def sections() -> dict[str, type[Section]]:
+@cache
+def sections() -> Mapping[str, type[Section]]:
     """Names and classes of the sections, in the order of the file."""
     return {name: _section_class(field) for name, field in Config.model_fields.items()}
 
@@ -150,7 +154,7 @@ def collect(
     made: dict[str, Any] = {}
     for name, cls in sections().items():
         right, mistakes = _right(name, values[name], "")
-        made[name] = cls.model_validate(right)
+        made[name] = cls.model_validate(right) if right else cls()
         problems += mistakes
     # A combination is judged only where all its keys are right, lest one mistake shows as two.
     wrong = {key for problem in problems for key in problem.keys}
@@ -182,6 +186,9 @@ def _known(
     """Yield (section, key, value) of the known keys; unknown ones go to ``problems``."""
     names = {name: tuple(cls.model_fields) for name, cls in sections().items()}
     for written, content in data.items():
+        if len(problems) > _MOST_UNKNOWN:
+            problems.append(Problem((), "and more; no further names are looked at"))
+            return
         if not isinstance(content, Mapping):
             problems.append(not_a_section(written, names, prefix))
             continue
@@ -195,6 +202,8 @@ def _known(
         for key, value in content.items() if section else ():
             if key in names[section]:
                 yield section, key, value
+            elif len(problems) > _MOST_UNKNOWN:
+                break
             else:
                 problems.append(nearest_key(section, key, names, prefix))
 
@@ -203,6 +212,8 @@ def _right(
     name: str, values: Mapping[str, Any], prefix: str
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The values of a section that are right, in their own types, and the others' problems."""
+    if not values:
+        return {}, []
     cls = sections()[name]
     # Overrides are often texts, which take the type of the key; a file says what it means.
     texts = prefix and all(isinstance(value, (str, tuple)) for value in values.values())

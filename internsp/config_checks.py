@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from internsp.config_errors import Problem
+from internsp.config_sizes import too_large
 
 if TYPE_CHECKING:
     from internsp.config import Config
+
+_MOST_PATHS = 10  # of those that are wrong
 
 
 def combinations(config: Config) -> Iterator[Problem]:
@@ -19,11 +22,13 @@ def combinations(config: Config) -> Iterator[Problem]:
     yield from _memory_and_order(config)
     yield from _pipeline(config)
     yield from _optimizer(config)
+    yield from _train(config)
 
 
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
     """What is wrong for ``world_size`` ranks, or for the files that are here."""
     yield from _degrees(config, world_size)
+    yield from too_large(config, world_size)
     yield from _files(config)
 
 
@@ -136,6 +141,19 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     if optimizer.momentum and optimizer.name == "adamw":
         text = 'adamw has no momentum; set optimizer.betas, or optimizer.name = "sgd"'
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
+    if optimizer.lr * optimizer.weight_decay > 1:
+        text = (
+            f"lr = {optimizer.lr:g} x weight_decay = {optimizer.weight_decay:g} is above 1: a step "
+            "would take more from every weight than all of it; lower one of them"
+        )
+        yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    size = len(config.train.name.encode())
+    if size > 200:  # of the 255 bytes that most file systems take
+        text = f"{size} bytes are too long for the name of a folder; use at most 200"
+        yield Problem(("train.name",), text)
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
@@ -176,11 +194,37 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _files(config: Config) -> Iterator[Problem]:
-    for path in config.data.paths:
-        if not Path(path).exists():
-            yield Problem(("data.paths",), f"no such file or folder: {path}")
-    if config.data.tokenizer != "bytes" and not Path(config.data.tokenizer).is_file():
-        text = f'no such file: {config.data.tokenizer} (or "bytes" for no tokenizer)'
-        yield Problem(("data.tokenizer",), text)
-    if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).exists():
-        yield Problem(("checkpoint.resume",), f"no such checkpoint: {config.checkpoint.resume}")
+    data, resume = config.data, config.checkpoint.resume
+    unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
+    if len(unfit) > _MOST_PATHS:
+        unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
+    for mistake in unfit:
+        yield Problem(("data.paths",), mistake)
+    if data.tokenizer != "bytes":
+        if mistake := _missing(data.tokenizer, "file"):
+            text = f'{mistake} (or "bytes" for no tokenizer)'
+            yield Problem(("data.tokenizer",), text)
+        elif not Path(data.tokenizer).is_file():
+            text = f'not a file: {data.tokenizer} (or "bytes" for no tokenizer)'
+            yield Problem(("data.tokenizer",), text)
+    if resume is not None and (mistake := _missing(resume, "checkpoint")):
+        yield Problem(("checkpoint.resume",), mistake)
+
+
+def _unfit_text(path: str) -> str | None:
+    if mistake := _missing(path, "file or folder"):
+        return mistake
+    if not Path(path).is_file() and not Path(path).is_dir():
+        return f"neither a file nor a folder: {path} (every rank reads it from its beginning)"
+    return None
+
+
+def _missing(path: str, what: str) -> str | None:
+    """Why ``path`` cannot be found, if it cannot: it is missing, or on a way that is closed."""
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return f"no such {what}: {path}"
+    except OSError as error:  # no permission on the way, a name too long, links in a circle
+        return f"cannot be read: {path}: {error.strerror}"
+    return None

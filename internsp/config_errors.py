@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +16,13 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from internsp.config_sections import FOLDER_NAME
+
 Names = Mapping[str, tuple[str, ...]]
+
+LARGEST_FILE = 1 << 20  # bytes; a configuration of every key takes 10 thousand
+_LONGEST_WORD = 80  # in which a nearest name is looked for
+_MOST_ITEMS = 8  # of a list that a message shows
 
 # What other projects call a key of ours; spelling alone would not find it.
 ELSEWHERE = {
@@ -46,12 +54,16 @@ class Problem:
     prefix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
+        told = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
+        # One line, whatever a key or a value holds (a quoted key may be any text).
+        if told.isprintable():
+            return told
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in told)
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:
     """The one of ``words`` that ``word`` most likely means, if any is near."""
-    plain = word.replace("-", "_").lower()
+    plain = word[:_LONGEST_WORD].replace("-", "_").lower()
     if plain in words:
         return plain
     found = difflib.get_close_matches(plain, words, n=1, cutoff=0.6)
@@ -61,7 +73,12 @@ def nearest(word: str, words: Sequence[str]) -> str | None:
 def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """The parsed file, or ``None`` and one more problem."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # which may be a pipe, or a device without an end
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            problems.append(Problem((), f"more than {LARGEST_FILE} bytes: not a configuration"))
+            return None
+        return tomllib.loads(data.decode("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         problems.append(Problem((), f"not valid TOML: {error}"))
     except UnicodeDecodeError:
@@ -70,12 +87,18 @@ def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         problems.append(Problem((), f"no such file{_nearest_file(path)}"))
     except OSError as error:
         problems.append(Problem((), f"cannot be read: {error.strerror}"))
+    except RecursionError:
+        problems.append(Problem((), "not a configuration: lists or tables nested too deeply"))
+    except ValueError as error:  # a number of thousands of digits, a NUL in the name of the file
+        problems.append(Problem((), f"cannot be read: {error}"))
     return None
 
 
 def _nearest_file(path: Path) -> str:
     """A hint at a file of the same folder with a similar name."""
-    siblings = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    siblings = []
+    with suppress(OSError):
+        siblings = [p.name for p in path.parent.iterdir() if p.suffix == ".toml"]
     found = difflib.get_close_matches(path.name, siblings, n=1)
     return f"; did you mean {path.with_name(found[0])}?" if found else ""
 
@@ -83,7 +106,7 @@ def _nearest_file(path: Path) -> str:
 def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Problem:
     """The problem of an unknown ``key`` in a known ``section``."""
     full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
-    plain = key.replace("-", "_").lower()
+    plain = key[:_LONGEST_WORD].replace("-", "_").lower()
     elsewhere = ELSEWHERE.get(plain) or next((f for f, k in full.items() if k == plain), None)
     near = nearest(key, names[section])
     if elsewhere is None and near is None:
@@ -92,7 +115,7 @@ def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Probl
         elsewhere = next((f for f, k in full.items() if found and k == found[0]), None)
     right = elsewhere or (f"{section}.{near}" if near else None)
     hint = f"did you mean {prefix}{right}?" if right else f"its keys: {', '.join(names[section])}"
-    return Problem((f"{section}.{key}",), f"unknown key; {hint}", prefix)
+    return Problem((f"{section}.{_short(key)}",), f"unknown key; {hint}", prefix)
 
 
 def nearest_section(
@@ -103,7 +126,7 @@ def nearest_section(
     if near is None and keys:
         near = next((s for s, own in names.items() if set(keys) <= set(own)), None)
     if prefix:
-        name = ".".join((written, *keys[:1]))
+        name = ".".join((_short(written), *(_short(key) for key in keys[:1])))
         if near is None:
             options = ", ".join(f"--{section}.*" for section in names)
             return "", Problem((name,), f"unknown option; expected one of {options}", prefix)
@@ -111,7 +134,7 @@ def nearest_section(
         text = f"unknown option; did you mean --{near}.{key or '*'}?"
         return near, Problem((name,), text, prefix)
     hint = f"did you mean [{near}]?" if near else f"sections: {', '.join(names)}"
-    return near or "", Problem((f"[{written}]",), f"unknown section; {hint}")
+    return near or "", Problem((f"[{_short(written)}]",), f"unknown section; {hint}")
 
 
 def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
@@ -125,7 +148,7 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     right = owner or near
     hint = f"; did you mean {prefix}{right}?" if right else ""
     text = "unknown option" if prefix else "stands outside any section"
-    return Problem((written,), text + hint, prefix)
+    return Problem((_short(written),), text + hint, prefix)
 
 
 def describe_error(field: FieldInfo, value: Any, detail: ErrorDetails) -> str:
@@ -140,8 +163,17 @@ def describe_error(field: FieldInfo, value: Any, detail: ErrorDetails) -> str:
     }
     if kind in limits:
         return f"must be {limits[kind].format_map(context)}, {got}"
+    if kind == "finite_number":
+        return f"must be a finite number, {got}"
+    if kind in ("string_too_long", "too_long"):
+        what = "characters" if kind == "string_too_long" else "entries"
+        return f"must have at most {context['max_length']} {what}, {got}"
+    if kind == "string_unicode":
+        return f"must be a text that UTF-8 can hold, {got}"
     if kind == "string_pattern_mismatch":
-        return f"must be usable as the name of a folder, {got}"
+        if context["pattern"] == FOLDER_NAME:
+            return f"must be usable as the name of a folder, {got}"
+        return f"must be a text without a NUL character, {got}"
     text = f"expected {expected(field.annotation)}, {got}"
     choices = choices_of(field.annotation)
     near = nearest(value, choices) if isinstance(value, str) and choices else None
@@ -181,5 +213,13 @@ def in_words(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(in_words(v) for v in value)}]"
+        shown = [in_words(v) for v in value[:_MOST_ITEMS]]
+        more = [f"... {len(value) - _MOST_ITEMS} more"] if len(value) > _MOST_ITEMS else []
+        return f"[{', '.join([*shown, *more])}]"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print long ones
+        return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
     return "a section" if isinstance(value, Mapping) else str(value)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_WORD else f"{name[: _LONGEST_WORD - 3]}..."

@@ -18,15 +18,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+# Every number has both bounds. The upper ones lie well above what anyone trains with, and below
+# what a clock, a 64-bit integer or a loop of Python bears: beyond them a run or a plan hangs.
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Natural = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Size = Annotated[int, Field(ge=1, le=1 << 24)]  # of a dimension of the model
+Few = Annotated[int, Field(ge=1, le=1 << 11)]  # of what plans count one by one
+Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # ranks
+Amount = Annotated[int, Field(ge=0, le=1 << 50)]  # bytes or elements
+Tiny = Annotated[float, Field(ge=1e-30, le=1)]  # what is added lest a division be by zero
 Fraction = Annotated[float, Field(ge=0, le=1)]
 # TOML gives lists; the models hold tuples, which are frozen too.
-Texts = Annotated[tuple[str, ...], Field(strict=False)]
-Numbers = Annotated[tuple[Natural, ...], Field(strict=False)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+Texts = Annotated[tuple[Text, ...], Field(strict=False, max_length=100_000)]
+Numbers = Annotated[tuple[Natural, ...], Field(strict=False, max_length=100_000)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+# One part of a path, not only of dots, without control characters.
+FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
+MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
+"""More overflows the clocks of torch's stores and groups, which then wait without an end."""
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -40,13 +50,19 @@ class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no silent conversion of types."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_a_word(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
+            return data
+        if "none" not in data.values():
             return data
         empty = {name for name, field in cls.model_fields.items() if nullable(field)}
         return {k: None if k in empty and v == "none" else v for k, v in data.items()}
@@ -57,23 +73,23 @@ class ModelConfig(Section):
 
     family: Literal["llama", "internlm2"] = "llama"
     """Family of the model zoo."""
-    vocab_size: Count = 257
+    vocab_size: Size = 257
     """Number of token ids; 257 is 256 bytes and the end of a document."""
-    hidden_size: Count = 256
+    hidden_size: Size = 256
     """Width of the residual stream, in features."""
-    layers: Count = 4
+    layers: Few = 4
     """Number of transformer blocks."""
-    heads: Count = 4
+    heads: Size = 4
     """Number of query heads."""
-    kv_heads: Count | None = None
+    kv_heads: Size | None = None
     """Number of key/value heads; none: as many as query heads."""
-    head_dim: Count | None = None
+    head_dim: Size | None = None
     """Features of one head; none: hidden_size / heads."""
-    intermediate_size: Count | None = None
+    intermediate_size: Size | None = None
     """Width of the feed-forward network, in features; none: 8/3 of hidden_size, up to a 32nd."""
-    rope_theta: Positive = 10000.0
+    rope_theta: Annotated[float, Field(ge=1, le=1e15)] = 10000.0
     """Base of the rotary embedding's wavelengths."""
-    norm_eps: Positive = 1e-5
+    norm_eps: Tiny = 1e-5
     """Added to the mean square inside every norm."""
     tie_embeddings: bool = False
     """Let the head use the embedding's weight."""
@@ -85,7 +101,7 @@ class ModelConfig(Section):
     """Implementation of the norm; apex is NVIDIA's, auto takes it where it is importable."""
     attention: Literal["auto", "sdpa", "flash", "varlen"] = "auto"
     """Attention kernel; auto takes the fastest one present and logs its choice."""
-    init_std: Positive = 0.02
+    init_std: Annotated[float, Field(ge=1e-12, le=100)] = 0.02
     """Standard deviation of the initial weights."""
 
 
@@ -96,11 +112,11 @@ class DataConfig(Section):
     """Where documents come from; stdlib is the Python standard library's own source."""
     paths: Texts = ()
     """Files or folders of the source, from the current folder; unused by stdlib."""
-    text_field: str = "text"
+    text_field: Text = "text"
     """Column of the text in jsonl and parquet files."""
-    tokenizer: str = "bytes"
+    tokenizer: Text = "bytes"
     """bytes, or the path of a file of the tokenizers library (JSON)."""
-    sequence_length: Count = 1024
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 31)] = 1024
     """Length of a sequence, in tokens, over all ranks of a sequence group."""
     pack: bool = True
     """Pack documents into one sequence; each attends only within itself."""
@@ -111,22 +127,22 @@ class DataConfig(Section):
 class ParallelConfig(Section):
     """Degrees of parallelism; weight and sequence degrees are independent of each other."""
 
-    weight: Count = 1
+    weight: Degree = 1
     """Ranks over which every large weight is cut."""
-    sequence: Count = 1
+    sequence: Degree = 1
     """Ranks over which every sequence is cut."""
-    pipeline: Count = 1
+    pipeline: Degree = 1
     """Pipeline stages."""
-    zero: Count | None = None
+    zero: Degree | None = None
     """Ranks over which the optimizer state of a shard is cut; none: all its replicas."""
-    expert_weight: Count | None = None
+    expert_weight: Degree | None = None
     """Ranks over which every expert's weight is cut; none: as weight."""
-    expert: Count = 1
+    expert: Degree = 1
     """Ranks that own experts of their own (expert parallel)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes CUDA where present."""
-    timeout_seconds: Count = 300
-    """Seconds a collective may take before the run fails."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300
+    """Seconds a collective may take before the run fails, up to 30 days."""
 
     def degrees(self) -> dict[str, Any]:
         """Arguments of ``MeshShape`` and ``ParallelMesh.create``."""
@@ -140,7 +156,7 @@ class PipelineConfig(Section):
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
     """Schedule of torch.distributed.pipelining; the last three split backward."""
-    chunks: Count = 1
+    chunks: Few = 1
     """Pieces of the model on each stage's ranks; ZBVZeroBubble and DualPipeV take 2."""
 
 
@@ -151,7 +167,7 @@ class WeightParallelConfig(Section):
     """Gather the next weights while the current ones compute; same numbers either way."""
     memory_pool: bool = True
     """Keep whole weights in preallocated slots."""
-    prefetch_depth: Count = 1
+    prefetch_depth: Annotated[int, Field(ge=1, le=64)] = 1
     """Blocks gathered ahead; whole block weights take prefetch_depth + 1 slots."""
     trigger: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
     """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
@@ -167,15 +183,15 @@ class WeightParallelConfig(Section):
     """Keep blocks whole until the optimizer step: a slot for every block of a pipeline chunk."""
     resident_blocks: Natural = 0
     """Blocks of each pipeline chunk that stay whole until the optimizer step, spread evenly."""
-    resident_bytes: Natural = 0
+    resident_bytes: Amount = 0
     """In place of resident_blocks: as many as take no more than this memory beside the slots."""
     accumulation: Literal["sharded", "full"] = "sharded"
     """Gradients of micro-batches: reduced in each into shards, or summed whole and reduced once."""
-    min_shard_elements: Natural = 2048
+    min_shard_elements: Amount = 2048
     """Parameters with fewer elements are replicated, not cut."""
-    together_bytes: Natural = 65536
+    together_bytes: Amount = 65536
     """Whole weights up to this many bytes share one gather and one reduction with neighbours."""
-    pending_blocks: Count = 2
+    pending_blocks: Few = 2
     """Whole gradients in flight, in blocks; the oldest is drained at the limit."""
     unexpected_order: Literal["error", "gather"] = "error"
     """When blocks run in another order than declared: stop, or gather without prefetch."""
@@ -183,6 +199,10 @@ class WeightParallelConfig(Section):
     """Dimension on which the embedding is cut."""
     head_output: Literal["local", "gather", "vocabulary"] = "local"
     """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
+    cuts_own_sequences: bool = False
+    """Allow a sequence degree above 1 without DistributedAttention: the model needs or has none."""
+    compare_ranks: bool = True
+    """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False
     """Compile every block with torch.compile; needs trigger = "qkv" or "rolling"."""
     reduction: Literal["sum", "mean"] = "sum"
@@ -191,7 +211,7 @@ class WeightParallelConfig(Section):
     """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
     codec: Literal["none", "int8", "fp8"] = "none"
     """What blocks' large weights are gathered as: rounded, with a scale for 128 elements."""
-    codec_min_elements: Natural = 16384
+    codec_min_elements: Amount = 16384
     """Weights with fewer elements, the embedding's and the head's are not coded."""
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
@@ -223,24 +243,24 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """Torch optimizer that runs on the shards."""
-    lr: NonNegative = 3e-4
+    lr: Annotated[float, Field(ge=0, le=1000)] = 3e-4
     """Highest learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     """Decay of adamw's first and second moment."""
-    eps: Positive = 1e-8
+    eps: Tiny = 1e-8
     """Added to adamw's denominator."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
     """Weight decay (decoupled in adamw); norms and biases have none."""
     momentum: Beta = 0.0
     """Momentum of sgd."""
-    max_grad_norm: Positive | None = 1.0
+    max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] | None = 1.0
     """Clip the global gradient norm to this; none: do not clip."""
     warmup_steps: Natural = 20
     """Optimizer steps of the warm-up."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at the last step, as a share of lr."""
-    loss_scale_init: Positive = 65536.0
-    """First loss scale, for float16."""
+    loss_scale_init: Annotated[float, Field(ge=1, le=2**24)] = 65536.0
+    """First loss scale, for float16; it never leaves the range from 1 to 2**24."""
     loss_scale_growth_interval: Count = 1000
     """Steps without overflow after which the loss scale doubles."""
 
@@ -248,28 +268,30 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """The training loop."""
 
-    name: Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] = "run"
+    name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=200)] = "run"
     """Name of the run; its files go to runs/<name>/."""
     steps: Count = 100
     """Optimizer steps."""
-    global_batch: Count = 8
+    global_batch: Size = 8
     """Sequences of an optimizer step, over all ranks and micro-batches."""
-    micro_batches: Count = 1
+    micro_batches: Size = 1
     """Parts into which each rank's share of the batch is cut to save memory."""
-    seed: Natural = 0
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     """Seed of the weights and of the data order."""
     dtype: Dtype = "float32"
     """Dtype of parameters and activations; 16-bit ones get float32 master weights."""
     eval_every: Natural = 0
     """Steps between evaluations; 0: only at the end."""
-    eval_batches: Natural = 4
+    eval_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 4
     """Batches of global_batch sequences in an evaluation; 0: none."""
-    sample_bytes: Natural = 200
+    sample_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens of the sample generated at the end; 0: none."""
-    sample_prompt: str = "def "
-    """Text that the sample continues."""
+    sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "
+    """Text that the sample continues; empty: it begins a document."""
     profile: bool = False
     """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
+    max_skipped_steps: Count = 10
+    """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
     log_every: Count = 1
     """Steps between printed lines; metrics.jsonl has every step."""
     loss_chunk: Count = 1024
@@ -283,14 +305,14 @@ class CheckpointConfig(Section):
     """Save at the end, and when the run is stopped."""
     every: Natural = 0
     """Steps between checkpoints; 0: none between."""
-    resume: str | None = None
+    resume: Text | None = None
     """Path of a checkpoint to go on from, on the same mesh; none: start afresh."""
 
 
 class LaunchConfig(Section):
     """Local processes, where no launcher such as torchrun started this one."""
 
-    processes: Count = 1
+    processes: Degree = 1
     """Processes to start on this machine."""
-    threads: Count = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Computing threads of a process."""

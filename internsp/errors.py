@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
+LACKING = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+    errno.EAGAIN,
+})  # fmt: skip
+"""What the machine lacks, as numbers of an ``OSError``: a :class:`MachineError`."""
+
 
 class InternspError(Exception):
     """Base of every error that internsp raises about its own rules.
@@ -54,6 +62,10 @@ class GradientError(InternspError, RuntimeError):
     """A gradient was read before it was drained, or asked for in an unsupported way (WP-9)."""
 
 
+class NotFiniteError(InternspError, RuntimeError):
+    """Gradients stayed not finite for too many steps, or weights that are not were to be kept."""
+
+
 class CollectiveError(InternspError, RuntimeError):
     """A collective failed, or an earlier failure left the groups unusable (WP-10)."""
 
@@ -62,10 +74,6 @@ class MachineError(InternspError, RuntimeError):
     """The machine lacks what the run needs: a device, memory, room on a disk, a permission."""
 
     exit_status = 3
-
-
-class CheckpointError(InternspError, RuntimeError):
-    """A checkpoint could not be written or read; names the rank and what it met."""
 
 
 class MissingDependencyError(InternspError, ImportError):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from internsp.errors import MeshError
+from internsp.config_sections import MAX_TIMEOUT_SECONDS
+from internsp.errors import MachineError, MeshError
 from internsp.mesh_shape import AxisShape, MeshShape
 
 __all__ = ["AxisShape", "MeshShape", "ParallelMesh", "WeightAxis"]
@@ -206,6 +207,7 @@ class ParallelMesh:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
                 process group exists and ``RANK`` is not set.
         """
+        _check_timeout(timeout_seconds)
         if not dist.is_initialized():
             _initialise(device_type, timeout_seconds)
         device = _device(device_type)
@@ -270,7 +272,23 @@ def _initialise(device_type: str | None, timeout_seconds: float) -> None:
             "torch.distributed.init_process_group first"
         )
     backend = "gloo" if _device(device_type).type == "cpu" else "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except (dist.DistError, ValueError) as error:  # of the store: RANK, MASTER_ADDR and kin
+        variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        told = ", ".join(f"{name}={os.environ.get(name)}" for name in variables)
+        raise MeshError(
+            f"this rank could not meet the others ({told}): {str(error).splitlines()[0]}; start "
+            "all ranks with one launcher, such as torchrun"
+        ) from error
+
+
+def _check_timeout(seconds: float) -> None:
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # NaN is not, either
+        raise MeshError(
+            f"timeout_seconds = {seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS} (30 "
+            "days): the clocks of collectives overflow beyond it, and wait without an end"
+        )
 
 
 def _device(device_type: str | None) -> torch.device:
@@ -278,6 +296,10 @@ def _device(device_type: str | None) -> torch.device:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MachineError(
+            f"device_type = {device_type!r}: torch finds no CUDA device on this machine; use 'cpu'"
+        )
     local = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1)
     return torch.device(device_type, local)
 

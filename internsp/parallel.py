@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from internsp.agreement import agree, equal_counts
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import ConfigError, LayoutError, StructureError
-from internsp.layers.access import Site, attach, sites
+from internsp.errors import ConfigError, StructureError
 from internsp.layers.adopt import adopt
 from internsp.layers.entry import compile_block, take_at_entry
+from internsp.layers.parameters import Scope, attach, enclose, sites
 from internsp.layers.recompute import checkpoint_block
+from internsp.layers.supported import require_supported, require_uncompiled_at_first
+from internsp.layers.views import Site, Use
 from internsp.mesh import ParallelMesh
+from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
-from internsp.wp.assign import Assignment, Owner, assign
+from internsp.wp.additions import Additions
+from internsp.wp.assign import Assignment, Owner, assign, block_of, require_experts_matched
 from internsp.wp.blocks import Structure, read
 from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Counters, Ledger
@@ -34,6 +38,7 @@ from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunic
 from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
 from internsp.wp.head import HeadWeightParallelCommunicator
 from internsp.wp.isp import ISPCommunicator
+from internsp.wp.meeting import FrozenSet, Meeting, guard_reads
 from internsp.wp.pending import PendingGradients
 from internsp.wp.plan import DTYPES, chunk_plan
 from internsp.wp.pool import MemoryPool, Unit
@@ -80,14 +85,10 @@ def parallelize(
         StructureError: when no block or anchor is found, or a weight is shared between blocks.
     """
     config = config or WeightParallelConfig()
-    structure = read(model, config.trigger, config.blocks, config.anchors)
-    if config.compile and any(block.anchor is not None for block in structure.blocks):
-        raise ConfigError(
-            f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
-            "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
-            "'qkv' (the block's entry) and no anchors"
-        )
-    recomputed = recomputed_blocks(activation_checkpoint, len(structure.blocks))
+    structure, recomputed = agree(
+        model, mesh, config, activation_checkpoint, split,
+        lambda: _examined(model, mesh, config, activation_checkpoint),
+    )  # fmt: skip
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed, collectives, split)
     communicator = builder.build(trace)
@@ -99,6 +100,8 @@ def parallelize(
             compile_block(block.module)
         elif communicator.blocks[index].at_entry:
             take_at_entry(block.module)
+        else:
+            enclose(block.module, builder.scopes[index])
         if index in recomputed and activation_checkpoint is not None:
             selective = activation_checkpoint.mode == "selective"
             checkpoint_block(
@@ -107,8 +110,31 @@ def parallelize(
                 checkpoint_context_fn if selective else None,
                 partial(trace.record, "BACKWARD", communicator.blocks[index].name),
             )
+    enclose(model, builder.scopes[-1])
+    require_uncompiled_at_first(model)
     _watch(model, communicator)
     return communicator
+
+
+def _examined(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig | None,
+) -> tuple[Structure, set[int]]:
+    """The model's parts, and which blocks recompute; refuses what is not supported."""
+    require_supported(model)
+    structure = read(model, config.trigger, config.blocks, config.anchors)
+    if config.compile and any(block.anchor is not None for block in structure.blocks):
+        raise ConfigError(
+            f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
+            "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
+            "'qkv' (the block's entry) and no anchors"
+        )
+    require_experts_matched((name for name, _ in model.named_parameters()), config)
+    require_cut_attention(model, mesh, config)
+    take_head_output(model, mesh, config)
+    return structure, recomputed_blocks(checkpoint, len(structure.blocks))
 
 
 def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) -> set[int]:
@@ -148,6 +174,8 @@ class _Builder:
         self.sharded: list[ShardedWeight] = []
         self.small = SmallParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
+        self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
+        self.scopes[-1] = Scope(Use)
 
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape
@@ -179,8 +207,11 @@ class _Builder:
                 site = self.small.site(what)
             else:
                 site = WeightSite(by_unit.get(unit.name, communicator), unit, what)
-            adopt(owner.module_name, owner.module)
-            attach(owner.module, owner.name, site)
+            scopes = (self.model, *(block.module for block in self.structure.blocks))
+            if not sites(owner.module):
+                adopt(owner.module_name, owner.module, any(owner.module is m for m in scopes))
+            block = block_of(owner.module_name, self.structure)
+            attach(owner.module, owner.module_name, owner.name, site, self.scopes[block])
             member = self.small.members[what] if isinstance(what, int) else what
             communicator.places[owner.module, owner.name] = member
         hooked = [
@@ -191,7 +222,7 @@ class _Builder:
             communicator,
             self.model,
             hooked,
-            self._equal_counts() if communicator.mean else None,
+            self._entered(communicator),
             self.dtype,
         )
         return communicator
@@ -290,26 +321,23 @@ class _Builder:
                 )
         return by_unit
 
-    def _equal_counts(self) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-        """For a user's own mean loss: equal shapes on all ranks, checked once (DESIGN 6)."""
-        checked: list[bool] = []
+    def _entered(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
+        """What is looked at whenever the model is entered: what may have changed since."""
+        mesh, name = self.mesh, communicator.recovery.name
+        guard_reads(self.sharded, name, mesh.timeout_seconds)
+        ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
+        meeting = Meeting(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds)
+        frozen = FrozenSet(self.small.everyone(), meeting, mesh.rank)
+        additions = Additions(self.model, communicator.places)
+        counts = equal_counts(mesh) if communicator.mean else None
 
-        def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if checked:
-                return
-            checked.append(True)
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            mine = tensors[0].numel() if tensors else 0
-            counts: list[int | None] = [None] * self.mesh.shape.stage_size
-            dist.all_gather_object(counts, mine, group=self.mesh.stage_group)
-            if len(set(counts)) > 1:
-                raise LayoutError(
-                    f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
-                    f"got {counts} (this is rank {self.mesh.rank}); divide a sum by the number of "
-                    "valid tokens over all ranks instead (reduction = 'sum')"
-                )
+        def entered(args: Any, kwargs: Any) -> None:
+            additions.look()
+            frozen.look()
+            if counts is not None:
+                counts(args, kwargs)
 
-        return check
+        return entered
 
 
 def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
@@ -348,7 +376,7 @@ def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
     """
     for name in sites(module):
         member = communicator.places[module, name]
-        given = module._parameters[name]
+        given = module._parameters.get(name)
         if given is not None and given is not member.parameter:
             member.take(given)
             module._parameters[name] = member.parameter

@@ -8,15 +8,18 @@ weight. Gradients are born together, at the end of the block's backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from internsp.layers.access import SITES, before_backward_of, replaced, sites, whole_block
+from internsp.layers.parameters import sites, unwritten
+from internsp.layers.views import views
 from internsp.wp.at_entry import BlockUses
+from internsp.wp.outputs import apart, before_backward_of, given
+from internsp.wp.transforms import no_second_derivatives
 
 
 def take_at_entry(
@@ -24,41 +27,71 @@ def take_at_entry(
 ) -> None:
     """Replace ``block.forward`` by one that takes the weights first.
 
+    In between, ``_parameters`` of each module is a plain dictionary of plain tensors.
+
     Args:
         prepare: what is done to the code in between, such as ``torch.compile``.
     """
     inner = prepare(block.forward) if prepare is not None else block.forward
-    attached = [(m, sites(m)) for m in block.modules() if sites(m)]
-    owners = [(m, n) for m, own in attached for n in own]
-    uses = BlockUses([site for _, own in attached for site in own.values()])
+    held: list[Any] = [m._parameters for m in block.modules() if sites(m)]
+    modules = [m for m in block.modules() if sites(m)]
+    own = [site for weights in held for site in weights.sites.values()]
+    uses = BlockUses(own)
+    parameters = [site.parameter for site in own]
 
+    @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = [module._parameters[name] for module, name in owners]
-        for (module, name), parameter in zip(owners, kept, strict=True):
-            if type(parameter) is nn.Parameter:
-                raise replaced(module, name)
-        views = whole_block(uses, kept)
+        before = given((args, kwargs))
+        taken = views(uses, parameters)
+        plain = _plain(held, taken)
+        handed = [dict(inside) for inside in plain]
         try:
-            for (module, name), view in zip(owners, views, strict=True):
-                module._parameters[name] = view  # type: ignore[assignment]
-            for module, _ in attached:  # in between they are ordinary modules
-                del module.__dict__[SITES]
+            for module, inside in zip(modules, plain, strict=True):
+                module.__dict__["_parameters"] = inside
             output = inner(*args, **kwargs)
         finally:
-            for (module, name), parameter in zip(owners, kept, strict=True):
-                module._parameters[name] = parameter
-            for module, own in attached:
-                module.__dict__[SITES] = own
+            for module, weights in zip(modules, held, strict=True):
+                module.__dict__["_parameters"] = weights
+        _keep_what_was_put_in(held, plain, handed)
+        for site, tensor in zip(own, taken, strict=True):
+            unwritten(site, tensor)
+        output = apart(output, taken)
         uses.release()
         if uses.cut:
             call = partial(_before_backward, uses, uses.tags())
-            before_backward_of(output, call, (args, kwargs))
+            before_backward_of(output, call, before)
         return output
 
     block.forward = forward  # type: ignore[method-assign]
 
 
+def _plain(held: list[Any], taken: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """What each module's ``_parameters`` holds meanwhile: views, and what a user has put in."""
+    plain: list[dict[str, Any]] = []
+    views = iter(taken)
+    for weights in held:
+        if weights.scope.recomputed:
+            weights.before_recomputed()
+        inside = dict(weights)
+        for name, site in weights.sites.items():
+            view = next(views)
+            inside[name] = view if inside[name] is site.parameter else weights.other(name)
+        plain.append(inside)
+    return plain
+
+
+def _keep_what_was_put_in(
+    held: list[Any], plain: list[dict[str, Any]], handed: list[dict[str, Any]]
+) -> None:
+    """A parameter that the forward itself has set stays, and is met at the next use."""
+    for weights, inside, before in zip(held, plain, handed, strict=True):
+        for name, value in inside.items():
+            if value is not before.get(name):
+                weights[name] = value
+
+
 def _before_backward(uses: BlockUses, tags: list[Any], gradients: Any) -> None:
+    no_second_derivatives()
     uses.before_backward(tags)
 
 

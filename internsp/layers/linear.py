@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp.layers.access import guard, guard_sites, sites, whole
+from internsp.layers.access import guard, guard_sites, whole
+from internsp.layers.parameters import sites
 
 
 class ParallelLinearWithCommExt(nn.Linear):

@@ -37,6 +37,18 @@ def checkpoint_block(
     inner = block.forward if recomputed is None else _telling(block.forward, recomputed)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        versions = _versions((args, kwargs))
+        output = run(*args, **kwargs)
+        for tensor, version in versions:
+            if tensor._version != version:
+                raise StructureError(
+                    f"a {type(block).__name__} writes into one of its inputs, from which its "
+                    "activations cannot be recomputed: write into a copy of it, or leave the block "
+                    "out of activation_checkpoint"
+                )
+        return output
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         if reentrant and _positional(args, kwargs):
             output = checkpoint(partial(inner, **kwargs), *args, use_reentrant=True)
             parts = output if isinstance(output, tuple) else (output,)
@@ -52,6 +64,12 @@ def checkpoint_block(
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _versions(inputs: Any) -> list[tuple[Tensor, int]]:
+    if not torch.is_grad_enabled():
+        return []
+    return [(given, given._version) for given in tensors(inputs) if not given.is_inference()]
 
 
 def _telling(inner: Callable[..., Any], recomputed: Callable[[], object]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from internsp.errors import GradientError
+from internsp.wp.parameter import ShardParameter
 from internsp.wp.unfinished import Member, UnfinishedGradient
 
 _GRAD: Any = torch.Tensor.grad  # the descriptor beneath the guard
@@ -56,7 +57,7 @@ def guard_parameter(member: Member, owner: GradientOwner, rank: int) -> None:
     parameter._member, parameter._owner, parameter._rank = member, owner, rank
 
 
-class GuardedParameter(DTensor):
+class GuardedParameter(ShardParameter):
     """A model's parameter whose gradient belongs to a :class:`ZeroOptimizer`."""
 
     _member: Member

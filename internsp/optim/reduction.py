@@ -17,6 +17,7 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
+from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
 from internsp.wp.collectives import Handle, all_reduce, exchange_pieces
 from internsp.wp.isp import ISPCommunicator
@@ -40,6 +41,9 @@ class Reducer:
 
     Args:
         reduce_dtype: what slices travel in; ``None``: what they were summed in.
+
+    Attributes:
+        broken: whether this rank's own sums of replicated parameters were not finite, as a tensor.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Reducer:
         self._mesh: ParallelMesh = communicator.mesh
         self._buckets = buckets
         self._dtype = reduce_dtype
+        self.broken = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
 
     def run(self) -> set[Member]:
         """Add everything born on any rank to the slices. Collective, always all of it; blocks.
@@ -70,6 +75,8 @@ class Reducer:
         for bucket in self._buckets:
             for member in bucket.offsets:
                 self._take_direct(member)
+        # Before it is summed with the other ranks': here such values show where they arose.
+        self.broken |= not_finite([small.gradient()[: small.numel]], self._mesh.device)
         small.flag(self._state.touched)
         flat = self._launched(small.reduce(self._mesh.stage_group, self._state.counters), "small")
         in_flight: deque[_Exchange] = deque()

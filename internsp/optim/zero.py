@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from internsp.optim import checkpoint
 from internsp.optim.bucket import Bucket, Publication, make_buckets
 from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
+from internsp.optim.finite import NotFinite, broken_gradients
 from internsp.optim.groups import ParamGroups, assign, members
 from internsp.optim.guarded import guard_parameter
 from internsp.optim.norm import clip_factor, squared_norm
@@ -20,6 +22,8 @@ from internsp.optim.scaler import LossScaler
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.unfinished import Member
+
+_LOG = logging.getLogger("internsp.optim")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -40,13 +44,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lr: learning rate (``None``: the class's own default).
         max_grad_norm: gradients are clipped to this global norm; ``None``: not clipped.
         param_groups: as for torch; ``None`` puts every trainable parameter into one group.
-        loss_scaler: for fp16. Steps whose gradients are not finite on some rank are skipped on
-            all of them, with or without clipping.
+        loss_scaler: for fp16. A step that is skipped lowers its scale.
+        skip_not_finite: a step whose gradients are not finite on some rank is skipped on all of
+            them, with or without clipping: parameters and state stay as they are, the gradients
+            are dropped, and rank 0 logs which parameters and ranks it were. The verdict comes
+            with the norm, without a message of its own. Always so with a ``loss_scaler``.
         reduce_dtype: what shard-sized sums travel in between replicas, once a step; ``None``: the
             fp32 or wider that they were summed in, so that a gradient is rounded only once.
 
     Attributes:
-        skipped: whether the last step was skipped because of an overflow.
+        grad_norm: what the last step returned, NaN before the first.
+        skipped: whether the last step was skipped because gradients were not finite.
+        not_finite: where they were not, of the last step; ``None`` if it was not skipped, or if it
+            lowered the loss scale, as is usual with fp16.
+        skipped_steps: how many steps were skipped so far, for whatever cause.
+        skipped_in_a_row: how many of the last ones had ``not_finite``: a loop may want to stop.
         loss_scaler: as given.
         undrained: whether there are gradients that no step has taken.
 
@@ -65,6 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         param_groups: ParamGroups | None = None,
         loss_scaler: LossScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
+        skip_not_finite: bool = True,
         **defaults: Any,
     ) -> None:
         if not communicator.collects_itself:
@@ -82,7 +95,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._class = optimizer_class
         self.max_grad_norm = max_grad_norm
         self.loss_scaler = loss_scaler
+        self.skip_not_finite = skip_not_finite or loss_scaler is not None
+        self.grad_norm = math.nan
         self.skipped = False
+        self.not_finite: NotFinite | None = None
+        self.skipped_steps = self.skipped_in_a_row = 0
         self.undrained = communicator.unfinished.take()
         self._used: set[Member] = set()
         with torch.no_grad():
@@ -107,7 +124,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Drain, clip, update, publish. Collective; blocks, but not for the publication.
 
         Returns:
-            The global norm of the unscaled gradient before clipping; not finite after an overflow.
+            The global norm of the unscaled gradient before clipping; not finite where some rank's
+            gradient was not, and then the step was skipped (``skipped``, ``not_finite``).
         """
         if closure is not None:
             with torch.enable_grad():
@@ -282,32 +300,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.gradient = None
         self._used = set()
+        self._reducer.broken.zero_()
         self.undrained = False
+
+    def _stepped(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
+        """Take note of what a step has done."""
+        self.grad_norm, self.skipped, self.not_finite = norm, skipped, why
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = 0 if why is None else self.skipped_in_a_row + 1
 
 
 @torch.no_grad()
-def step_together(optimizers: Sequence[ZeroOptimizer]) -> float:
+def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> float:
     """One step of all of them with one norm: a pipeline rank has an optimizer for each chunk.
 
     Their settings and loss scaler are shared. Collective; see :meth:`ZeroOptimizer.step`.
+
+    Args:
+        log: whether rank 0 logs a step that is skipped.
     """
     first = optimizers[0]
     for optimizer in optimizers:
         optimizer.drain()
         optimizer._communicator.publish()  # nobody needed it since; the slices are about to change
         optimizer._communicator.settle_gathers()
+    mesh, scaler = first._communicator.mesh, first.loss_scaler
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
-    norm = math.sqrt(squared_norm(buckets, first._communicator.mesh).item()) * first._unit()
-    skipped = first.loss_scaler is not None and not math.isfinite(norm)
+    norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._unit()
+    skipped = first.skip_not_finite and not math.isfinite(norm)
+    why = None
+    if skipped and (scaler is None or scaler.scale <= scaler.min_scale):
+        broken = [optimizer._reducer.broken for optimizer in optimizers]
+        why = broken_gradients(buckets, torch.stack(broken).any(), mesh)
+        if log and mesh.rank == 0:
+            _LOG.warning("this step is skipped: gradients are %s", why)
     factor = first._unit() * clip_factor(norm, first.max_grad_norm)
     for optimizer in optimizers:
         # torch's learning-rate schedules warn where they have seen no call of `step`.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        optimizer.skipped = skipped
+        optimizer._stepped(norm, skipped, why)
         if not skipped:
             optimizer._update(factor)
-    if first.loss_scaler is not None:
-        first.loss_scaler.update(skipped)
+    if scaler is not None:
+        scaler.update(skipped)
     for optimizer in optimizers:
         optimizer._release()
     return norm

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 
-from internsp.layers.access import uses_of
+from internsp.layers.views import uses_of
 
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 

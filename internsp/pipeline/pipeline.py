@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,8 @@ from internsp.pipeline.plan import check, passes, simulate_passes
 from internsp.pipeline.schedules import ScheduleKind, actions, computations, kind_of
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
-from internsp.wp.assign import require_experts
+from internsp.wp.assign import require_experts, require_experts_matched, within
+from internsp.wp.blocks import anchor_matches, require_anchors_matched
 from internsp.wp.plan import DTYPES
 from internsp.wp.schedule import Schedule
 
@@ -119,9 +121,12 @@ class Pipeline:
             raise ConfigError(mistake)
         count = mesh.pipeline * chunks
         blocks = split(model, count)
+        whole = config or WeightParallelConfig()
+        require_anchors_matched(list(model.layers), whole.anchors)
+        names = [name for name, _ in model.layers.named_parameters("layers")]
+        require_experts_matched(names, whole)
         if mesh.shape.separate:
-            names = (name for name, _ in model.layers.named_parameters("layers"))
-            require_experts(names, config or WeightParallelConfig())
+            require_experts(names, whole)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         everyone = list(hooks)
@@ -172,7 +177,7 @@ class Pipeline:
             OrderError: called from inside a step, by a hook or the criterion.
         """
         losses: list[Tensor] = []
-        with self._running(batches, self.places):
+        with self._running(batches, self.places), self._unchanged():
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
@@ -180,9 +185,18 @@ class Pipeline:
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward only; otherwise as :meth:`step`."""
         losses: list[Tensor] = []
-        with self._running(batches, [p for p in self.places if not p.part]):
+        places = [p for p in self.places if not p.part]
+        with self._running(batches, places), self._unchanged():
             self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
         return losses
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Weights in slots are used again from pass to pass (WP-11)."""
+        with ExitStack() as stack:
+            for communicator in self.communicators:
+                stack.enter_context(communicator.unchanged())
+            yield
 
     def _targets(self) -> Tensor:
         """What torch hands to the criterion for each micro-batch: its number."""
@@ -294,7 +308,14 @@ def local_config(
     checkpoint: ActivationCheckpointConfig | None,
 ) -> tuple[WeightParallelConfig, ActivationCheckpointConfig | None]:
     """Settings that name or number the model's blocks, for one chunk's own."""
-    config = (config or WeightParallelConfig()).model_copy(update={"blocks": chunk.block_names()})
+    config = config or WeightParallelConfig()
+    own = [name for name, _ in chunk.named_parameters()]
+    update: dict[str, Any] = {  # of the model's patterns those that match something here
+        "blocks": chunk.block_names(),
+        "anchors": tuple(a for a in config.anchors if anchor_matches(a, chunk.layers.values())),
+        "experts": tuple(e for e in config.experts if any(within(name, e) for name in own)),
+    }
+    config = config.model_copy(update=update)
     if checkpoint is not None:
         chosen = sorted(recomputed_blocks(checkpoint, chunk.total))
         local = tuple(i - chunk.blocks.start for i in chosen if i in chunk.blocks)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from internsp.config import DataConfig
+from internsp.config import Config, DataConfig
 from internsp.errors import ConfigError
 from internsp.train.text import Tokenizer, load_tokenizer, read_documents, smallest_dtype
 
@@ -104,10 +104,13 @@ class DataSource:
             MissingDependencyError: an optional package is needed; gives the install line.
         """
         tokenizer = load_tokenizer(config.tokenizer)
-        documents = list(tokenizer.encode_documents(read_documents(config)))
+        read = list(tokenizer.encode_documents(read_documents(config)))
+        # A tokenizer may find no token in a text: such a document has nothing to learn.
+        documents = [document for document in read if len(document)]
         if not documents:
             where = "the standard library" if config.source == "stdlib" else list(config.paths)
-            raise ConfigError(f"data: there is no text in {where}")
+            why = f": data.tokenizer finds no token in {len(read)} documents" if read else ""
+            raise ConfigError(f"data: there is no text in {where}{why}")
         train, held_out = split_documents(documents, config.held_out, tokenizer.end_of_document)
         order = np.random.default_rng([seed, 0]).permutation(len(train))
         source = cls(
@@ -225,6 +228,14 @@ def _split_tails(
 
 def _digest(document: Tokens) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(document).data, digest_size=16).digest()
+
+
+def vocabulary_mistake(config: Config, tokenizer: Tokenizer | DataSource) -> ConfigError:
+    """The error of a model that has fewer ids than the tokenizer."""
+    return ConfigError(
+        f"model.vocab_size: {config.model.vocab_size} is less than the {tokenizer.vocab_size} ids "
+        f"of data.tokenizer = {config.data.tokenizer!r}"
+    )
 
 
 def rows_of(

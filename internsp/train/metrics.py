@@ -13,8 +13,10 @@ from typing import Any
 
 from internsp.errors import InternspError
 
-_INTEGERS = ("step", "tokens", "gathered_bytes", "reduced_bytes", "peak_memory_bytes")
-_OPTIONAL = ("eval_loss", "comm_seconds", "stage_wait_seconds")
+_INTEGERS = (
+    "step", "tokens", "gathered_bytes", "reduced_bytes", "peak_memory_bytes", "skipped_steps",
+)  # fmt: skip
+_OPTIONAL = ("eval_loss", "comm_seconds", "stage_wait_seconds", "skipped_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class StepMetrics:
         comm_seconds: time in which communication was in flight, hidden or not, where it was
             measured (see :func:`internsp.train.timeline.step_times`).
         stage_wait_seconds: time in which this rank of a pipeline had no pass to run.
+        skipped_steps: how many steps of the run, up to this one, have changed nothing, because
+            gradients were not finite. A step that was skipped has a ``grad_norm`` that is not.
     """
 
     step: int
@@ -54,6 +58,7 @@ class StepMetrics:
     eval_loss: float | None = None
     comm_seconds: float | None = None
     stage_wait_seconds: float | None = None
+    skipped_steps: int | None = None
 
     @property
     def exposed_step_share(self) -> float:
@@ -113,10 +118,14 @@ class MetricsWriter:
         resume_step: number of the first step that will be written. Rows of that step and of
             later ones (of the run that was interrupted), and a torn last line, are removed
             first. None starts the file anew.
+        run: id of the run, written into every row where given.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, resume_step: int | None = None, run: str | None = None
+    ) -> None:
         self.path = Path(path)
+        self._run = {} if run is None else {"run": run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self.path.exists():
             _keep_rows_before(self.path, resume_step)
@@ -126,7 +135,8 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one row and hand it to the operating system before returning."""
-        self._file.write(json.dumps(metrics.to_row(), allow_nan=False) + "\n")
+        row = metrics.to_row() | self._run
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -32,10 +32,11 @@ class Whole:
         total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
         communicator = self.session.communicators[0]
         whole = communicator.state.policy.accumulate_whole
-        for number, layout in enumerate(layouts):
-            last = number == len(layouts) - 1
-            with communicator.no_sync() if whole and not last else nullcontext():
-                total += self._one(number, layout, divisor)
+        with communicator.unchanged():
+            for number, layout in enumerate(layouts):
+                last = number == len(layouts) - 1
+                with communicator.no_sync() if whole and not last else nullcontext():
+                    total += self._one(number, layout, divisor)
         for hook in self.session.hooks:
             hook.after_last_micro_batch(Place(0, 0, -1))
         return float(total)
@@ -43,9 +44,10 @@ class Whole:
     def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
         """Forward only; returns this rank's sum of token losses."""
         total = 0.0
-        for number, layout in enumerate(layouts):
-            output, _ = self._forward(Place(0, 0, number), layout, 1.0)
-            total += float(output)
+        with self.session.communicators[0].unchanged():
+            for number, layout in enumerate(layouts):
+                output, _ = self._forward(Place(0, 0, number), layout, 1.0)
+                total += float(output)
         for hook in self.session.hooks:
             hook.after_last_micro_batch(Place(0, 0, -1))
         return total

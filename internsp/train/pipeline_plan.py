@@ -6,6 +6,7 @@ The order is read from torch's schedule objects and played before anything runs
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,11 +24,15 @@ from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
 from internsp.sp.heads import balanced
 from internsp.train.factory import build_model
+from internsp.train.plan_classes import FEW_PASSES, classes, ranks_label
+from internsp.train.repeats import Item, folded_lines, ranges
 from internsp.train.resident_plan import Residents, human
 from internsp.wp.assign import Assignment, assign, require_experts
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan
 from internsp.wp.schedule import ChunkPlan, Schedule
+
+_LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times
 
 
 @dataclass(frozen=True)
@@ -163,16 +168,34 @@ def tables(config: Config, plan: PipelinePlan) -> list[Table]:
     columns = ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions", "messages")
     for column in columns:
         own.add_column(column, justify="right")
-    for rank, each in enumerate(plan.ranks):
+    same = classes([(_sizes(each), each.messages) for each in plan.ranks])
+    for ranks in same.values():
+        each = plan.ranks[ranks[0]]
+        alike = [plan.ranks[rank].chunks for rank in ranks]
         own.add_row(
-            str(rank),
-            "\n".join(str(chunk.stage) for chunk in each.chunks),
-            "\n".join(f"{c.blocks.start}-{c.blocks.stop - 1}" for c in each.chunks),
+            ranges(ranks),
+            "\n".join(ranges([c[i].stage for c in alike]) for i in range(len(each.chunks))),
+            "\n".join(_blocks([c[i].blocks for c in alike]) for i in range(len(each.chunks))),
             "\n".join(str(chunk.plan.policy.slots) for chunk in each.chunks),
             *(f"{each.schedule.count(k)}\n{human(each.schedule.nbytes(k))}" for k in ("AG", "RS")),
             f"{each.messages}\n{human(each.messages * plan.message_bytes)}",
         )
+    if config.model.layers * plan.micro_batches > _LONGEST_COMPARED:
+        return [own]
     return [own, _comparison(config, plan)]
+
+
+def _sizes(rank: RankPlan) -> tuple[object, ...]:
+    """What the table says of a rank, beside which stages and blocks are its own."""
+    counts = [(rank.schedule.count(kind), rank.schedule.nbytes(kind)) for kind in ("AG", "RS")]
+    chunks = [(len(chunk.blocks), chunk.plan.policy.slots) for chunk in rank.chunks]
+    return (*counts, *chunks)
+
+
+def _blocks(blocks: list[range]) -> str:
+    """``4-7``; of several ranks ``4-15, 4 each`` (in a V the stages may count down)."""
+    first, last = min(b.start for b in blocks), max(b.stop for b in blocks) - 1
+    return f"{first}-{last}" + (f", {len(blocks[0])} each" if len(blocks) > 1 else "")
 
 
 def _comparison(config: Config, plan: PipelinePlan) -> Table:
@@ -199,13 +222,34 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
 
 
 def print_schedules(plan: PipelinePlan, console: Console) -> None:
-    """Every rank's actions, pass by pass."""
-    for rank, each in enumerate(plan.ranks):
-        count = len(each.schedule.actions)
-        console.print(f"[bold]Schedule of one step, pipeline rank {rank}[/bold] ({count} actions)")
-        for place, (gathers, reductions) in zip(each.places, each.launched, strict=True):
-            what = f"backward ({place.part})" if place.part else "forward"
-            console.print(
-                f"  stage {place.stage} micro-batch {place.micro_batch} {what:<18} "
-                f"{gathers} gathers, {reductions} reductions"
-            )
+    """Every rank's actions, pass by pass; of long ones what repeats once, ranks alike together."""
+    short = sum(len(rank.places) for rank in plan.ranks) <= FEW_PASSES
+    bodies = [_pass_lines(rank, short) for rank in plan.ranks]
+    for ranks in classes([(tuple(lines), _sizes(plan.ranks[r])) for r, lines in enumerate(bodies)]
+                         ).values():  # fmt: skip
+        count = len(plan.ranks[ranks[0]].schedule.actions)
+        console.print(f"[bold]Schedule of one step, {ranks_label(ranks)}[/bold] ({count} actions)")
+        alike = [plan.ranks[rank].chunks for rank in ranks]
+        stages = [ranges([chunks[i].stage for chunks in alike]) for i in range(len(alike[0]))]
+        for line in bodies[ranks[0]]:
+            told = line
+            for number, stage in enumerate(stages):
+                told = told.replace(f"<{number}>", stage)
+            console.print(f"  {told}", markup=False)
+
+
+def _pass_lines(rank: RankPlan, short: bool) -> list[str]:
+    """One pass a line, with ``<chunk>`` in place of its stage."""
+    items: list[Item] = []
+    text: dict[Hashable, str] = {}
+    for place, (gathers, reductions) in zip(rank.places, rank.launched, strict=True):
+        what = f"backward ({place.part})" if place.part else "forward"
+        key = (place.chunk, what, gathers, reductions)
+        text[key] = (
+            f"stage <{place.chunk}> micro-batch {{}} {what:<18} "
+            f"{gathers} gathers, {reductions} reductions"
+        )
+        items.append(Item(key, place.micro_batch))
+    if short:
+        return [text[item.key].format(item.number) for item in items]
+    return folded_lines(items, text)

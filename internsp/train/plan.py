@@ -22,12 +22,15 @@ from internsp.train.pipeline_plan import (
     print_schedules,
     tables,
 )
+from internsp.train.plan_classes import memory_by_rank, print_mesh, schedule_lines
 from internsp.train.resident_plan import Residents, human
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
 from internsp.wp.plan import DTYPES, chunk_plan, coded_bytes
 from internsp.wp.schedule import ChunkPlan, Schedule
 from internsp.wp.simulate import simulate
+
+_LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
 
 _KINDS = {
     "AG": "weight gather",
@@ -154,26 +157,37 @@ def print_plan(
         picture: file for a picture of a pipeline's schedule (SVG).
 
     Raises:
-        ConfigError: see :func:`make_plan`; or a picture is asked for without a pipeline, or where
-            it cannot be written.
+        ConfigError: see :func:`make_plan`; or a step is too long to be simulated, or a picture is
+            asked for without a pipeline, or where it cannot be written.
     """
     console = console or Console(soft_wrap=True, highlight=False)
+    _check_length(config)
     if config.parallel.pipeline > 1:
         _print_pipeline(make_pipeline_plan(config, world_size), config, console, picture)
         return
     if picture is not None:
         raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
     plan = make_plan(config, world_size)
-    _print_mesh(plan.shape, console)
+    print_mesh(plan.shape, console)
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
     if plan.residents.blocks:
         console.print(plan.residents.line())
     count = len(plan.schedule.actions)
     console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
-    for action in plan.schedule.actions:
-        amount = f"  {human(action.nbytes)}" if action.nbytes else ""
-        console.print(f"  {action.kind:<5} {action.phase:<9} {action.weight}{amount}")
+    for line in schedule_lines(plan.schedule):
+        console.print(f"  {line}", markup=False)
+
+
+def _check_length(config: Config) -> None:
+    """Each block is simulated for each micro-batch, some milliseconds each."""
+    layers, number = config.model.layers, config.train.micro_batches
+    if layers * number > _LONGEST_STEP:
+        raise ConfigError(
+            f"train.micro_batches: {number} micro-batches x {layers} blocks are too many to plan "
+            f"one by one (at most {_LONGEST_STEP}); plan fewer micro-batches, since one is as the "
+            "other after the first few"
+        )
 
 
 def _print_pipeline(
@@ -184,7 +198,7 @@ def _print_pipeline(
             picture.write_text(plan.picture(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--picture {picture}: {error.strerror}") from error
-    _print_mesh(plan.shape, console)
+    print_mesh(plan.shape, console)
     for table in tables(config, plan):
         console.print(table)
     rows: dict[str, list[int]] = {}
@@ -196,14 +210,7 @@ def _print_pipeline(
                 mine[name] = mine.get(name, 0) + nbytes
         for name, nbytes in mine.items():
             rows.setdefault(name, []).append(nbytes)
-    table = Table(title="Memory of a rank, without activations", title_justify="left")
-    table.add_column("component")
-    for number in range(len(plan.ranks)):
-        table.add_column(f"pipeline rank {number}", justify="right")
-    for name, values in rows.items():
-        table.add_row(name, *(human(value) for value in values))
-    table.add_row("sum", *(human(sum(values)) for values in zip(*rows.values(), strict=True)))
-    console.print(table)
+    console.print(memory_by_rank(rows))
     for number, rank in enumerate(plan.ranks):
         if any(chunk.plan.policy.resident for chunk in rank.chunks):
             told = rank.residents(config.weight_parallel.overlap).line()
@@ -212,37 +219,6 @@ def _print_pipeline(
     console.print("Played with the messages between ranks: nobody waits for ever.")
     if picture is not None:
         console.print(f"Picture: {picture}")
-
-
-def _print_mesh(shape: MeshShape, console: Console) -> None:
-    """Every rank's places; those around experts apart, where they have an axis of their own."""
-    rows, own = [], []
-    for rank in range(shape.world_size):
-        inside = rank % shape.stage_size
-        replica, _, weight = shape.dense.place(inside)
-        data, sequence = divmod(inside, shape.sequence)
-        zero = replica % shape.zero_size
-        rows.append((rank, rank // shape.stage_size, data, sequence, replica, zero, weight))
-        replica, expert, weight = shape.experts.place(inside)
-        own.append((rank, replica, replica % shape.experts.zero, expert, weight))
-    columns = ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight")
-    console.print(_ranks_table(f"Mesh of {shape.world_size} ranks", columns, rows))
-    if shape.separate:
-        around = ("rank", "replica", "zero", "expert", "expert weight")
-        console.print(_ranks_table("Experts on the same ranks", around, own))
-
-
-def _ranks_table(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[int, ...]], shown: int = 64
-) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for values in rows[:shown]:
-        table.add_row(*(str(value) for value in values))
-    if shown < len(rows):
-        table.add_row("...")
-    return table
 
 
 def _schedule_table(plan: Plan) -> Table:

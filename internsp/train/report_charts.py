@@ -196,7 +196,7 @@ def _axes(scale: _Scale) -> list[str]:
         f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>'
     )
     parts.append(
-        f'<text class="tick" x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" text-anchor="end">step</text>'
+        f'<text class="unit" x="{WIDTH - _RIGHT}" y="{HEIGHT - 3}" text-anchor="end">step</text>'
     )
     return parts
 

@@ -87,5 +87,25 @@ pre { background:var(--code); border:1px solid var(--rule); border-radius:8px; m
 details summary { cursor:pointer; color:var(--soft); margin-top:10px; }
 summary h2 { display:inline; color:var(--ink); } section > details > summary { margin-top:0; }
 details[open] > summary { margin-bottom:10px; }
+@media (max-width:640px) {
+  main { padding:16px 10px 40px; } h1 { font-size:22px; }
+  section { padding:13px 12px; border-radius:8px; }
+  .cards { gap:8px; } .card { padding:9px 11px; }
+  ul:not([class]) { padding-left:20px; margin:0; } pre { padding:10px; }
+  /* A chart is drawn 560 wide: its labels keep a size that can be read, and take room beside it. */
+  svg.chart { overflow:visible; padding:0 0 10px 20px; } svg.chart text { font-size:20px; }
+  svg.chart text[text-anchor=middle] { transform:translateY(5px); }
+  svg.chart text.unit { transform:translateY(18px); }
+  table { font-size:13px; border-collapse:separate; border-spacing:0; }
+  th, td { padding:4px 7px; } th { font-size:12px; }
+  /* What is wider than the page moves below its first column, and says that it moves. */
+  .scroll:has(> svg.timeline)::before, .scroll:has(> table:not(.ranks, .mesh))::before {
+    content:"wider than the page: move it sideways ↔"; display:block; position:sticky; left:0;
+    color:var(--soft); font-size:12px; margin-bottom:4px; }
+  .scroll > table:not(.ranks) th:first-child, .scroll > table:not(.ranks) td:first-child {
+    position:sticky; left:0; background:var(--card); }
+  .bars { grid-template-columns:1fr max-content; gap:2px 10px; }
+  .bars > span:nth-child(3n+1) { grid-column:1 / -1; margin-top:5px; }
+}
 @media print { section, .card { break-inside:avoid; } body { background:none; } }
 """

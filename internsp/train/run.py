@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +10,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 from internsp.config import Config
+from internsp.errors import InternspError, NotFiniteError
 from internsp.pipeline import SchedulerHook
 from internsp.stop import StopRequest, name_of
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.advice import Setting, advise
-from internsp.train.causes import checkpoint_causes
+from internsp.train.checkpoint import Resumed
 from internsp.train.chrome import write_chrome_trace
 from internsp.train.display import Display, make_display
+from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
 from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.report import write_report
+from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
@@ -34,21 +38,26 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
     write ``checkpoints/``. A stop request (Ctrl-C, SIGTERM, SIGHUP) ends the loop after the current
-    step; the checkpoint and the report are written all the same.
+    step; the checkpoint and the report are written all the same. One run at a time holds
+    ``output``.
 
     Args:
         hooks: told of every forward, criterion and backward, with a pipeline or without.
+
+    Raises:
+        ConfigError: on every rank: ``output`` is another process's, or what there is to resume
+            from is damaged or of other settings.
     """
     ours = not dist.is_initialized()
     try:
         with StopRequest() as stop:
             session = Session.create(config, hooks)
-            done = 0
-            if config.checkpoint.resume is not None:
-                path = Path(config.checkpoint.resume)
-                with checkpoint_causes("loading a checkpoint", path):
-                    done = checkpoint.load(session, path)
-            _Run(session, output, done, stop).run()
+            with claimed(output, session.mesh.rank == 0) as folder:
+                resumed = None
+                if config.checkpoint.resume is not None:
+                    resumed = checkpoint.load(session, Path(config.checkpoint.resume))
+                folder.begin(resumed)
+                _Run(session, folder, resumed, stop).run()
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
@@ -57,45 +66,52 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
 class _Run:
     """The loop and what it leaves behind."""
 
-    def __init__(self, session: Session, output: Path, done: int, stop: StopRequest) -> None:
+    def __init__(
+        self, session: Session, folder: RunFolder, resumed: Resumed | None, stop: StopRequest
+    ) -> None:
         self.session = session
         self.config = session.config
-        self.output = output
-        self.done = self.step = done
+        self.output = folder.path
+        self.id = folder.run
+        self.notes = [*folder.notes, *(resumed.notes if resumed else [])]
+        self.done = self.step = resumed.step if resumed else 0
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
         self.events: list[Event] = []
         self.interrupted = False
         self.why = ""
+        self.skipped_before = 0  # steps of the run that this one goes on
+        self.failure: Exception | None = None  # of all ranks together, or after the last step
 
     def run(self) -> None:
         """Train, then save, evaluate, sample and report.
 
-        What must not be lost comes first. An evaluation or a sample that fails costs neither the
-        checkpoint nor the report: the error is raised when both are written.
+        What must not be lost comes first. Saving, an evaluation or a sample that fails does not
+        cost the report: the error is raised when that is written.
         """
         display, writer = self._open()
         try:
             last = self._loop(display, writer)
             timelines = self._timelines()
-            path, text, failure = None, "", None
+            path, text = None, ""
             try:
-                if self.config.checkpoint.save:
-                    path = self._save(self.step)
-                if last is not None:
-                    last = self._evaluated(last, True, display)
-                text = sample(self.session)
+                if self.config.checkpoint.save and self.step > self.done:
+                    path = self._save(self.step, display, last=True)
+                if self.failure is None:
+                    if last is not None:
+                        last = self._evaluated(last, True, display)
+                    text = sample(self.session)
             except Exception as error:  # noqa: BLE001 - raised below
-                failure = error
+                self.failure = self.failure or error
             if last is not None:
                 self._record(last, display, writer)
             if self.main:
-                self._report(text, timelines, failure)
+                self._report(text, timelines)
+            if self.failure is not None:
+                raise self.failure
             if display is not None:
                 display.finish(text, self._files(path), self.interrupted)
-            if failure is not None:
-                raise failure
         finally:
             if display is not None:
                 display.close()
@@ -105,12 +121,14 @@ class _Run:
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
         if not self.main:
             return None, None
-        moved = None if self.done else set_aside(self.output)
-        self.output.mkdir(parents=True, exist_ok=True)
         (self.output / "config.toml").write_text(self.config.to_toml())
         writer = MetricsWriter(
-            self.output / "metrics.jsonl", resume_step=self.done + 1 if self.done else None
+            self.output / "metrics.jsonl",
+            resume_step=self.done + 1 if self.done else None,
+            run=self.id,
         )
+        if self.done and (rows := read_metrics(writer.path)):
+            self.skipped_before = rows[-1].skipped_steps or 0
         train = self.config.train
         display = make_display(
             train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
@@ -118,19 +136,19 @@ class _Run:
         display.start()
         parameters = self.session.parameters
         display.note(f"{parameters / 1e6:.2f}M parameters, {self.session.mesh.describe()}")
-        if moved is not None:
-            display.note(f"the run that was in {self.output} is now in {moved}")
+        for note in self.notes:
+            display.note(note)
         return display, writer
 
     def _loop(self, display: Display | None, writer: MetricsWriter | None) -> StepMetrics | None:
         """All steps; the last one's metrics, neither evaluated nor written yet."""
         train, trace = self.config.train, self.session.trace
-        timeline = min(self.step + _TIMELINE_STEP, train.steps - 1)
-        first = self.step
+        timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
         while self.step < train.steps:
-            trace.enabled = self.step in (first, timeline)
+            trace.enabled = self.step in (self.done, timeline)
             trace.clear()
             metrics, self.interrupted = self.runner.step(self.step, self.stop)
+            metrics = self._counted(metrics)
             if self.step <= timeline:
                 trace.resolve()
                 self.events = list(trace.events)
@@ -139,14 +157,13 @@ class _Run:
             self.step += 1
             if self.interrupted:
                 self._learn_why(display)
-            if self.interrupted or self.step == train.steps:
+            self.failure = too_many_skipped(self.session, self.step)
+            if self.interrupted or self.failure is not None or self.step == train.steps:
                 return metrics
             self._record(self._evaluated(metrics, False, display), display, writer)
             every = self.config.checkpoint.every
             if every and self.step % every == 0:
-                path = self._save(self.step)
-                if display is not None:
-                    display.note(f"checkpoint {path}")
+                self._save(self.step, display)
         return None
 
     def _learn_why(self, display: Display | None) -> None:
@@ -158,11 +175,11 @@ class _Run:
             return  # by the program, not by a signal
         number = numbers[asked[0]]
         self.stop.ask(number)  # every rank ends with the same status
-        self.why = name_of(number)
+        self.why = f" by {name_of(number)}"
         if len(asked) < len(numbers):
             self.why += f" to rank{'s' * (len(asked) > 1)} {', '.join(map(str, asked))}"
         if display is not None:
-            display.note(f"stopped by {self.why} after step {self.step}")
+            display.note(f"stopped{self.why} after step {self.step}")
 
     def _record(
         self, metrics: StepMetrics, display: Display | None, writer: MetricsWriter | None
@@ -171,11 +188,25 @@ class _Run:
             writer.write(metrics)
         if display is not None:
             display.update(metrics)
+            if said := remark(self.session, metrics.step, metrics.loss):
+                display.note(said)
 
-    def _save(self, step: int) -> Path:
-        folder = self.output / "checkpoints"
-        with checkpoint_causes("saving a checkpoint", folder):
-            return checkpoint.save(self.session, folder, step)
+    def _save(self, step: int, display: Display | None, last: bool = False) -> Path | None:
+        """Collective. ``None``: weights are not finite, so nothing is written; it is said."""
+        path = None
+        try:
+            path = checkpoint.save(self.session, self.output / "checkpoints", step, self.id)
+            said = "" if last and self.failure is None else f"checkpoint {path}"
+        except NotFiniteError as error:  # of all ranks together
+            said = str(error)
+            if last:  # the run has nothing to show for itself
+                self.failure = self.failure or error
+        if display is not None and said:
+            display.note(said)
+        return path
+
+    def _counted(self, metrics: StepMetrics) -> StepMetrics:
+        return replace(metrics, skipped_steps=self.skipped_before + (metrics.skipped_steps or 0))
 
     def _evaluated(
         self, metrics: StepMetrics, last: bool, display: Display | None
@@ -188,7 +219,8 @@ class _Run:
         if loss is None:
             return metrics
         if display is not None:
-            display.note(f"step {metrics.step}: held-out loss {loss:.4f}")
+            finite = "" if math.isfinite(loss) else ", which is not finite"
+            display.note(f"step {metrics.step}: held-out loss {loss:.4f}{finite}")
         return replace(metrics, eval_loss=loss)
 
     def _files(self, path: Path | None) -> Mapping[str, Path]:
@@ -218,15 +250,9 @@ class _Run:
         dist.gather_object((place, self.events), gathered if self.main else None)
         return [g for g in gathered if g is not None]
 
-    def _report(self, text: str, everyone: list[_Timeline], failure: Exception | None) -> None:
+    def _report(self, text: str, everyone: list[_Timeline]) -> None:
         """Write the page, on rank 0 alone."""
-        notes = []
-        if self.interrupted:
-            by = f" by {self.why}" if self.why else ""
-            notes.append(f"The run was stopped before its last step{by}.")
-        if failure is not None:
-            lines = str(failure).strip().splitlines() or [""]
-            notes.append(f"After training, rank 0 met {type(failure).__name__}: {lines[-1]}")
+        notes = self._notes()
         timeline = {row["rank"]: events for row, events in everyone}
         shape = self.session.mesh.shape
         setting = Setting(
@@ -252,24 +278,19 @@ class _Run:
             advice=advise(timeline, setting),
         )
 
+    def _notes(self) -> list[str]:
+        stopped = f"The run was stopped before its last step{self.why}."
+        notes = [stopped] if self.interrupted else []
+        skipped = self.skipped_before + self.session.optimizer.skipped_steps
+        if skipped:
+            notes.append(f"Steps skipped because gradients were not finite: {skipped}.")
+        if self.failure is not None:
+            kind = "" if isinstance(self.failure, InternspError) else type(self.failure).__name__
+            notes.append(f"The run failed: {kind}{': ' * bool(kind)}{self.failure}")
+        return notes
+
     def _schedule(self) -> str:
         """The pipeline's schedule as a picture."""
         if self.session.pipeline is None:
             return ""
         return make_pipeline_plan(self.config, self.session.mesh.world_size).picture()
-
-
-
-def set_aside(output: Path) -> Path | None:
-    """Move an older run out of ``output``, so that a fresh one neither loses nor mixes with it.
-
-    Returns:
-        Where the older run is now, or ``None`` when there was none.
-    """
-    if not (output / "metrics.jsonl").exists():
-        return None
-    number = 1
-    while (target := output.with_name(f"{output.name}.{number}")).exists():
-        number += 1
-    output.rename(target)
-    return target

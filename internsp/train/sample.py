@@ -44,7 +44,9 @@ def sample(session: Session) -> str:
     model = build_model(session.config)
     model.load_state_dict(whole, assign=True)
     tokenizer = session.source.tokenizer
-    prompt = torch.tensor(tokenizer.encode(train.sample_prompt), dtype=torch.int64)
+    # A prompt without tokens starts as every document does: after the end of another one.
+    begin = tokenizer.encode(train.sample_prompt) or [tokenizer.end_of_document]
+    prompt = torch.tensor(begin, dtype=torch.int64)
     generator = torch.Generator().manual_seed(train.seed)
     ids = generate(
         model,

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from internsp.config import Config
-from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import initialise, parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
 from internsp.sp.heads import balanced
 from internsp.trace import Trace
-from internsp.train.data import DataSource
+from internsp.train.data import DataSource, vocabulary_mistake
 from internsp.train.factory import Model, build_model
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.streams import device_clock
@@ -57,7 +56,7 @@ class Session:
 
     def step(self) -> float:
         """Optimizer and learning rate go one step further; returns the gradient norm."""
-        norm = step_together(self.optimizers)
+        norm = step_together(self.optimizers, log=False)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
             schedule.step()
@@ -81,18 +80,10 @@ class Session:
             config.data, global_batch=config.train.global_batch, seed=config.train.seed
         )
         if source.vocab_size > config.model.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size: {config.model.vocab_size} is less than the "
-                f"{source.vocab_size} ids of data.tokenizer = {config.data.tokenizer!r}"
-            )
+            raise vocabulary_mistake(config, source)
         model = build_model(config)
         parameters = sum(p.numel() for p in model.parameters())
         trace = Trace(clock=device_clock(mesh.device))
-        if config.weight_parallel.head_output != "local":
-            model.loss_options = {
-                "output": config.weight_parallel.head_output,
-                "group": mesh.sequence_group,
-            }
         everyone = list(hooks)
         modules: list[Any] = [model]
         pipeline = _pipeline(config, mesh, model, everyone, trace)

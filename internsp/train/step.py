@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from internsp.errors import OrderError
+from internsp.errors import ConfigError, OrderError
 from internsp.sp import SequenceLayout
 from internsp.stop import StopRequest
 from internsp.train.data import Batch, rows_of
@@ -43,15 +43,21 @@ class StepRunner:
         layouts = [self._layout(b) for b in self._micro_batches(number)]
         valid = sum(layout.valid_tokens for layout in layouts)
         (tokens,) = self._sum(float(valid))
+        if not tokens:  # the same on every rank
+            raise ConfigError(
+                f"step {number + 1}: no token of the batch has a next one in its own document and "
+                "sequence, so there is nothing to learn: raise data.sequence_length or "
+                "train.global_batch, or set data.pack = false"
+            )
         lr = session.optimizer.param_groups[0]["lr"]
-        loss = self._passes.train(layouts, max(tokens, 1.0))
+        loss = self._passes.train(layouts, tokens)
         norm = session.step()
         total, asked = self._sum(loss, float(stop.requested), stages=True)
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
         metrics = StepMetrics(
             step=number + 1,
-            loss=total / max(tokens, 1.0),
+            loss=total / tokens,
             grad_norm=float(norm),
             lr=lr,
             tokens=int(tokens),
@@ -62,6 +68,7 @@ class StepRunner:
             reduced_bytes=sum(counter.reduced_bytes for counter in counters),
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
+            skipped_steps=session.optimizer.skipped_steps,
         )
         return metrics, asked > 0
 

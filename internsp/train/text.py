@@ -1,15 +1,15 @@
 """Where text comes from and how it becomes token ids: documents as bytes, tokenizers over them.
 
 Sources are the running Python's own standard library, text files or folders, and JSONL or parquet
-files (through ``datasets``). A tokenizer is bytes, or a ``tokenizers`` file.
+files (:mod:`internsp.train.rows`). A tokenizer is bytes, or a ``tokenizers`` file.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from internsp.config import DataConfig
-from internsp.errors import ConfigError, MissingDependencyError
+from internsp.errors import ConfigError
+from internsp.train.rows import SUFFIXES, required, row_texts
 
 STDLIB_BYTES = 32_000_000
 """At most so much of the standard library is read: a run starts at once on any Python."""
@@ -27,7 +28,6 @@ _NOT_LIBRARY = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
 _END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-_INSTALL_DATA = "pip install 'internsp[data]'"
 _ENCODE_AT_ONCE = 256  # documents handed to the tokenizer's own threads together
 
 
@@ -79,13 +79,12 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str) -> None:
-        tokenizers = _required("tokenizers", f"data.tokenizer = {path!r}")
-        if not Path(path).is_file():
+        tokenizers = required("tokenizers", f"data.tokenizer = {path!r}")
+        if not os.path.isfile(path):
             raise ConfigError(f"data.tokenizer: there is no file {path!r}")
-        try:
+        with _tokenizer_errors(path, "is not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # noqa: BLE001 - the package raises bare Exception
-            raise ConfigError(f"data.tokenizer: {path!r} is not a tokenizer: {error}") from error
+        self._path = path
         size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         known = (self._tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
         self.end_of_document: int = next((i for i in known if i is not None), size)
@@ -108,7 +107,9 @@ class FileTokenizer:
         yield from self._encode_chunk(chunk)
 
     def _encode_chunk(self, chunk: list[str]) -> Iterator[NDArray[Any]]:
-        for encoding in self._tokenizer.encode_batch(chunk, add_special_tokens=False):
+        with _tokenizer_errors(self._path, "cannot encode the text"):
+            encodings = self._tokenizer.encode_batch(chunk, add_special_tokens=False)
+        for encoding in encodings:
             yield np.asarray(encoding.ids, dtype=self._dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -136,7 +137,7 @@ def read_documents(config: DataConfig) -> Iterator[bytes]:
 
     Raises:
         ConfigError: paths are missing (all are listed), or rows have no such ``text_field``.
-        MissingDependencyError: JSONL or parquet without ``datasets``.
+        MissingDependencyError: parquet without ``pyarrow``.
     """
     if config.source == "stdlib":
         found = stdlib_documents()
@@ -166,64 +167,86 @@ def stdlib_documents(limit: int = STDLIB_BYTES) -> Iterator[bytes]:
 def text_documents(paths: Sequence[Path]) -> Iterator[bytes]:
     """Each file is a document. Of a folder, all files below it in sorted order, except hidden ones
     and those that hold a NUL byte (they are not text).
+
+    Raises:
+        ConfigError: a file cannot be read.
     """
     for path in paths:
         if path.is_dir():
             for file in _files_below(path):
-                data = file.read_bytes()
+                data = _content(file)
                 if b"\0" not in data:
                     yield data
         else:
-            yield path.read_bytes()
+            yield _content(path)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
 
 
 def _files_below(root: Path, skip: Iterable[str] = ()) -> Iterator[Path]:
+    """Files, and links to files, in sorted order; pipes, sockets and devices are no text."""
     left_out = {"__pycache__", *skip}
-    for folder, folders, files in os.walk(root):
+
+    def closed(error: OSError) -> None:
+        raise ConfigError(
+            f"data.paths: the folder {error.filename} cannot be read: {error.strerror}"
+        ) from error
+
+    for folder, folders, files in os.walk(root, onerror=closed):
         # In place: os.walk then neither enters the others nor changes the order.
         folders[:] = sorted(n for n in folders if n not in left_out and not n.startswith("."))
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        for name in sorted(files):
+            path = Path(folder, name)
+            # A link that leads nowhere is a mistake, told when it is read.
+            if not name.startswith(".") and (path.is_file() or not os.path.exists(path)):
+                yield path
 
 
 def _check_paths(config: DataConfig) -> None:
     if not config.paths:
         raise ConfigError(f"data.paths: source {config.source!r} needs at least one path")
-    missing = [path for path in config.paths if not Path(path).exists()]
+    missing = [path for path in config.paths if not os.path.exists(path)]
     if missing:
         raise ConfigError(
             "\n".join(f"data.paths: there is no file or folder {path!r}" for path in missing)
         )
 
 
-def _row_documents(config: DataConfig) -> Iterator[bytes]:
-    """Rows of JSONL or parquet files, streamed: no copy lands in a cache folder."""
-    datasets = _required("datasets", f"data.source = {config.source!r}")
-    builder, suffixes = {
-        "jsonl": ("json", (".jsonl", ".json", ".jsonl.gz", ".json.gz")),
-        "parquet": ("parquet", (".parquet",)),
-    }[config.source]
-    files: list[str] = []
+def row_files(config: DataConfig) -> list[Path]:
+    """The JSONL or parquet files of ``config``, those of its folders too.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    suffixes = SUFFIXES[config.source]
+    files: list[Path] = []
     for path in map(Path, config.paths):
         if path.is_dir():
-            files += [str(f) for f in _files_below(path) if f.name.endswith(suffixes)]
+            files += [f for f in _files_below(path) if f.name.endswith(suffixes)]
         else:
-            files.append(str(path))
+            files.append(path)
     if not files:
         raise ConfigError(f"data.paths: no {' or '.join(suffixes)} file in {list(config.paths)}")
-    rows = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
-    for row in rows:
-        text = row.get(config.text_field)
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"data.text_field: a row has no text {config.text_field!r}; it has {sorted(row)}"
-            )
-        yield text.encode()
+    return files
 
 
-def _required(package: str, wanted_by: str) -> Any:
+def _row_documents(config: DataConfig) -> Iterator[bytes]:
+    for file in row_files(config):
+        for text in row_texts(file, config.source, config.text_field):
+            yield text.encode()
+
+
+@contextmanager
+def _tokenizer_errors(path: str, what: str) -> Iterator[None]:
+    """Errors of ``tokenizers``: bare exceptions, and panics, which are no ``Exception``."""
     try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{wanted_by} needs the package {package!r}: {_INSTALL_DATA}"
-        ) from error
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ConfigError(f"data.tokenizer: {path!r} {what}: {error}") from error
+        raise

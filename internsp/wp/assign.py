@@ -112,7 +112,7 @@ def _assign(
             f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "
             f"{expert} it is not the same on all ranks; give it a dimension"
         )
-    blocks = {_block_of(o.module_name, structure) for o in owners}
+    blocks = {block_of(o.module_name, structure) for o in owners}
     if len(blocks) > 1:
         raise StructureError(
             f"{first.full_name} is shared between blocks or with the outside "
@@ -129,7 +129,7 @@ def _assign(
 
 
 def _is_expert(owners: tuple[Owner, ...], patterns: Sequence[str]) -> bool:
-    matched = {any(_within(o.full_name, pattern) for pattern in patterns) for o in owners}
+    matched = {any(within(o.full_name, pattern) for pattern in patterns) for o in owners}
     if len(matched) > 1:
         raise StructureError(
             "an expert's weight is shared with another module "
@@ -139,11 +139,28 @@ def _is_expert(owners: tuple[Owner, ...], patterns: Sequence[str]) -> bool:
     return matched.pop()
 
 
-def _within(name: str, pattern: str) -> bool:
+def within(name: str, pattern: str) -> bool:
     """Whether consecutive parts of a dotted name match a pattern's parts."""
     parts, wanted = name.split("."), pattern.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[i : i + len(wanted)], wanted)) for i in starts)
+
+
+def require_experts_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
+    """Each of ``weight_parallel.experts`` matches something, unless they are the default (WP-7).
+
+    Raises:
+        StructureError: one matches no parameter; lists the modules that may be meant.
+    """
+    if config.experts == type(config).model_fields["experts"].default:
+        return
+    names = list(names)
+    for pattern in config.experts:
+        if not any(within(name, pattern) for name in names):
+            raise StructureError(
+                f"weight_parallel.experts: {pattern!r} matches no parameter; candidates: "
+                f"{_expert_candidates(names)}"
+            )
 
 
 def require_experts(names: Iterable[str], config: WeightParallelConfig) -> None:
@@ -153,17 +170,22 @@ def require_experts(names: Iterable[str], config: WeightParallelConfig) -> None:
         StructureError: none matches; lists the modules that may be meant.
     """
     names = list(names)
-    if any(_within(name, pattern) for name in names for pattern in config.experts):
+    if any(within(name, pattern) for name in names for pattern in config.experts):
         return
-    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names}
     raise StructureError(
         "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "
         f"matches weight_parallel.experts = {list(config.experts)}; candidates: "
-        f"{', '.join(sorted(modules - {''}))}"
+        f"{_expert_candidates(names)}"
     )
 
 
-def _block_of(module_name: str, structure: Structure) -> int:
+def _expert_candidates(names: Iterable[str]) -> str:
+    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names}
+    return ", ".join(sorted(modules - {""}))
+
+
+def block_of(module_name: str, structure: Structure) -> int:
+    """Index of the block in which a module lies, -1 outside the blocks."""
     for i, block in enumerate(structure.blocks):
         if module_name == block.name or module_name.startswith(block.name + "."):
             return i

@@ -72,19 +72,19 @@ class BlockUses:
         return [site.tag for site in self.cut]
 
     def before_backward(self, tags: Sequence[Tag]) -> None:
-        """See :meth:`WeightSite.before_backward`; the last used first."""
+        """See :meth:`WeightSite.before_nodes`; the last used first."""
         pairs = list(zip(self.cut, tags, strict=True))[::-1]
         unit, state = self.cut[0].unit, self.cut[0].communicator.state
         if not self._ordinary() or unit.recomputed or state.split is not None:
             for site, tag in pairs:
-                site.before_backward(tag)
+                site.before_nodes(tag)
             return
         slot = state.pool.slots[unit.slot]
         slot_tags, handles = slot.tags, state.handles
         for site, tag in pairs:  # WP-14: other values, or not in the slot, are the site's business
             weight = site.weight
             if tag[0] != weight.version() or slot_tags.get(weight) != tag:
-                site.before_backward(tag)
+                site.before_nodes(tag)
                 continue
             weight.compute_dtype = tag[1]
             if weight in handles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -58,6 +58,7 @@ def read(
     """
     found = _blocks(model, blocks)
     parts = tuple(_with_anchor(name, module, trigger, anchors) for name, module in found)
+    require_anchors_matched([module for _, module in found], anchors)
     inside = {id(m) for _, block in found for m in block.modules()}
     outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
@@ -103,6 +104,36 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
     return list(first.values())
 
 
+def anchor_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
+    """Whether an anchor's pattern names some module of one of the blocks."""
+    return any(
+        _matches(name, pattern) or _matches(name.split(".")[-1], pattern)
+        for block in blocks
+        for name, _ in block.named_modules()
+        if name
+    )
+
+
+def require_anchors_matched(blocks: Sequence[nn.Module], patterns: Sequence[str]) -> None:
+    """Each of a user's anchors matches something (WP-7).
+
+    Raises:
+        StructureError: one matches no module of any block; lists candidates.
+    """
+    for pattern in patterns:
+        if not anchor_matches(pattern, blocks):
+            raise StructureError(
+                f"weight_parallel.anchors: {pattern!r} matches no module of any block; candidates: "
+                f"{_anchor_candidates(blocks[0])}"
+            )
+
+
+def _anchor_candidates(block: nn.Module) -> str:
+    named = [(n, m) for n, m in block.named_modules() if n]
+    linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
+    return ", ".join(linear) or "none"
+
+
 def _matches(name: str, pattern: str) -> bool:
     """As for paths: ``*`` stays between two dots, so that ``layers.*`` is not what is in blocks."""
     parts, patterns = name.split("."), pattern.split(".")
@@ -139,11 +170,10 @@ def _with_anchor(
         for name, child in named:
             if _matches(name, pattern) or _matches(name.split(".")[-1], pattern):
                 return Block(block, module, name, child)
-    linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
     raise StructureError(
         f"no anchor for trigger {trigger!r} in block {block}: none of its modules is named "
         f"{', '.join(patterns or usual)}; set weight_parallel.anchors, candidates: "
-        f"{', '.join(linear) or 'none'}"
+        f"{_anchor_candidates(module)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from internsp.mesh import ParallelMesh
@@ -14,8 +15,8 @@ from internsp.wp.shard import ShardedWeight
 def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean: bool) -> None:
     """Drain all reductions and complete ``.grad`` of every parameter. Collective; blocks."""
     state.pending.drain()
-    weights = list(state.touched)
     small.flag(state.touched)
+    weights = _weights(state, small)
     _own(weights)
     works = [small.reduce(mesh.stage_group, state.counters)]
     works += [
@@ -35,6 +36,23 @@ def collect(state: ChunkState, small: SmallParameters, mesh: ParallelMesh, mean:
         weight.drop_partial()
     small.reset()
     state.touched.clear()
+
+
+def _weights(state: ChunkState, small: SmallParameters) -> list[ShardedWeight]:
+    """Those whose sums replicas exchange, in the declared order, which all ranks share (WP-2).
+
+    All that are trained, not only those with a gradient here: the data of another replica may have
+    gone through a block that this one left out, and then this one's part is zero.
+    """
+    found = []
+    for weight in small.sharded:
+        if weight not in state.touched:
+            if weight.axis.replicas == 1 or not weight.requires_grad:
+                continue
+            wide = torch.promote_types(weight.reduce_dtype, torch.float32)
+            weight.partial = torch.zeros_like(weight.storage, dtype=wide)
+        found.append(weight)
+    return found
 
 
 def _own(weights: list[ShardedWeight]) -> None:

@@ -116,6 +116,7 @@ class WeightSite:
         self.communicator = communicator
         self.unit = unit
         self.weight = weight
+        self.parameter = weight.parameter
         self.tag: Tag = (-1, weight.compute_dtype)
 
     @property
@@ -144,6 +145,20 @@ class WeightSite:
         split = self.communicator.state.split
         if split is None or not split.weights:
             self.communicator.backward_hook(self.unit, self.weight, tag)
+
+    def before_nodes(self, tag: Tag) -> None:
+        """See :meth:`UnitCommunicator.nodes_hook`; a weight part needs no weight."""
+        split = self.communicator.state.split
+        if split is None or not split.weights:
+            self.communicator.nodes_hook(self.unit, self.weight, tag)
+
+    def at_hand(self) -> bool:
+        """In backward: whether the weight may be used without a message of this rank alone."""
+        return self.weight.resident or self.communicator.at_hand(self.unit, self.weight)
+
+    def spoiled(self) -> None:
+        """A forward wrote into the whole weight: gather it anew."""
+        self.weight.invalidate()
 
     def born(self, gradient: Tensor, tag: Tag) -> None:
         """See :meth:`WPCommunicator.gradient_hook`."""
@@ -242,6 +257,14 @@ class UnitCommunicator(WPCommunicator):
         self.restore(weight, tag)
         self._present(unit, weight, BACKWARD)
 
+    def nodes_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
+        """:meth:`backward_hook` for nodes of any kind, which may read the weight by themselves."""
+        self.backward_hook(unit, weight, tag)
+
+    def at_hand(self, unit: Unit, weight: ShardedWeight) -> bool:
+        """In backward: whether a use of ``weight`` is in step with the other ranks."""
+        return self.state.pool.slots[unit.slot].tags.get(weight) == weight.tag()
+
     def restore(self, weight: ShardedWeight, tag: Tag) -> None:
         """What the view with ``tag`` showed is to be shown again: check that it can (WP-14)."""
         version, weight.compute_dtype = tag
@@ -274,7 +297,8 @@ class UnitCommunicator(WPCommunicator):
     def view(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """The whole weight, aliasing its slot (or its storage where no gather is needed)."""
         if weight.resident:
-            return weight.layout.whole_view(weight.to_send().data)
+            # Under a version counter of its own, and for autograd no view of anything.
+            return weight.layout.whole_view(weight.to_send()).data
         return self.state.pool.slots[unit.slot].whole(unit, weight)
 
     def shown(self, unit: Unit, weight: ShardedWeight) -> Tag:

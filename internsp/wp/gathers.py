@@ -37,6 +37,12 @@ class BlockGathers(UnitCommunicator):
         """Those of the units beside blocks and head."""
         return [*([self.embedding] if self.embedding is not None else []), *self.others]
 
+    def units(self) -> list[Unit]:
+        """All of the chunk: blocks, embedding, others, head."""
+        beside = [communicator.unit for communicator in self.outer()]
+        head = [self.head.unit] if self.head is not None else []
+        return [*self.blocks, *beside, *(unit for unit in head if unit not in beside)]
+
     def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
         """With prefetch per module, a weight that this rank left idle is gathered first (WP-2)."""
         policy = self.state.policy

@@ -8,7 +8,7 @@ called is :mod:`internsp.wp.prefetch`'s business; *what* is gathered then is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from internsp.errors import OrderError, StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.wp.collect import collect
 from internsp.wp.communicator import ChunkState, in_backward
+from internsp.wp.contents import Contents
 from internsp.wp.gathers import BlockGathers
 from internsp.wp.pool import Unit
 from internsp.wp.recovery import Recovery
@@ -33,6 +34,7 @@ class ISPCommunicator(BlockGathers):
     Attributes:
         small: replicated parameters.
         recovery: what happens after an exception.
+        contents: whether what is in the slots may be used again.
         places: which parameter each module holds under which name.
         unfinished: gradients whose sums wait for a later backward, in a plain loop.
     """
@@ -61,6 +63,7 @@ class ISPCommunicator(BlockGathers):
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
         self.recovery = Recovery(mesh, state.collectives.ledger)
         self.unfinished = UnfinishedGradients(partial(discard_sums, state, small), mesh.rank)
+        self.contents = Contents(state, self.units, small.everyone, mesh.rank)
         state.began = small.began = self._ensure_callback
         self._next = 0  # the block that a forward must run next
         self._forward_open = False
@@ -80,6 +83,7 @@ class ISPCommunicator(BlockGathers):
         self._forward_open = True
         self._next = 0
         self.release_all()  # what was prefetched for blocks that never came
+        self.contents.begin_pass()
         for unit in self.outer():
             unit.prefetch()
         if self.blocks:
@@ -139,6 +143,7 @@ class ISPCommunicator(BlockGathers):
         self._nested = False
         self.unfinished.look()
         self.release_all()  # what forward prefetched for blocks that never came
+        self.contents.check()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def expect_last_block(self) -> None:
@@ -175,6 +180,23 @@ class ISPCommunicator(BlockGathers):
         elif self._recomputed and unit is self._open and not weight.resident:
             if self.state.pool.slots[unit.slot].tags.get(weight) != tag:
                 self._present(unit, weight, BACKWARD)
+
+    def nodes_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
+        """See :meth:`UnitCommunicator.nodes_hook`: a function that keeps a weight by itself.
+
+        torch's non-reentrant form would recompute only when it is asked for a saved tensor, and
+        such a function may ask for none.
+        """
+        self.backward_hook(unit, weight, tag)
+        if unit.recomputed and not weight.resident:
+            if self.state.policy.per_module:  # those before it first, as in the recompute (WP-2)
+                order = self.state.policy.order(unit.weights, RECOMPUTE, True)
+                self.fetch(unit, order[: order.index(weight) + 1], RECOMPUTE)
+            self._present(unit, weight, BACKWARD)
+
+    def at_hand(self, unit: Unit, weight: ShardedWeight) -> bool:
+        """See :meth:`UnitCommunicator.at_hand`: in the block whose backward runs."""
+        return unit is self._open
 
     def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
         """See :meth:`WPCommunicator.weight_hook`."""
@@ -283,10 +305,18 @@ class ISPCommunicator(BlockGathers):
         finally:
             self.more_to_come = before
 
+    def unchanged(self) -> AbstractContextManager[None]:
+        """A promise that nothing writes weights inside: see :meth:`Contents.unchanged`."""
+        return self.contents.unchanged()
+
     # at rest
 
     def invalidate(self) -> None:
-        """Weights were written behind autograd's back (`.data`): gather them anew (WP-11)."""
+        """Weights were written where nothing can see it: gather them anew (WP-11).
+
+        Between two passes this is not needed. Between a forward and its backward it makes the
+        backward an error.
+        """
         for member in self.small.everyone():
             member.invalidate()
 
@@ -335,6 +365,8 @@ class ISPCommunicator(BlockGathers):
         if not self._forward_open:  # blocks run by themselves, without the model's forward
             self.release_all()  # a lease may be older than an optimizer step
             self._next %= len(self.blocks)
+            if unit.block < self._next or not self._next:
+                self.contents.begin_pass()
         if self.strict_order and unit.block != self._next:
             expected = self.blocks[self._next].name if self._next < len(self.blocks) else "the end"
             raise OrderError(

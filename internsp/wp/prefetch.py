@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_map_only
 from internsp.errors import StructureError
 from internsp.wp.communicator import in_backward, tensors
 from internsp.wp.isp import ISPCommunicator
+from internsp.wp.outputs import Given, given, own
 from internsp.wp.pool import Unit
 from internsp.wp.shard import not_to_be_copied
+from internsp.wp.transforms import no_second_derivatives, refuse_transformed
 
 
 class Prefetcher:
@@ -42,14 +44,17 @@ class Prefetcher:
         self.communicator = communicator
         self._compute_dtype = compute_dtype
         self._at_entry = at_entry
+        self._given: dict[Unit, Given] = {}
         self._handles = [
             root.register_forward_pre_hook(self._enter_root, prepend=True, with_kwargs=True),
             root.register_forward_hook(self._leave_root, always_call=True),
         ]
         for module, unit, anchor in blocks:
             self._handles += [
-                module.register_forward_pre_hook(partial(self._enter_block, unit), prepend=True),
-                module.register_forward_hook(partial(self._leave_block, unit), with_kwargs=True),
+                module.register_forward_pre_hook(
+                    partial(self._enter_block, unit), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(partial(self._leave_block, unit)),
             ]
             trigger = anchor if anchor is not None else module
             self._handles.append(trigger.register_forward_pre_hook(partial(self._anchor, unit)))
@@ -64,6 +69,7 @@ class Prefetcher:
         self._handles.clear()
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_transformed("the model", module._compiled_call_impl is not None)
         if in_backward():
             return None
         if self._at_entry is not None:
@@ -89,34 +95,35 @@ class Prefetcher:
                 tensor.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: Tensor) -> None:
+        no_second_derivatives()
         self.communicator.begin_backward()
         self.communicator.expect_last_block()
 
-    def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _enter_block(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_transformed(f"block {unit.name}", module._compiled_call_impl is not None)
         self.communicator.enter_block(unit)
+        self._given[unit] = given((args, kwargs))
 
-    def _leave_block(
-        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         recompute = in_backward()
+        before = self._given.pop(unit, {})
         if not recompute:
             self.communicator.leave_block(unit)
         if not torch.is_grad_enabled():
             return
-        found = list(tensors(output))
-        if not found:
+        if not any(True for _ in tensors(output)):
             raise StructureError(
                 f"block {unit.name} returns a {type(output).__name__}, in which no tensor can be "
                 "found, so that its backward could not be prefetched: return tensors, or tuples, "
                 "lists, mappings or dataclasses of them"
             )
-        given = {id(tensor) for tensor in tensors((args, kwargs))}
-        for tensor in found:
-            if tensor.requires_grad and id(tensor) not in given:  # passed through: not its own
+        for tensor in own(output, before):
+            if tensor.requires_grad:
                 # An inner graph of a reentrant recompute must not queue the end of backward.
                 tensor.register_hook(partial(self._gradient_arrives, unit, not recompute))
 
     def _gradient_arrives(self, unit: Unit, outermost: bool, gradient: Tensor) -> None:
+        no_second_derivatives()
         if outermost:
             self.communicator.begin_backward()
         self.communicator.enter_backward(unit)

@@ -18,6 +18,7 @@ class Recovery:
     Attributes:
         cause: what the failed pass raised, as far as it is known.
         failures: passes that did not end, so far.
+        name: unique to this object, the same on all ranks of the stage.
     """
 
     def __init__(self, mesh: ParallelMesh, ledger: Ledger) -> None:
@@ -28,7 +29,7 @@ class Recovery:
         self._broken = ""
         name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
         dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
-        self._name = name[0]
+        self.name = name[0]
 
     def check(self) -> None:
         """Raise the first cause again, if the groups are lost."""
@@ -48,7 +49,7 @@ class Recovery:
         mesh = self._mesh
         together = all_meet(
             default_store(),
-            f"internsp/{self._name}/failed/{self.failures}",
+            f"internsp/{self.name}/failed/{self.failures}",
             None if self._ledger.failure else self._ledger.launched,
             mesh.rank,
             mesh.shape.ranks("stage")[mesh.pipeline_rank],

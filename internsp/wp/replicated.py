@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Counters, all_reduce
+from internsp.wp.parameter import own
 from internsp.wp.shard import (
     Ready,
     ShardedWeight,
@@ -42,6 +43,7 @@ class ReplicatedParameter:
         self.compute_dtype = compute_dtype or parameter.dtype
         self._generation = 0
         self.ready: Ready | None = None
+        self.meet: Callable[[str], None] | None = None
         local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
             local.copy_(parameter.detach())
@@ -49,7 +51,7 @@ class ReplicatedParameter:
         whole = DTensor.from_local(
             local, mesh.param_mesh, [Replicate(), Replicate()], run_check=False
         )
-        self.parameter = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
@@ -81,9 +83,10 @@ class ReplicatedParameter:
 
     def take(self, values: Tensor) -> None:
         """Copy values, plain or a ``DTensor`` placed alike; raises ``LayoutError``."""
+        self.current()  # what an optimizer still publishes would overwrite them
         local = local_of(self.name, values, self.parameter)
         with torch.no_grad():
-            self.storage.copy_(values.detach() if local is None else local)
+            self.storage.copy_((values if local is None else local).detach())
 
     def current(self) -> Tensor:
         """The values to compute with, published (WP-3)."""
@@ -104,6 +107,7 @@ class ReplicatedSite:
         self._small = small
         self._index = index
         self._member = small.members[index]
+        self.parameter = self._member.parameter
         self.tag = -1
 
     @property
@@ -127,6 +131,17 @@ class ReplicatedSite:
 
     def before_backward(self, tag: int) -> None:
         """Nothing to gather."""
+
+    def before_nodes(self, tag: int) -> None:
+        """Nothing to gather."""
+
+    def at_hand(self) -> bool:
+        """Always."""
+        return True
+
+    def spoiled(self) -> None:
+        """A forward wrote into it: what was computed with it is not right any more."""
+        self._member.invalidate()
 
     def born(self, gradient: Tensor, tag: int) -> None:
         """Add this rank's part to the flat sum."""

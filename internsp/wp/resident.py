@@ -37,7 +37,7 @@ def fitting(sizes: Sequence[int], depth: int, budget: int) -> tuple[int, ...]:
         return ()  # whole at rest: nothing is ever gathered
     for count in range(len(sizes), 0, -1):
         chosen = spread(len(sizes), count)
-        if cost(sizes, depth, chosen) <= budget:
+        if cost(sizes, depth, frozenset(chosen)) <= budget:
             return chosen
     return ()
 

@@ -90,6 +90,13 @@ class RollingCommunicator(ISPCommunicator):
         else:
             super().backward_hook(unit, weight, tag)
 
+    def nodes_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
+        """See :meth:`UnitCommunicator.nodes_hook`."""
+        if unit is self._open and weight in self._gone:
+            self.restore(weight, tag)
+        else:
+            super().nodes_hook(unit, weight, tag)
+
     def _close(self) -> None:
         super()._close()
         self._gone.clear()

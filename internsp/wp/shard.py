@@ -13,7 +13,7 @@ transposed view of the slot.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import WeightAxis
+from internsp.wp.parameter import own
 
 Tag = tuple[int, torch.dtype]
 
@@ -168,6 +169,7 @@ class ShardedWeight:
         self.partial: Tensor | None = None
         self.lent = False
         self.ready: Ready | None = None
+        self.meet: Callable[[str], None] | None = None
         self._generation = 0
         self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
         if parameter.device.type != "meta":
@@ -184,7 +186,7 @@ class ShardedWeight:
             shape=torch.Size(shape),
             stride=_strides(shape),
         )
-        self.parameter = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
@@ -277,11 +279,12 @@ class ShardedWeight:
         Raises:
             LayoutError: they have another shape or placement.
         """
+        self.fresh()  # what an optimizer still publishes would overwrite them
         local = local_of(self.name, values, self.parameter)
         if local is None:
             local = self.rows_of(values.detach()).movedim(0, self.layout.dim)
         with torch.no_grad():
-            self.local(self.storage).copy_(local)
+            self.local(self.storage).copy_(local.detach())
 
     def add_partial(self, total: Tensor) -> None:
         """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""

@@ -133,8 +133,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     ]
     other = config(**{**pipelined("1F1B"), "checkpoint": {"save": False, "resume": step}})
     for text in run_ranks(refusal, 2, other, str(tmp_path / "other"), timeout=120):
+        assert "pipeline.chunks: 2 in the checkpoint, 1 now" in text
+    # As many chunks in other places: rank 0 has the first and third, not the first and last.
+    other = config(**{**pipelined("Interleaved1F1B", 2), "checkpoint": again["checkpoint"]})
+    for text in run_ranks(refusal, 2, other, str(tmp_path / "other"), timeout=120):
         assert "saved with (now: world 2 = pipeline 2" in text
-        assert "; 1F1B, 1 chunk a rank)" in text
+        assert "; Interleaved1F1B, 2 chunks a rank)" in text
 
 
 def test_a_checkpoint_has_the_parameter_names_of_the_whole_model(tmp_path: Path) -> None:

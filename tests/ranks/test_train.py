@@ -12,7 +12,7 @@ import pytest
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.stop import StopRequest
-from internsp.train.checkpoint import find
+from internsp.train.checkpoint_folder import candidates
 from internsp.train.metrics import StepMetrics, read_metrics
 from internsp.train.plan import make_plan
 from internsp.train.run import train
@@ -151,8 +151,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     (wanted,) = rows_of_runs(tmp_path, 2, [whole])
     folder = tmp_path / "2-0"
     saved = folder / "checkpoints" / "step-000005"
-    assert find(saved) == saved
-    assert find(folder).name == "step-000012"
+    assert candidates(saved) == ([saved], True)
+    assert candidates(folder)[0][0].name == "step-000012"
     again = config(**{**whole, "checkpoint": {"save": False, "resume": str(saved)}})
     run_ranks(run, 2, [(again, str(tmp_path / "resumed"))])
     rows = read_metrics(tmp_path / "resumed" / "metrics.jsonl")
@@ -175,8 +175,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_on_every_rank(tmp_path
     resume = {"checkpoint": {"save": False, "resume": str(tmp_path / "2-0")}}
     other = config(**{**parallel, **short, **resume, "model": {"intermediate_size": 64}})
     for text in run_ranks(refusals, 2, other, str(tmp_path / "other")):
-        assert "layers.0.feed_forward.w1.weight" in text
-        assert "same model and mesh" in text
+        assert "model.intermediate_size: 96 in the checkpoint, 64 now" in text
     absent = config(**{**short, "checkpoint": {"resume": str(tmp_path / "nothing")}})
     for text in run_ranks(refusals, 2, absent, str(tmp_path / "other")):
         assert "no checkpoint at" in text

@@ -20,7 +20,7 @@ from internsp.launch import start
 from internsp.outcome import ChildError
 from internsp.stop import StopRequest
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,7 @@ def test_train_starts_local_processes_with_options_over_the_file(started):
     Path("point").mkdir()
     words = ["train", "good.toml", "--launch.processes", "2", "--parallel.weight", "2"]
     words += ["--data.source", "text", "--data.paths", "good.toml", "point"]
+    words += ["--data.sequence_length", "8", "--data.held_out", "0"]
     assert cli.main(words) == 0
     assert cli.main(["train", "good.toml", "--output", "there", "--resume", "point"]) == 0
     (first, default), (second, chosen) = started
@@ -135,6 +136,8 @@ def joined(monkeypatch):
     """This process as rank 1 of 4; ``joined(train)`` makes ``train`` the trainer."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29400")
 
     def use(train):
         module = types.SimpleNamespace(train=train)

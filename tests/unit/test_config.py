@@ -155,9 +155,9 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             'data.tokenizer: no such file: no.json (or "bytes" for no tokenizer)',
         ),
         (
-            "[data]\nsequence_length = 1\n[parallel]\nsequence = 2",
-            2,
-            "data.sequence_length: 1 tokens cannot be cut over 2 ranks",
+            "[data]\nsequence_length = 2\n[parallel]\nsequence = 3",
+            3,
+            "data.sequence_length: 2 tokens cannot be cut over 3 ranks",
         ),
         (
             "[parallel]\nweight = 4\n[train]\nglobal_batch = 6",

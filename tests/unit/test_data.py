@@ -187,24 +187,26 @@ def test_a_negative_step_is_refused() -> None:
         own_text().train_batch(-1)
 
 
-@pytest.mark.parametrize("source", ["jsonl", "parquet"])
-def test_without_the_extra_the_install_line_is_given(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_the_extra_the_install_line_names_the_packages_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'internsp\[data\]'"):
-        list(read_documents(DataConfig(source=source, paths=(str(tmp_path),))))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'internsp\[data\]'"):
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(MissingDependencyError, match=r"'pyarrow': pip install pyarrow$"):
+        list(read_documents(DataConfig(source="parquet", paths=(str(tmp_path),))))
+    with pytest.raises(MissingDependencyError, match=r"'tokenizers': pip install tokenizers$"):
         load_tokenizer("any.json")
 
 
 def test_rows_of_jsonl_and_parquet_files_are_documents(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
+    from pyarrow import parquet
+
     texts = ["one\ntwo", "drei", "", "quattro é"]
     lines = "\n".join(json.dumps({"body": text, "n": i}) for i, text in enumerate(texts))
     (tmp_path / "a.jsonl").write_text(lines)
-    datasets.Dataset.from_dict({"body": texts}).to_parquet(str(tmp_path / "a.parquet"))
+    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet")
     expected = [text.encode() for text in texts if text]
     for source in ("jsonl", "parquet"):
         config = DataConfig(source=source, paths=(str(tmp_path),), text_field="body")

@@ -172,7 +172,7 @@ def test_a_picture_that_cannot_be_written_is_one_line_and_nothing_else(
 ) -> None:
     demo = Path(__file__).parents[2] / "configs" / "pipeline_demo.toml"
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "x.svg", "No such file")):
-        assert cli.main(["plan", str(demo), "--picture", str(path)]) == 1
+        assert cli.main(["plan", str(demo), "--picture", str(path)]) == 2
         out, error = capsys.readouterr()
         assert out == ""
         assert error.startswith(f"internsp: --picture {path}: {why}")

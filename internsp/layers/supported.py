@@ -1,0 +1,116 @@
+"""What a model must not contain when it is made parallel: found before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from internsp.errors import StructureError
+from internsp.wp.transforms import compiled
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def require_supported(model: nn.Module) -> None:
+    """Look over the whole model, whatever the size of its weights. No message.
+
+    Raises:
+        StructureError: names the module or parameter, and the remedy.
+    """
+    for name, module in model.named_modules():
+        if any(p is not None for p in module._parameters.values()):
+            _module(name, module)
+        if _compiled(module):
+            raise compiled(name or "the model")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StructureError(
+                f"{name or 'the model'} is a ScriptModule, which reads its weights past Python: "
+                "use the module that it was scripted from"
+            )
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is not None:
+                _parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
+    _no_copies(model)
+
+
+def require_uncompiled_at_first(model: nn.Module) -> None:
+    """At the first forward, look for modules that were compiled in the meantime.
+
+    Later ones are found where they are entered; but for a module within a block that takes its
+    weights at its entry, where it would do no harm.
+    """
+
+    def look(*_: Any) -> None:
+        for name, module in model.named_modules():
+            if _compiled(module):
+                raise compiled(name or "the model")
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(look)
+
+
+def _module(name: str, module: nn.Module) -> None:
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        raise StructureError(
+            f"{name} is a {type(module).__name__}, which reads weights past its modules' forward: "
+            "write it with linear layers"
+        )
+    if isinstance(module, _TABLES) and (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    ):
+        raise StructureError(
+            f"embedding {name}: max_norm, sparse gradients and scale_grad_by_freq need the whole "
+            "table or the whole batch in one place; build it without them"
+        )
+
+
+def _compiled(module: nn.Module) -> bool:
+    if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
+        return True
+    wrapper = "torch._dynamo.eval_frame", "OptimizedModule"  # torch.compile(module), not imported
+    return (type(module).__module__, type(module).__qualname__) == wrapper
+
+
+def _parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise StructureError(
+            f"{name} has no shape yet (a lazy module): run a forward before parallelize()"
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise StructureError(
+            f"{name} has a gradient hook, which parallelize() would lose, since it makes new "
+            "parameters: register it afterwards"
+        )
+
+
+def _no_copies(model: nn.Module) -> None:
+    """A list or dictionary that holds a parameter would go on holding the old one."""
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    for module_name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_modules", "_buffers"):
+                continue
+            for held in _held(value, 3):
+                if id(held) in names:
+                    where = f"{module_name}.{attribute}".lstrip(".")
+                    raise StructureError(
+                        f"{where} holds the parameter {names[id(held)]} past torch's registration "
+                        f"(in a {type(value).__name__}): parallelize() would not find it there, "
+                        "and the module would compute with the old one. Use nn.ParameterList or "
+                        "nn.ParameterDict, or read the attribute where it is needed"
+                    )
+
+
+def _held(value: Any, depth: int) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _held(item, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _held(item, depth - 1)

@@ -1,0 +1,152 @@
+"""What each key of the configuration means to a run that goes on from a checkpoint.
+
+A key is *taken over* (its value now is used from now on, and printed where it differs), *fixed* (a
+checkpoint with another value is refused, with both values) or *free* (of no bearing on what is
+learned). Every key of every section has its rule here; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from pydantic import ValidationError
+
+from internsp.config import Config, sections
+from internsp.errors import ConfigError
+
+
+class Rule(Enum):
+    """See the module."""
+
+    TAKEN = "taken over"
+    FIXED = "fixed"
+    FREE = "free"
+
+
+_SAID: dict[str, dict[Rule, str]] = {
+    # norm and attention choose between implementations of the same function.
+    "model": {
+        Rule.FIXED: "family vocab_size hidden_size layers heads kv_heads head_dim "
+        "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std",
+        Rule.FREE: "norm attention",
+    },
+    # A file may have moved: what it holds is compared by the digest of its tokens.
+    "data": {
+        Rule.FIXED: "sequence_length pack held_out",
+        Rule.FREE: "source paths text_field tokenizer",
+    },
+    "parallel": {
+        Rule.FIXED: "weight pipeline zero expert_weight expert",
+        Rule.TAKEN: "sequence",
+        Rule.FREE: "device timeout_seconds",
+    },
+    "pipeline": {Rule.FIXED: "chunks", Rule.TAKEN: "schedule"},
+    # What is cut decides how the optimizer's state is cut, and what weight decay leaves out.
+    "weight_parallel": {
+        Rule.FIXED: "experts min_shard_elements embedding_cut reduction",
+        Rule.TAKEN: "reduce_dtype codec codec_min_elements compute_dtype",
+        Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity anchors blocks "
+        "keep_between_micro_batches resident_blocks resident_bytes accumulation together_bytes "
+        "pending_blocks unexpected_order head_output compile cuts_own_sequences compare_ranks",
+    },
+    "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant"},
+    # The loss scale itself goes on from the checkpoint: its first value was used long ago.
+    "optimizer": {
+        Rule.FIXED: "name loss_scale_init",
+        Rule.TAKEN: "lr betas eps weight_decay momentum max_grad_norm warmup_steps min_lr_ratio "
+        "loss_scale_growth_interval",
+    },
+    # The order of the data depends on seed and batch.
+    "train": {
+        Rule.FIXED: "global_batch seed dtype",
+        Rule.TAKEN: "steps",
+        Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
+        "log_every loss_chunk",
+    },
+    "checkpoint": {Rule.FREE: "save every resume"},
+    "launch": {Rule.FREE: "processes threads"},
+}
+
+RULES: dict[str, Rule] = {
+    f"{section}.{key}": rule
+    for section, said in _SAID.items()
+    for rule, keys in said.items()
+    for key in keys.split()
+}
+"""The rule of each key, ``"section.key"``."""
+
+
+def compare(saved: Mapping[str, Any], config: Config, world_size: int) -> tuple[list[str], ...]:
+    """What differs between the configuration of a checkpoint and the one to go on with.
+
+    Args:
+        saved: the checkpoint's, as JSON has it; a key that it lacks has its default.
+        world_size: ranks of the run that saved it.
+
+    Returns:
+        The differences that forbid going on, and those that are taken over, one a line.
+
+    Raises:
+        ConfigError: ``saved`` is no configuration.
+    """
+    before = _resolved(_checked(saved), world_size)
+    now = _resolved(config.model_dump(), world_size)
+    refused, taken = [], []
+    for key, value in now.items():
+        old, rule = before[key], RULES[key]
+        if old == value or rule is Rule.FREE:
+            continue
+        if key.startswith("optimizer.loss_scale") and None in (old, value):
+            continue  # a scale that only one of the two has: a dtype differs, which is said already
+        # State that one of the two has and the other lacks: there is nothing to go on from.
+        if rule is Rule.FIXED or (key == "optimizer.momentum" and not (old and value)):
+            refused.append(f"{key}: {_text(old)} in the checkpoint, {_text(value)} now")
+        else:
+            taken.append(f"{key}: {_text(old)} in the checkpoint, {_text(value)} from now on")
+    return refused, taken
+
+
+def _checked(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """``saved`` by section, in the types of the keys; keys that no longer exist are left out."""
+    found = {}
+    for name, cls in sections().items():
+        given = saved.get(name, {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"its configuration has no section {name}")
+        known = {key: value for key, value in given.items() if key in cls.model_fields}
+        try:
+            found[name] = cls.model_validate(known).model_dump()
+        except ValidationError as error:
+            where = error.errors(include_url=False)[0]
+            words = f"its configuration: {name}.{where['loc'][0]}: {where['msg']}"
+            raise ConfigError(words) from None
+    return found
+
+
+def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:
+    """By ``"section.key"``, with what ``None`` stands for, and without what is not used."""
+    values = {f"{s}.{k}": v for s, content in dumped.items() for k, v in content.items()}
+    hidden, heads = values["model.hidden_size"], values["model.heads"]
+    weight, stages = values["parallel.weight"], values["parallel.pipeline"]
+    defaults = {
+        "model.kv_heads": heads,
+        "model.head_dim": hidden // heads,
+        "model.intermediate_size": -(-hidden * 8 // 3 // 32) * 32,  # as model_zoo.common.Sizes
+        "parallel.zero": max(world_size // (weight * stages), 1),
+        "parallel.expert_weight": weight,
+    }
+    for key, default in defaults.items():
+        values[key] = default if values[key] is None else values[key]
+    unused = ["pipeline.schedule"] if stages == 1 else []
+    sgd = values["optimizer.name"] == "sgd"
+    unused += ["optimizer.betas", "optimizer.eps"] if sgd else ["optimizer.momentum"]
+    if "float16" not in (values["train.dtype"], values["weight_parallel.compute_dtype"]):
+        unused += ["optimizer.loss_scale_init", "optimizer.loss_scale_growth_interval"]
+    return {key: None if key in unused else value for key, value in values.items()}
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)

@@ -1,0 +1,66 @@
+"""What a run does about values that are not finite: steps, losses, and weights to be kept."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from internsp.errors import NotFiniteError
+from internsp.optim.finite import agree, not_finite
+from internsp.train.session import Session
+
+
+def remark(session: Session, step: int, loss: float) -> str:
+    """What is to be said of step ``step``; empty when everything was finite."""
+    optimizer = session.optimizer
+    if optimizer.not_finite is not None:
+        return (
+            f"step {step} was skipped: gradients are {optimizer.not_finite} "
+            f"({optimizer.skipped_in_a_row} in a row, train.max_skipped_steps = "
+            f"{session.config.train.max_skipped_steps})"
+        )
+    if not math.isfinite(loss) and not optimizer.skipped:
+        return f"step {step}: the loss is {loss}, but its gradients are finite: the step was taken"
+    return ""
+
+
+def too_many_skipped(session: Session, step: int) -> NotFiniteError | None:
+    """The error with which a run stops after ``train.max_skipped_steps``; same on all ranks."""
+    optimizer, most = session.optimizer, session.config.train.max_skipped_steps
+    if optimizer.skipped_in_a_row < most:
+        return None
+    return NotFiniteError(
+        f"gradients were not finite in {most} step{'s' * (most > 1)} in a row, the last of them "
+        f"step {step}: {optimizer.not_finite}. Weights and optimizer are those of before: look at "
+        "the data and the machine of that rank, lower optimizer.lr, or raise "
+        "train.max_skipped_steps"
+    )
+
+
+def require_finite(session: Session, consequence: str) -> None:
+    """Look at every weight and all optimizer state of all ranks. Collective; blocks.
+
+    Args:
+        consequence: what does not happen now; ends the error.
+
+    Raises:
+        NotFiniteError: some value is not finite. Names parameters and ranks; the same error on
+            every rank.
+    """
+    names: list[str] = []
+    bad: list[Tensor] = []
+    mesh = session.mesh
+    for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
+        communicator.publish()
+        held: dict[str, list[Tensor]] = {m.name: [m.storage] for m in communicator.small.everyone()}
+        for key, entry in optimizer.state_dict()["state"].items():
+            # The key of a slice is the parameter's name and, in brackets, whose slice it is.
+            parts = held[key.rpartition(" [")[0]]
+            parts += [value for value in entry.values() if isinstance(value, Tensor)]
+        names += held
+        bad += [not_finite(tensors, mesh.device) for tensors in held.values()]
+    found = agree(mesh, names, bad, torch.stack(bad).any())
+    if found.parameters:
+        raise NotFiniteError(f"weights or optimizer state are {found}: {consequence}")

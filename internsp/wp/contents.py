@@ -1,0 +1,115 @@
+"""Whether what is in the slots is still what the shards hold, where no version counter says so.
+
+Between two passes a user's program runs and may have written weights by any way (``.data``, foreach
+operations, numpy, on one rank only), so a forward takes nothing over from the pass before it, and
+all ranks gather the same. Within a pass, from the start of a forward to the end of its backward,
+and within :meth:`internsp.wp.isp.ISPCommunicator.unchanged`, contents are used again by their
+version (WP-11). What raises no version is found there by comparing this rank's own rows with those
+in the slot, on the host's memory only: on a device the host would have to wait for the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from internsp.errors import StaleWeightError
+from internsp.wp.communicator import ChunkState
+from internsp.wp.parameter import same_bits
+from internsp.wp.pool import Slot, Unit
+from internsp.wp.replicated import ReplicatedParameter
+from internsp.wp.shard import ShardedWeight
+
+Member = ShardedWeight | ReplicatedParameter
+
+
+class Contents:
+    """What is in one chunk's slots, from pass to pass.
+
+    Args:
+        units: all of the chunk.
+        members: all of its parameters.
+    """
+
+    def __init__(
+        self,
+        state: ChunkState,
+        units: Callable[[], Sequence[Unit]],
+        members: Callable[[], Sequence[Member]],
+        rank: int,
+    ) -> None:
+        self._state = state
+        self._units = units
+        self._members = members
+        self._rank = rank
+        self._promised: list[tuple[Member, int]] | None = None  # with their versions
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A promise that nothing writes weights inside: forwards use again what is in slots.
+
+        For evaluations, micro-batches and generation in a row: the last blocks of a pass, resident
+        ones, embedding and head are not gathered again by the next. Outside of it a forward takes
+        over nothing from the pass before. A forward raises ``StaleWeightError`` where the promise
+        was broken. All ranks enter and leave it together; no message.
+        """
+        if self._promised is not None:  # within another
+            yield
+            return
+        self._forget()
+        self._promised = [(member, member.version()) for member in self._members()]
+        try:
+            yield
+        finally:
+            self._promised = None
+
+    def begin_pass(self) -> None:
+        """A user's program may have run since the last pass: take nothing over, unless promised."""
+        if self._promised is None:
+            self._forget()
+            return
+        for member, version in self._promised:
+            if member.version() != version:
+                raise StaleWeightError(
+                    f"{member.name} was written on rank {self._rank} within unchanged(), where "
+                    "weights in slots are used again in further forwards: step, load or edit "
+                    "outside of it"
+                )
+        self.check()
+
+    def check(self) -> None:
+        """Before contents are used again: the shards in memory are those that were gathered.
+
+        Raises:
+            StaleWeightError: one was written by a way that no version counter shows.
+        """
+        if self._state.pool.device.type != "cpu":
+            return
+        for unit in self._units():
+            slot = self._state.pool.slots[unit.slot]
+            for weight in unit.weights:
+                reused = slot.tags.get(weight) == weight.tag() and self._comparable(weight)
+                if reused and not _holds(slot, unit, weight):
+                    raise StaleWeightError(
+                        f"{weight.name} was written on rank {self._rank} between a forward and its "
+                        "backward, or within unchanged(), by a way that no version counter shows "
+                        "(torch._foreach_*, numpy): write weights between a backward and the next "
+                        "forward"
+                    )
+
+    def _forget(self) -> None:
+        for slot in self._state.pool.slots:
+            slot.tags.clear()
+
+    def _comparable(self, weight: ShardedWeight) -> bool:
+        """Not one that is on its way, to its slot or from an optimizer, nor one that is rounded."""
+        state = self._state
+        coded = state.codec is not None and weight in state.codec.coded
+        return not coded and weight not in state.handles and weight.ready is None
+
+
+def _holds(slot: Slot, unit: Unit, weight: ShardedWeight) -> bool:
+    count = weight.layout.shard_numel
+    own = slot.flat(unit, weight)[weight.rank * count : (weight.rank + 1) * count]
+    shard = weight.fresh()
+    return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))

@@ -1,0 +1,122 @@
+"""What a module's parameter is: a ``DTensor`` whose ``.data`` means what it means on one process.
+
+torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows what is
+written through it, and ignores ``p.data = x`` (its local tensor stays; seen with torch 2.13). Here
+``p.data`` is ``p.detach()``, which shares the counter, and ``p.data = x`` copies ``x`` into the
+shard. A plain subclass of ``DTensor`` keeps its fast C++ path; nothing else of it changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from internsp.errors import StructureError
+
+
+class Member(Protocol):
+    """Whom a parameter belongs to: a sharded weight or a replicated parameter."""
+
+    name: str
+    dtype: torch.dtype
+    meet: Callable[[str], None] | None
+    """Called before a collective on the parameter: all ranks of its mesh must have come to it."""
+
+    def take(self, values: Tensor) -> None:
+        """Copy values, whole or a ``DTensor`` placed alike, into the shard."""
+
+    def invalidate(self) -> None:
+        """The values were written by a way that no version counter shows."""
+
+
+class ShardParameter(DTensor):
+    """A model's parameter. What is made of it by an operation is an ordinary ``DTensor``."""
+
+    _member: Member
+
+    def detach(self) -> ShardParameter:
+        """Shares memory and version counter, and is watched as this is (``state_dict`` holds it).
+
+        Of the same type, or ``nn.Parameter`` (and so ``model.to``) would refuse it.
+        """
+        found: Any = super().detach()
+        found.__class__ = ShardParameter
+        found._member = self._member
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """:meth:`detach`: a write through it raises the counter by which slots are compared."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        """Copy ``values`` into the shard: a whole tensor (the same on all ranks), or a ``DTensor``.
+
+        Raises:
+            LayoutError: another shape or placement.
+            StructureError: another dtype.
+        """
+        member = self._member
+        if values.dtype != member.dtype:
+            raise StructureError(
+                f"{member.name}.data was given {values.dtype} for its {member.dtype}: cast the "
+                "model before parallelize(), or set weight_parallel.compute_dtype"
+            )
+        member.take(values)
+        member.invalidate()
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As ``DTensor.redistribute``, and so ``full_tensor``: collective, blocks.
+
+        Raises:
+            CollectiveError: some rank of its group does not call it.
+        """
+        if self._member.meet is not None:
+            self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
+        return super().redistribute(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
+        copied = self._plain(self._local_tensor.detach().clone())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files hold an ordinary ``DTensor`` (parameter)."""
+        return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
+
+    def _plain(self, local: Tensor) -> Tensor:
+        plain = DTensor(local, self._spec, requires_grad=False)
+        if getattr(self, "_is_param", False):
+            return nn.Parameter(plain, requires_grad=self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
+
+
+def own(parameter: nn.Parameter, member: Member) -> nn.Parameter:
+    """Make ``parameter``, a ``DTensor``, ``member``'s, in place."""
+    owned: Any = parameter
+    owned.__class__ = ShardParameter
+    owned._member = member
+    return parameter
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
+    kind = _BITS[math.gcd(one.element_size(), 8)]
+    return torch.equal(one.view(kind), other.view(kind))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# As torch does for DTensor itself, so that its optimizers take their foreach path on a device.
+for _module in (torch_optimizer, _foreach_utils):
+    if ShardParameter not in _module._foreach_supported_types:
+        _module._foreach_supported_types.append(ShardParameter)

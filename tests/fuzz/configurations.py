@@ -1,0 +1,231 @@
+"""Configurations, files and folders drawn at random: one clear error, or a plan that works.
+
+A case is a function of a seed and its number, so that any case can be run again::
+
+    python -m tests.fuzz.configurations --seed 3 --case 4711      # shows it, and what it did
+    python -m tests.fuzz.configurations --seed 3 --count 100000   # any length
+
+Every case has a folder of its own with a configuration, text and a place for the run's files. It
+goes through what ``internsp plan`` and ``internsp train`` do before ranks start: reading, checking,
+looking at the machine and the text, planning. What is not one clear error with exit status 2 or 3
+or a configuration that passes all of it is a finding: another exception, a message of several
+screens, more than some seconds, a file of the user's that changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from internsp.config import Config, collect, load_config
+from internsp.environment import launched
+from internsp.errors import InternspError
+from internsp.preflight import check_before_start
+from internsp.train.plan import print_plan
+from tests.fuzz.drawing import Drawn, draw
+
+LONGEST_SECONDS = 20.0  # of one case; a busy machine may be ten times as slow as a quiet one
+LONGEST_MESSAGE = 7_000  # characters of everything that is wrong
+REFUSED = (2, 3)
+
+
+class Finding(Exception):
+    """A case that neither works nor is refused in clear words."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        kind: ``refused``, ``checked`` (not planned, being long or too large for a quick plan) or
+            ``planned``.
+        message: of the refusal.
+    """
+
+    kind: str
+    message: str = ""
+
+
+def run_case(seed: int, case: int, home: Path) -> Outcome:
+    """Draw and judge one case in the empty folder ``home``.
+
+    Raises:
+        Finding: names the case, what was drawn and how to run it again.
+    """
+    before = Path.cwd()
+    os.chdir(home)
+    drawn = None
+    try:
+        drawn = draw(random.Random(f"{seed}/{case}"), home)
+        files = _state(home)
+        with _limit(LONGEST_SECONDS):
+            outcome = judge(drawn)
+        changed = {str(path) for path, _ in files.items() ^ _state(home).items()}
+        if changed:
+            raise Finding(f"changed: {sorted(changed)}")
+        return outcome
+    except Exception as error:
+        told = str(error) if isinstance(error, Finding) else traceback.format_exc()
+        raise Finding(
+            f"case {case} of seed {seed}: {told}\n{drawn}\nonce more: python -m "
+            f"tests.fuzz.configurations --seed {seed} --case {case}"
+        ) from None
+    finally:
+        os.chdir(before)
+
+
+def judge(drawn: Drawn) -> Outcome:
+    """Take the case as far as it goes."""
+    try:
+        return _pass(drawn)
+    except InternspError as error:
+        if error.exit_status not in REFUSED:
+            raise
+        return Outcome("refused", _clear(str(error)))
+
+
+def _pass(drawn: Drawn) -> Outcome:
+    around = launched(drawn.environment, joins=drawn.joins)
+    config, problems = collect(drawn.config, drawn.overrides, world_size=around.world_size)
+    found = [*around.problems, *problems]
+    if config is None or found:
+        if not found:
+            raise Finding("no configuration and no reason")
+        for problem in found:
+            if "\n" in str(problem) or not str(problem).isprintable():
+                raise Finding(f"a mistake of several lines: {problem!r}")
+        return Outcome("refused", _clear("\n".join(map(str, found))))
+    _reads_back(config, drawn)
+    check_before_start(config, drawn.output)
+    size = around.world_size or config.launch.processes
+    if not drawn.plans or config.model.layers * config.train.micro_batches > 12:
+        return Outcome("checked")
+    out = io.StringIO()
+    print_plan(config, size, Console(file=out, width=100))
+    if "Schedule of one step" not in out.getvalue():
+        raise Finding("a plan without a schedule")
+    return Outcome("planned")
+
+
+def _reads_back(config: Config, drawn: Drawn) -> None:
+    """What a run writes as its own configuration is the same configuration."""
+    if not drawn.plans:
+        return
+    file = Path(tempfile.gettempdir()) / f"internsp-fuzz-{os.getpid()}.toml"
+    try:
+        file.write_text(config.to_toml(), encoding="utf-8")
+        size = launched(drawn.environment, joins=drawn.joins).world_size
+        if load_config(file, world_size=size) != config:
+            raise Finding("written and read back, it is another configuration")
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _clear(message: str) -> str:
+    if not message.strip() or "Traceback" in message or len(message) > LONGEST_MESSAGE:
+        raise Finding(f"not a clear message ({len(message)} characters): {message[:400]!r}")
+    return message
+
+
+def _state(home: Path) -> dict[Path, tuple[Any, ...]]:
+    """What lies in the folder: names, kinds, contents."""
+    found: dict[Path, tuple[Any, ...]] = {}
+    for folder, folders, files in os.walk(home):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            status = path.lstat()
+            digest = ""
+            if not path.is_symlink() and path.is_file():
+                digest = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+            found[path] = (status.st_mode, status.st_size, digest)
+    return found
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Raise in the case, wherever it is, when it takes too long."""
+
+    def late(number: int, frame: Any) -> None:
+        where = "".join(traceback.format_stack(frame)[-6:])
+        raise Finding(f"not over after {seconds:g} s; it is at\n{where}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_cases(seed: int, cases: range, root: Path) -> tuple[Counter[str], list[str]]:
+    """How many cases ended how, and the findings."""
+    counts: Counter[str] = Counter()
+    findings: list[str] = []
+    for case in cases:
+        home = root / f"case{case}"
+        home.mkdir()
+        try:
+            counts[run_case(seed, case, home).kind] += 1
+        except Finding as error:
+            counts["found"] += 1
+            findings.append(str(error))
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+    return counts, findings
+
+
+def memory_folder() -> str | None:
+    """Where files are quick to make and to remove, if there is such a place."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def main() -> int:
+    """The command of the module's text; 1 where there is a finding."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, default=None, help="only this one, shown")
+    parser.add_argument("--count", type=int, default=10_000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="internsp-fuzz-", dir=memory_folder()) as folder:
+        if options.case is not None:
+            print(draw(random.Random(f"{options.seed}/{options.case}"), _made(folder, "shown")))
+            try:
+                print(run_case(options.seed, options.case, _made(folder, "case")))
+            except Finding as error:
+                print(error)
+                return 1
+            return 0
+        begin = time.monotonic()
+        counts, findings = run_cases(options.seed, range(options.count), Path(folder))
+    print(*findings, sep="\n\n")
+    print(f"{dict(counts)} in {time.monotonic() - begin:.1f} s")
+    return bool(findings)
+
+
+def _made(folder: str, name: str) -> Path:
+    path = Path(folder, name)
+    path.mkdir()
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Ten thousand drawn configurations, files and folders; some of them as real commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.configurations import memory_folder, run_cases
+
+SEED = int(os.environ.get("INTERNSP_FUZZ_SEED", "0"))
+COUNT = int(os.environ.get("INTERNSP_FUZZ_COUNT", "10000"))
+PARTS = 4  # so that several workers share them
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_is_drawn_is_refused_in_clear_words_or_planned_and_damages_nothing(part: int) -> None:
+    each = COUNT // PARTS
+    with tempfile.TemporaryDirectory(prefix="internsp-fuzz-", dir=memory_folder()) as folder:
+        counts, findings = run_cases(SEED, range(part * each, (part + 1) * each), Path(folder))
+    assert findings == [], "\n\n".join(findings[:5])
+    assert sum(counts.values()) == each
+    # Lest it draws only nonsense, or only what is right.
+    assert counts["refused"] > each // 4
+    assert counts["checked"] + counts["planned"] > each // 10
+    assert counts["planned"] > each // 500
+
+
+SMALL = """
+[model]
+hidden_size = 16
+layers = 1
+heads = 2
+intermediate_size = 32
+[data]
+sequence_length = 16
+source = "jsonl"
+paths = ["rows.jsonl"]
+[train]
+steps = 1
+global_batch = 2
+sample_bytes = 4
+sample_prompt = ""
+[parallel]
+device = "cpu"
+"""
+
+
+def command(home: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    around = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    around["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "internsp", *words],
+        cwd=home, env=around | environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_real_commands_end_with_a_status_that_says_whose_mistake_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(SMALL)
+    rows = [json.dumps({"text": f"a line of text number {i}"}) for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    done = command(tmp_path, "train", "run.toml", "--output", "good")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "good").iterdir()) == [
+        "checkpoints", "config.toml", "metrics.jsonl", "report.html",
+    ]  # fmt: skip
+    # Found by a rank: beyond what is looked at before ranks start.
+    large = rows * (6_000_000 // len("\n".join(rows)))
+    (tmp_path / "large.jsonl").write_text("\n".join([*large, '{"text": "cut off he']))
+    before = {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")}
+    refused = [
+        (2, "rows.jsonl is not a folder", ["--output", "rows.jsonl"], {}),
+        (2, "WORLD_SIZE: expected a whole number", [], {"RANK": "0", "WORLD_SIZE": "abc"}),
+        (3, "finds no CUDA device", ["--parallel.device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}),
+        (2, f"large.jsonl, row {len(large) + 1} is not JSON",
+         ["--data.paths", "large.jsonl", "--train.name", "large"], {}),
+    ]  # fmt: skip
+    for status, words, options, environment in refused:
+        done = command(tmp_path, "train", "run.toml", *options, **environment)
+        assert done.returncode == status, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 3
+    assert {p: p.lstat().st_mtime_ns for p in tmp_path.rglob("*")} == before

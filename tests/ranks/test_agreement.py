@@ -1,0 +1,296 @@
+"""Items 8, 10, 11, 13 and 16 of issue 10: what ranks must have in common is compared, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import CollectiveError, ConfigError, InternspError, StructureError
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from tests.support.meshes import mesh_of
+from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+SMALL = {"min_shard_elements": CUT, "together_bytes": 0}
+
+
+def tiny(width: int = 6) -> Tiny:
+    torch.manual_seed(3)
+    return Tiny(width=width).double()
+
+
+def refused(
+    rank: int, model: nn.Module, kind: type[InternspError], *words: str,
+    mesh: ParallelMesh | None = None, checkpoint: Any = None, **config: Any,
+) -> str:  # fmt: skip
+    settings = WeightParallelConfig(**(SMALL | config))
+    call = partial(
+        parallelize, model, mesh or mesh_of(2), settings, activation_checkpoint=checkpoint
+    )
+    text = raises(kind, call, *words)
+    left = [type(p) for p in model.parameters() if type(p) is not nn.Parameter]
+    assert not left, "a refused model is as it was"
+    return text
+
+
+def different_models(rank: int, world_size: int) -> None:
+    odd = rank == 1
+    for name in ("layers.2.w1.weight", "norm.weight"):
+        model = tiny()
+        if odd:
+            model.get_parameter(name).data[1] += 1e-7
+        refused(rank, model, StructureError, name, "ranks [1]", "ranks [0]", "compare_ranks")
+    rows = tiny()
+    if odd:
+        rows.head.weight.data[[0, 1]] = rows.head.weight.data[[1, 0]].clone()
+    refused(rank, rows, StructureError, "head.weight", "other values")
+    buffered = tiny()
+    buffered.register_buffer("mask", torch.ones(3) * rank)
+    refused(rank, buffered, StructureError, "mask")
+    refused(rank, tiny(8 if odd else 6), StructureError, "embed.weight [11, 6]", "[11, 8]")
+    deeper = Tiny(layers=3 if odd else 4).double()
+    refused(rank, deeper, StructureError, "layers.3.norm.weight", "rank 0 and rank 1")
+    frozen = tiny()
+    frozen.layers[1].requires_grad_(not odd)
+    refused(rank, frozen, StructureError, "layers.1.norm.weight is frozen", "is trained")
+    tied = tiny()
+    if odd:
+        tied.head.weight = tied.embed.weight
+    refused(rank, tied, StructureError, "head.weight", "the same as embed.weight")
+    refused(rank, tiny(), ConfigError, "prefetch_depth = 1", "prefetch_depth = 2",
+            prefetch_depth=2 if odd else 1)  # fmt: skip
+    checkpoint = ActivationCheckpointConfig(mode="full", fraction=0.5 if odd else 1.0)
+    refused(rank, tiny(), ConfigError, "fraction = 1.0", "fraction = 0.5", checkpoint=checkpoint)
+    # What one rank refuses all refuse, also where the reason is that its model is another.
+    without = tiny()
+    if odd:
+        without.layers[2].wo = nn.Identity()
+        without.layers[2].other = nn.Linear(6, 6)
+        del without.layers[2].wo
+    refused(rank, without, StructureError, "no anchor" if odd else "layers.2")
+    patterns = ("wo", "nothing") if odd else ("wo",)
+    text = refused(rank, tiny(), ConfigError if not odd else StructureError, "anchors",
+                   anchors=patterns)  # fmt: skip
+    assert "nothing" in text
+
+
+def different_is_right(rank: int, world_size: int) -> None:
+    """What may differ does: values on request, meta devices, and what replicas own."""
+    torch.manual_seed(rank)
+    parallelize(Tiny(), mesh_of(2), WeightParallelConfig(**SMALL, compare_ranks=False))
+    with torch.device("meta"):
+        model = Tiny()
+    if rank == 0:
+        model = Tiny()
+    parallelize(model, mesh_of(2), WeightParallelConfig(**SMALL))
+    # Experts of different ranks are different ones; a dense weight is not.
+    mesh = mesh_of(1, expert=2)
+    for name in ("experts", "head"):
+        torch.manual_seed(5)
+        model = Tiny(WithExperts)
+        with torch.no_grad():
+            for parameter in (*model.layers.parameters(), model.head.weight):
+                own = any(parameter is p for p in model.layers[0].experts.parameters())
+                if own or (name == "head" and parameter is model.head.weight):
+                    parameter += rank
+            for layer in model.layers:
+                layer.experts.one.weight += rank
+        config = WeightParallelConfig(**SMALL)
+        if name == "head":
+            raises(StructureError, partial(parallelize, model, mesh, config), "head.weight")
+        else:
+            parallelize(model, mesh, config)
+
+
+class WithExperts(Block):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.experts = nn.ModuleDict({"one": nn.Linear(width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts["one"](x)
+
+
+def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_them() -> None:
+    run_ranks(different_models, 2)
+
+
+def test_values_that_may_differ_between_ranks_are_not_compared() -> None:
+    run_ranks(different_is_right, 2)
+
+
+def frozen_sets(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=4)
+    for config in ({}, ROLLING):
+        twin = Twin(Tiny, mesh, **config)  # type: ignore[arg-type]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+        for names in (["layers.1.w1.weight", "norm.weight"], ["embed.weight"], []):
+            for model in (twin.plain, twin.ours):
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(name not in names)
+            twin.backward()
+            twin.check_gradients(f"frozen alike: {names}")
+            for optimizer in optimizers:
+                optimizer.step()
+            twin.zero_grad()
+            twin.check_parameters(f"frozen alike: {names}")
+    _, mine = twin.batch()
+    twin.ours.layers[rank].requires_grad_(False)  # type: ignore[operator, union-attr]
+    raises(StructureError, lambda: twin.ours(*mine), "layers.0.w1.weight", "layers.1", "the same")
+    twin.ours.requires_grad_(True)
+    twin.backward()
+    twin.check_gradients("after a refused frozen set")
+    # On one rank alone: that one says so, in bounded time.
+    if rank == 0:
+        twin.ours.head.requires_grad_(False)
+        raises(CollectiveError, lambda: twin.ours(*mine), "head.weight", "ranks [1]", "4 s")
+
+
+def test_frozen_sets_are_agreed_upon_when_they_change() -> None:
+    run_ranks(frozen_sets, 2)
+
+
+def read_alone(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=2)
+    twin = Twin(Tiny, mesh)
+    weight: Any = twin.ours.get_parameter("layers.1.w1.weight")
+    for _ in range(3):
+        close(weight.full_tensor(), twin.plain.get_parameter("layers.1.w1.weight"), "whole")
+    if rank == 0:
+        for call in (weight.full_tensor, weight.detach().full_tensor):
+            raises(CollectiveError, call, "full_tensor()", "layers.1.w1.weight", "ranks [1]")
+        state = twin.ours.state_dict()
+        raises(CollectiveError, state["head.weight"].full_tensor, "head.weight", "2 s")
+        twin.ours.get_parameter("norm.weight").full_tensor()  # type: ignore[operator]
+    dist.barrier()
+    twin.backward()  # nothing was sent, so everything works
+    twin.check_gradients("after full_tensor() on one rank")
+    for name, parameter in twin.ours.named_parameters():
+        close(parameter.full_tensor(), twin.plain.get_parameter(name), name)  # type: ignore[operator]
+    other: Any = twin.ours.get_parameter("head.weight") if rank else weight
+    raises(CollectiveError, other.full_tensor, "head.weight", "layers.1.w1.weight", "same order")
+
+
+def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothing() -> None:
+    run_ranks(read_alone, 2)
+
+
+class Skips(Tiny):
+    """Blocks that this rank's data do not go through."""
+
+    skipped: tuple[int, ...] = ()
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped:
+                x = layer(x)
+        return x
+
+
+def dropped(rank: int, world_size: int) -> None:
+    """Replicas whose data go through different blocks; on one process both halves are added."""
+    for config in ({}, {"granularity": "module"}):
+        for mine in ((), (1,), (1, 2), (0, 1, 2, 3)):
+            twin = Twin(Skips, mesh_of(1), unexpected_order="gather", **config)  # type: ignore[arg-type]
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+            for _ in range(3):
+                (ids, labels), own = twin.batch()
+                for half in range(2):
+                    twin.plain.skipped = mine if half else (3,)  # type: ignore[assignment]
+                    rows = slice(2 * half, 2 * half + 2)
+                    twin.plain(ids[rows], labels[rows]).backward()
+                twin.ours.skipped = mine if rank else (3,)  # type: ignore[assignment]
+                twin.ours(*own).backward()
+                twin.check_gradients(f"skipped {mine} {config}")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                twin.check_parameters(f"skipped {mine} {config}")
+
+
+def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those() -> None:
+    run_ranks(dropped, 2)
+
+
+def added(rank: int, world_size: int) -> None:
+    def adapter(model: Any) -> None:
+        model.layers[1].adapter = nn.Linear(6, 6).double()
+
+    def parameter(model: Any) -> None:
+        model.layers[1].w1.scale = nn.Parameter(torch.ones(1))
+
+    def layer(model: Any) -> None:
+        model.layers.append(Block().double())
+
+    def replaced(model: Any) -> None:
+        model.head = nn.Linear(6, 11, bias=False).double()
+
+    changes: tuple[tuple[Callable[[Any], None], str], ...] = (
+        (adapter, "layers.1.adapter.weight"), (parameter, "layers.1.w1.scale"),
+        (layer, "layers.4.norm.weight"), (replaced, "head.weight"),
+    )  # fmt: skip
+    for change, name in changes:
+        twin = Twin(Tiny, mesh_of(2))
+        twin.backward()
+        change(twin.ours)
+        raises(StructureError, partial(twin.ours, *twin.batch()[1]), name, "after parallelize")
+    twin = Twin(Tiny, mesh_of(2))
+    for model in (twin.plain, twin.ours):
+        model.layers[0].wo = nn.Sequential(model.layers[0].wo, nn.Dropout(0.0))  # type: ignore[index, union-attr, operator, assignment]
+    twin.backward()
+    twin.check_gradients("a module without parameters was added")
+
+
+def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
+    run_ranks(added, 2)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention = nn.Sequential(nn.Linear(6, 6))
+        self.wo = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.wo(self.self_attention(x))
+
+
+def cut_sequences(rank: int, world_size: int) -> None:
+    mesh = mesh_of(1, 2)
+    foreign = Tiny(Attends)
+    words = ("self_attention (Sequential)", "DistributedAttention", "cuts_own_sequences")
+    refused(rank, foreign, StructureError, *words, mesh=mesh)
+    twin = Twin(Tiny, mesh, cuts_own_sequences=True)  # no attention: every token for itself
+    twin.backward()
+    twin.check_gradients("a model without attention")
+    for output in ("gather", "vocabulary"):
+        refused(rank, Tiny(), StructureError, "loss_options", "Tiny", head_output=output)
+    model: Any = tiny()
+    model.loss_options = {}
+    parallelize(model, mesh_of(2), WeightParallelConfig(**SMALL, head_output="gather"))
+    assert model.loss_options == {"output": "gather", "group": mesh_of(2).sequence_group}
+
+
+def test_a_sequence_degree_needs_an_attention_that_knows_of_it() -> None:
+    run_ranks(cut_sequences, 2)
+
+
+@pytest.mark.parametrize("key", ["anchors", "experts", "blocks"])
+def test_every_single_pattern_must_match_something(key: str) -> None:
+    run_ranks(unmatched, 1, key)
+
+
+def unmatched(rank: int, world_size: int, key: str) -> None:
+    right = {"anchors": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)}[key]
+    parallelize(tiny(), mesh_of(1), WeightParallelConfig(**SMALL, **{key: right}))
+    wrong = (*right, "nowhere")
+    refused(rank, tiny(), StructureError, "nowhere", "candidates", "w", mesh=mesh_of(1),
+            **{key: wrong})  # fmt: skip

@@ -1,0 +1,231 @@
+"""A program may write weights by any way, and no forward sees old ones (WP-11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import LayoutError, StaleWeightError, StructureError
+from internsp.optim import ZeroOptimizer
+from tests.support.meshes import mesh_of
+from tests.support.models import ALL, ROLLING, Tiny, Twin, close, raises
+from tests.support.ranks import run_ranks
+
+HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
+Way = Callable[[nn.Module], None]
+
+
+def local(p: Any) -> Tensor:
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+def through_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(1.25)
+        p.data.add_(0.01)
+        p.data.clamp_(-0.7, 0.7)
+
+
+def given_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.8
+
+
+def whole_data(model: nn.Module) -> None:
+    for number, p in enumerate(model.parameters()):
+        p.data = torch.linspace(-0.5, 0.5 + number / 50, p.numel(), dtype=p.dtype).view(p.shape)
+
+
+def by_hand(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data -= 0.05 * p.grad
+
+
+def foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 1.2)
+
+
+def foreach_data(model: nn.Module) -> None:
+    torch._foreach_mul_([p.data for p in model.parameters()], 0.9)
+
+
+def local_rows(model: nn.Module) -> None:
+    for p in model.parameters():
+        local(p).data.mul_(1.1)
+
+
+def numpy_rows(model: nn.Module) -> None:
+    for p in model.parameters():
+        local(p).detach().numpy().__imul__(0.95)
+
+
+def as_vector(model: nn.Module) -> None:
+    count = sum(p.numel() for p in model.parameters())
+    values = torch.linspace(-0.6, 0.6, count, dtype=torch.float64)[torch.arange(count) * 7 % count]
+    vector_to_parameters(values, model.parameters())
+
+
+def of_state(model: nn.Module) -> None:
+    for values in model.state_dict().values():
+        values.mul_(0.9)
+
+
+WAYS: tuple[Way, ...] = (
+    through_data, given_data, whole_data, by_hand, foreach, foreach_data, local_rows, numpy_rows,
+    as_vector, of_state,
+)  # fmt: skip
+CASES: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
+    ({}, None), (ALL, HALF), (ROLLING, None), ({"granularity": "module"}, None),
+    ({"resident_blocks": 2, "memory_pool": False}, None),
+)  # fmt: skip
+
+
+def evaluate(twin: Twin, what: str) -> None:
+    everybody, _ = twin.batch()
+    with torch.no_grad():
+        close(twin.ours(*everybody), twin.plain(*everybody), what, 1e-9)
+
+
+def between_passes(rank: int, world_size: int) -> None:
+    for weight in (2, 1):
+        for config, checkpoint in CASES if weight == 2 else CASES[:2]:
+            twin = Twin(Tiny, mesh_of(weight), checkpoint, **config)
+            pair = (twin.plain, twin.ours)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in pair]
+            for way in WAYS:
+                what = f"{way.__name__} {weight} {config}"
+                twin.backward()  # the first blocks, embedding and head are whole now
+                for model in pair:
+                    way(model)
+                evaluate(twin, f"after {what}")
+                for model in pair:
+                    way(model)
+                twin.check_parameters(what, 1e-9)
+                evaluate(twin, f"between evaluations: {what}")
+                twin.zero_grad()
+                twin.backward()
+                twin.check_gradients(what, 1e-9)
+                for optimizer in optimizers:
+                    optimizer.step()
+                twin.zero_grad()
+            saved = [[p.data.clone() for p in m.parameters()] for m in pair]
+            for copied in (True, False):  # an average swapped in for an evaluation, and out again
+                for model, values in zip(pair, saved, strict=True):
+                    for p, value in zip(model.parameters(), values, strict=True):
+                        p.data.copy_(0.5 * value) if copied else p.data.copy_(value)
+                evaluate(twin, f"swapped {config}")
+            twin.check_parameters("swapped back")
+            one_rank(twin, rank, weight)
+
+
+def one_rank(twin: Twin, rank: int, weight: int) -> None:
+    """Rank 0 alone writes its rows of every cut weight."""
+    twin.backward()
+    twin.zero_grad()
+    for (_, a), (_, b) in zip(
+        twin.plain.named_parameters(), twin.ours.named_parameters(), strict=True
+    ):
+        placed = b.placements[1]  # type: ignore[attr-defined]
+        if placed.is_shard() and weight > 1:
+            a.data.chunk(weight, placed.dim)[0].mul_(1.3)
+            if rank == 0:
+                b.data.mul_(1.3)
+    evaluate(twin, "written on one rank only")
+    twin.backward()
+    twin.check_gradients("written on one rank only", 1e-9)
+    twin.zero_grad()
+
+
+def test_weights_written_by_any_way_between_two_passes_are_seen_by_the_next() -> None:
+    run_ranks(between_passes, 2)
+
+
+def inside_a_pass(rank: int, world_size: int) -> None:
+    for config, checkpoint in CASES:
+        twin = Twin(Tiny, mesh_of(2), checkpoint, **config)
+        for way in WAYS:
+            if way is by_hand:  # there is no gradient yet
+                continue
+            _, mine = twin.batch()
+            loss = twin.ours(*mine)
+            way(twin.ours)
+            raises(StaleWeightError, loss.backward, "rank", "forward")
+            way(twin.plain)
+            twin.backward()
+            twin.check_gradients(f"after a refused backward: {way.__name__} {config}", 1e-9)
+            twin.zero_grad()
+    weight = twin.ours.get_parameter("head.weight")
+    raises(StructureError, lambda: setattr(weight, "data", weight.data.float()), "head.weight")
+    raises(LayoutError, lambda: setattr(weight, "data", weight.data[:2]), "head.weight", "shape")
+
+
+def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> None:
+    run_ranks(inside_a_pass, 2)
+
+
+def promised(rank: int, world_size: int) -> None:
+    for config in ({}, ROLLING, {"resident_blocks": 2}):
+        twin = Twin(Tiny, mesh_of(2), **config)  # type: ignore[arg-type]
+        _, mine = twin.batch()
+
+        def counted(twin: Twin = twin, mine: Any = mine) -> int:
+            before = twin.communicator.state.counters.gathers
+            twin.ours(*mine).backward()
+            return twin.communicator.state.counters.gathers - before
+
+        alone = counted(), counted()
+        assert alone[0] == alone[1], "outside, every pass gathers alike"
+        with twin.communicator.unchanged():
+            assert counted() == alone[0], "nothing is taken over from before"
+            with twin.communicator.unchanged():
+                less = counted()
+            assert less == counted() < alone[0], "inside, contents are used again"
+            if config.get("resident_blocks"):
+                assert less <= alone[0] - 2 * 4, "two blocks of four weights stay"
+        twin.zero_grad()
+        for way in (through_data, whole_data, foreach, numpy_rows):
+            with twin.communicator.unchanged():
+                twin.ours(*mine).backward()
+                way(twin.ours)
+                gone = partial(twin.ours, *mine)
+                raises(StaleWeightError, gone, "unchanged()", "rank")
+            way(twin.plain)
+            twin.ours.zero_grad()
+            twin.backward()
+            twin.check_gradients(f"after a broken promise: {way.__name__}", 1e-9)
+            twin.zero_grad()
+
+
+def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promised() -> None:
+    run_ranks(promised, 2)
+
+
+def with_zero(rank: int, world_size: int) -> None:
+    """A ``ZeroOptimizer`` packs the shards elsewhere and publishes late."""
+    for weight in (1, 2):
+        twin = Twin(Tiny, mesh_of(weight))
+        plain = torch.optim.AdamW(twin.plain.parameters(), lr=0.01)
+        ours = ZeroOptimizer(twin.communicator, torch.optim.AdamW, lr=0.01)
+        for way in (through_data, given_data, whole_data, foreach_data, numpy_rows, as_vector):
+            twin.backward()
+            plain.step()
+            ours.step()
+            plain.zero_grad()
+            for model in (twin.plain, twin.ours):
+                if way is numpy_rows:
+                    twin.communicator.publish()
+                way(model)
+            evaluate(twin, f"{way.__name__} after a step")
+            twin.check_parameters(way.__name__, 1e-8)
+
+
+def test_writes_after_a_zero_step_are_seen_too() -> None:
+    run_ranks(with_zero, 2)

@@ -1,0 +1,262 @@
+"""Checkpoints as folders, and their manifests: by number, by one rename, refused where hostile."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.errors import ConfigError
+from internsp.train import manifest
+from internsp.train.checkpoint_folder import (
+    abandon_later,
+    begin,
+    candidates,
+    commit,
+    folder_of,
+    partial_of,
+    steps_in,
+)
+from internsp.train.manifest import Manifest, damage, read, write
+
+
+def save(folder: Path, step: int, content: str = "new") -> Path:
+    """A checkpoint of one file, which says what it is."""
+    final = folder_of(folder, step)
+    (begin(final) / "data").write_text(content)
+    commit(final)
+    return final
+
+
+def test_the_newest_is_found_by_number_and_not_by_text(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 5):
+        save(tmp_path / "checkpoints", step)
+    (tmp_path / "checkpoints" / "step-abc").mkdir()
+    (tmp_path / "checkpoints" / "step-9999999.partial").mkdir()
+    found, named = candidates(tmp_path)
+    assert [path.name for path in found] == ["step-1000000", "step-999999", "step-000005"]
+    assert not named
+    assert candidates(tmp_path / "checkpoints")[0] == found
+    assert candidates(found[2]) == ([found[2]], True)
+    with pytest.raises(ConfigError, match="no checkpoint at"):
+        candidates(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("stop_at", range(1, 9))
+def test_wherever_a_second_save_stops_one_whole_checkpoint_of_the_step_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    """A process that dies before its n-th operation on the folder."""
+    save(tmp_path, 5, "old")
+    left = stop_at
+
+    class Died(BaseException):
+        pass
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Died
+            return real(*args, **options)
+
+        return operation
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", counted(os.fsync))
+        patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(Path, "mkdir", counted(Path.mkdir))
+        try:
+            save(tmp_path, 5)
+            died = False
+        except Died:
+            died = True
+    texts = [(path / "data").read_text() for _, path in steps_in(tmp_path)]
+    assert texts[0] in ("old", "new")
+    assert died == (stop_at < 8)
+    save(tmp_path, 5, "newest")
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000005"]
+    assert (tmp_path / "step-000005" / "data").read_text() == "newest"
+
+
+def test_a_half_written_checkpoint_is_none_and_goes_with_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (begin(folder_of(tmp_path, 10)) / "data").write_text("half")
+    assert partial_of(folder_of(tmp_path, 10)).exists()
+    assert [step for step, _ in steps_in(tmp_path)] == [5]
+    save(tmp_path, 7)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005", "step-000007"]
+
+
+def test_later_checkpoints_are_moved_with_the_rows_beside_them_and_no_more_found(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (5, 10, 15):
+        save(folder, step, str(step))
+    (tmp_path / "metrics.jsonl").write_text("rows")
+    assert abandon_later(folder, 15) == ([], None)
+    names, aside = abandon_later(folder, 5)
+    assert (names, aside) == (["step-000010", "step-000015"], folder / "abandoned-1")
+    assert aside is not None
+    assert (aside / "metrics.jsonl").read_text() == "rows"
+    assert (aside / "step-000015" / "data").read_text() == "15"
+    assert [path.name for path in candidates(tmp_path)[0]] == ["step-000005"]
+    save(folder, 10)
+    assert abandon_later(folder, 5)[1] == folder / "abandoned-2"
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    """A manifest of one tensor in two chunks, as JSON, and the file that it speaks of."""
+    folder.mkdir(exist_ok=True)
+    (folder / "__0_0.distcp").write_bytes(bytes(range(64)))
+    digest = hashlib.sha256(bytes(range(64))).hexdigest()
+    chunk = {"sizes": [2, 3], "file": "__0_0.distcp", "length": 32}
+    return {
+        "format": 1, "step": 5, "run": "20260101-000000-abcd", "world_size": 2,
+        "config": {"train": {"seed": 3, "name": "ü"}}, "data": {"fingerprint": "f"},
+        "loss_scaler": {"scale": 2.0**16, "good_steps": 3, "skipped_steps": 0},
+        "values": {"optimizer.x": 1e-5},
+        "tensors": {
+            "w": {
+                "dtype": "float32", "shape": [4, 3],
+                "chunks": [
+                    {**chunk, "offsets": [0, 0], "begin": 0},
+                    {**chunk, "offsets": [2, 0], "begin": 32},
+                ],
+            }
+        },
+        "files": {"__0_0.distcp": {"nbytes": 64, "sha256": digest}},
+    }  # fmt: skip
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    made = Manifest.model_validate(whole(tmp_path))
+    write(tmp_path, made)
+    assert read(tmp_path) == made
+    assert damage(tmp_path, made, made.files) == []
+
+
+def test_every_flipped_bit_of_manifest_and_file_is_noticed(tmp_path: Path) -> None:
+    made = Manifest.model_validate(whole(tmp_path))
+    write(tmp_path, made)
+    path = tmp_path / manifest.NAME
+    right = path.read_bytes()
+    for place in range(len(right)):
+        flipped = bytearray(right)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        if right[place : place + 1] == b" " and flipped[place : place + 1].isspace():
+            assert read(tmp_path) == made
+        else:
+            with pytest.raises(ConfigError, match=str(path)):
+                read(tmp_path)
+    data = tmp_path / "__0_0.distcp"
+    right = data.read_bytes()
+    for place in range(len(right)):
+        flipped = bytearray(right)
+        flipped[place] ^= 1 << place % 8
+        data.write_bytes(flipped)
+        assert damage(tmp_path, made, made.files) == [
+            f"{data} is damaged: its sha256 is another one"
+        ]
+    data.write_bytes(right[:-1])
+    assert damage(tmp_path, made, made.files) == [f"{data} has 63 bytes, 64 were written"]
+    data.unlink()
+    assert damage(tmp_path, made, made.files) == [f"{data} is missing"]
+    data.symlink_to("/dev/zero")
+    assert damage(tmp_path, made, made.files) == [f"{data} is not a regular file"]
+
+
+def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        *parents, last = [int(p) if p.isdigit() else p for p in path.split("/")]
+        at: Any = content
+        for part in parents:
+            at = at[part]
+        at[last] = value
+
+    return change
+
+
+HOSTILE = [
+    ("tensors/w/chunks/0/file", "../../etc/passwd"),
+    ("tensors/w/chunks/0/file", "/etc/passwd"),
+    ("tensors/w/chunks/0/file", ".."),
+    ("files/..", {"nbytes": 1, "sha256": "0" * 64}),
+    ("files/a\0b", {"nbytes": 1, "sha256": "0" * 64}),
+    ("files/a\n", {"nbytes": 1, "sha256": "0" * 64}),
+    ("tensors/w/chunks/0/file", "__9_0.distcp"),
+    ("tensors/w/chunks/0/begin", 40),
+    ("tensors/w/chunks/0/length", 10**30),
+    ("tensors/w/chunks/0/length", -1),
+    ("tensors/w/chunks/0/length", 8),
+    ("tensors/w/chunks/0/offsets", [1, 0]),
+    ("tensors/w/chunks/0/offsets", [-2, 0]),
+    ("tensors/w/chunks/0/offsets", [0]),
+    ("tensors/w/chunks/1/offsets", [3, 0]),
+    ("tensors/w/chunks", []),
+    ("tensors/w/shape", [10**15, 10**15]),
+    ("tensors/w/shape", [1] * 1000),
+    ("tensors/w/dtype", "object"),
+    ("step", -1),
+    ("step", 10**20),
+    ("step", 5.5),
+    ("step", True),
+    ("format", 2),
+    ("run", "x\x1b[2J"),
+    ("loss_scaler", {"scale": float("inf")}),
+    ("config", []),
+    ("more", 1),
+]
+
+
+@pytest.mark.parametrize(("where", "value"), HOSTILE, ids=[f"{w}={v!r:.30}" for w, v in HOSTILE])
+def test_a_hostile_manifest_with_a_right_digest_is_refused_by_name(
+    tmp_path: Path, where: str, value: Any
+) -> None:
+    content = whole(tmp_path)
+    _set(where, value)(content)
+    path = tmp_path / manifest.NAME
+    document = {"sha256": manifest._digest(content), "content": content}
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path)
+    assert str(refused.value).startswith(f"{path} is not a manifest: ")
+    assert "\x1b" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[1]", b"[" * 100_000, b"9" * 100_000, b'{"sha256": 1, "content": 2}', b"\xff",
+     b'{"sha256": "", "content": {"\\ud800": 1}}'],
+    ids=["empty", "torn", "list", "deep", "long", "types", "bytes", "surrogate"],
+)  # fmt: skip
+def test_a_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / manifest.NAME
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=str(path)):
+        read(tmp_path)
+
+
+def test_an_absurd_size_and_a_link_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / manifest.NAME
+    with path.open("wb") as file:
+        file.truncate(manifest.MAX_BYTES + 1)
+    with pytest.raises(ConfigError, match="which no manifest has"):
+        read(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read(tmp_path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="saving did not end"):
+        read(tmp_path)

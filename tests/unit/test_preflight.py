@@ -1,0 +1,230 @@
+"""What is found before ranks start: folders, disks, memory, devices, text; and in which words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from internsp import cli, preflight
+from internsp.config import Config
+from internsp.errors import ConfigError, InternspError, MachineError, MissingDependencyError
+from internsp.preflight import check_before_start, device_mistakes, errors_in_words
+from internsp.train.data import DataSource
+from internsp.train.run_folder import set_aside
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def small(**changes: dict[str, object]) -> Config:
+    values: dict[str, dict[str, object]] = {
+        "model": {"hidden_size": 16, "layers": 1, "heads": 2},
+        "data": {"sequence_length": 8},
+        "parallel": {"device": "cpu"},
+    }
+    for name, keys in changes.items():
+        values[name] = values.get(name, {}) | keys
+    return Config.model_validate(values)
+
+
+def told(config: Config, output: str = "out", kind: type[InternspError] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
+        check_before_start(config, Path(output))
+    return str(caught.value)
+
+
+def test_a_run_that_can_start_leaves_nothing_behind() -> None:
+    check_before_start(small(), Path("a/b/c"))
+    assert list(Path().iterdir()) == []
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused() -> None:
+    Path("file").write_text("")
+    Path("link").symlink_to("nowhere")
+    assert told(small(), "file") == "--output: file is not a folder"
+    assert "file/below is not" not in told(small(), "file/below")
+    assert told(small(), "file/below").endswith("file, which is not a folder")
+    assert told(small(), "link") == "--output: link is not a folder"
+    assert told(small(), "x" * 300).endswith("cannot be written: File name too long")
+    Path("run/report.html").mkdir(parents=True)
+    Path("run/checkpoints").write_text("")
+    first, second = told(small(), "run").split("\n  ")
+    assert first.endswith("run/report.html is a folder, where the run writes a file")
+    assert second.endswith("run/checkpoints is a file, where the run makes a folder")
+    Path("run/metrics.jsonl").write_text("an older run, which is moved as a whole")
+    check_before_start(small(), Path("run"))
+    assert sorted(p.name for p in Path("run").iterdir()) == [
+        "checkpoints", "metrics.jsonl", "report.html",
+    ]  # fmt: skip
+
+
+def test_a_run_in_the_current_folder_is_moved_aside_like_any_other(monkeypatch) -> None:
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    Path("metrics.jsonl").write_text("an older run")
+    assert set_aside(Path(".")) == Path.cwd().parent / "here.1"
+    assert Path("../here.1/metrics.jsonl").read_text() == "an older run"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.ENOSPC, MachineError), (errno.EDQUOT, MachineError), (errno.EACCES, ConfigError),
+     (errno.EROFS, ConfigError)],
+)  # fmt: skip
+def test_a_folder_that_is_full_or_closed_is_told_by_what_the_system_says(monkeypatch, code, kind):
+    def scratch(folder: Path, nbytes: int) -> None:
+        if folder == Path.cwd():
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(preflight, "_write_scratch", scratch)
+    assert told(small(), kind=kind) == f"--output: out cannot be written: {os.strerror(code)}"
+
+
+def test_no_room_for_temporary_files_or_a_checkpoint_is_told(monkeypatch) -> None:
+    full = types.SimpleNamespace(f_bavail=10, f_frsize=100, f_blocks=1000)
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    assert "a checkpoint takes" in told(small(), kind=MachineError)
+    check_before_start(small(checkpoint={"save": False}), Path("out"))
+
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(preflight.tempfile, "gettempdir", nowhere)
+    text = told(small(checkpoint={"save": False}), kind=MachineError)
+    assert "(No usable temporary directory found): make room, or set TMPDIR" in text
+
+
+def test_more_memory_than_there_is_is_told_before_it_is_taken(monkeypatch) -> None:
+    monkeypatch.setattr(preflight, "memory_bytes", lambda: 1 << 30)
+    check_before_start(small(), Path("out"))
+    large = small(model={"hidden_size": 4096, "layers": 8, "heads": 32}, checkpoint={"save": False})
+    assert "on 1 processes, and this machine has 1 GiB" in told(large, kind=MachineError)
+    many = small(launch={"processes": 64}, train={"global_batch": 64})
+    assert "64 processes take 6.25 GiB before they hold anything" in told(many, kind=MachineError)
+    monkeypatch.undo()
+    assert (preflight.memory_bytes() or 0) > 1 << 28
+
+
+def test_a_device_that_is_missing_is_told(monkeypatch) -> None:
+    def mistakes(devices: int, **environment: str) -> list[str]:
+        monkeypatch.setattr(preflight, "_cuda_devices", lambda: devices)
+        config = small(parallel={"device": device}, launch={"processes": 4})
+        return [str(error) for error in device_mistakes(config, environment)]
+
+    device = "cuda"
+    assert "torch finds no CUDA device" in mistakes(0)[0]
+    assert mistakes(4) == []
+    assert "4 processes need a CUDA device each and this machine has 2" in mistakes(2)[0]
+    assert mistakes(2, LOCAL_WORLD_SIZE="2") == []
+    device = "auto"
+    assert mistakes(0) == []
+    assert "start 2" in mistakes(2)[0]
+    device = "cpu"
+    assert mistakes(0) == mistakes(2) == []
+
+
+def test_a_text_is_read_before_the_ranks_would_and_all_mistakes_are_told_at_once(monkeypatch):
+    Path("rows.jsonl").write_text('{"text": "one and some"}\n{"text": "cut')
+    Path("file").write_text("")
+    wrong = small(data={"source": "jsonl", "paths": ["rows.jsonl"], "held_out": 0.0})
+    first, second = told(wrong, "file").split("\n  ")
+    assert first == "--output: file is not a folder"
+    assert second.startswith("data.paths: rows.jsonl, row 2 is not JSON")
+    monkeypatch.setattr(preflight, "_SMALL_TEXT", 10)
+    assert told(wrong).startswith("data.paths: rows.jsonl, row 2 is not JSON"), "of a large one"
+    short = small(data={"source": "text", "paths": ["file"]})
+    assert told(short).startswith("data: there is no text in ['file']")
+
+
+def test_packages_are_named_themselves(monkeypatch) -> None:
+    for package in ("tokenizers", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, package, None)
+    Path("a.parquet").write_bytes(b"")
+    Path("t.json").write_text("{}")
+    wanted = small(data={"source": "parquet", "paths": ["a.parquet"]})
+    assert told(wanted, kind=MissingDependencyError).endswith(
+        "needs the package 'pyarrow': pip install pyarrow"
+    )
+    wanted = small(data={"tokenizer": "t.json"})
+    assert told(wanted, kind=MissingDependencyError).endswith("pip install tokenizers")
+
+
+def test_a_vocabulary_that_is_too_small_and_documents_without_a_token_are_refused() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.normalizer = tokenizers.normalizers.Replace("x", "")
+    made.save("t.json")
+    Path("rows.jsonl").write_text("".join('{"text": "xx"}\n' for _ in range(50)))
+    data = {"source": "jsonl", "paths": ["rows.jsonl"], "tokenizer": "t.json"}
+    assert "finds no token in 50 documents" in told(small(data=data))
+    with Path("rows.jsonl").open("a") as file:
+        file.write('{"text": "' + "a " * 400 + '"}\n')
+    source = DataSource.create(small(data=data | {"held_out": 0.0}).data, global_batch=2)
+    # What holds no token is left out, with its end: else a batch may hold ends alone.
+    assert source.train.tokens.tolist() == [0] * 400 + [1]
+    assert "model.vocab_size: 1 is less than the 2 ids" in told(
+        small(data=data, model={"hidden_size": 16, "vocab_size": 1})
+    )
+
+
+def test_failures_of_files_and_memory_in_a_rank_are_one_line() -> None:
+    def fail(error: BaseException) -> InternspError:
+        with pytest.raises(InternspError) as caught, errors_in_words():
+            raise error
+        assert caught.value.__cause__ is error
+        return caught.value
+
+    full = fail(OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl"))
+    assert str(full) == "runs/a/metrics.jsonl: No space left on device"
+    assert full.exit_status == 3
+    assert fail(PermissionError(errno.EACCES, "Permission denied", "x")).exit_status == 2
+    assert str(fail(MemoryError())) == "out of memory"
+    torchs = "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."
+    assert str(fail(RuntimeError(f"{torchs}\nmore"))) == torchs
+    for other in (ValueError("x"), ConnectionResetError(errno.EPIPE, "reset"), RuntimeError("x"),
+                  FileNotFoundError(errno.ENOENT, "a mistake of ours", "y")):  # fmt: skip
+        with pytest.raises(type(other)), errors_in_words():
+            raise other
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["--output", "file"], 2, "internsp: --output: file is not a folder\n"),
+        (["--parallel.device", "cuda"], 3, "torch finds no CUDA device"),
+        (["--data.source", "jsonl", "--data.paths", "file"], 2, "data: there is no text in"),
+    ],
+)
+def test_the_command_ends_with_the_status_and_starts_nothing(
+    monkeypatch, capsys, words, status, expected
+) -> None:
+    monkeypatch.setattr("internsp.launch.start", None)  # would raise if called
+    monkeypatch.setattr(preflight, "_cuda_devices", lambda: 0)
+    Path("file").write_text("")
+    Path("run.toml").write_text("")
+    assert cli.main(["train", "run.toml", *words]) == status
+    assert expected in capsys.readouterr().err
+
+
+def test_a_closed_standard_output_is_no_traceback(monkeypatch, capfd) -> None:
+    Path("run.toml").write_text("")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit):  # as rich ends a program whose reader has gone
+            cli.main(["plan", "run.toml"])
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(["plan", "run.toml"]) == 3
+    assert capfd.readouterr().err == "internsp: standard output: No space left on device\n"

@@ -1,0 +1,107 @@
+"""What a changed setting means to a run that goes on: taken over, refused or of no bearing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from internsp.config import Config, sections
+from internsp.errors import ConfigError
+from internsp.resume_rules import RULES, Rule, compare
+
+
+def changed(world_size: int = 1, **changes: dict[str, Any]) -> tuple[list[str], ...]:
+    """What goes on from the default configuration, as JSON gives it, with ``changes``."""
+    saved = Config().model_dump(mode="json")
+    return compare(saved, Config.model_validate(changes), world_size)
+
+
+def test_every_key_of_the_configuration_has_a_rule_and_no_rule_is_of_a_key_that_is_gone() -> None:
+    keys = {f"{name}.{key}" for name, cls in sections().items() for key in cls.model_fields}
+    assert keys == RULES.keys()
+    assert set(RULES.values()) == set(Rule)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "line"),
+    [
+        ("model", {"heads": 8}, "model.heads: 4 in the checkpoint, 8 now"),
+        ("model", {"rope_theta": 5e5}, "model.rope_theta: 10000.0 in the checkpoint, 500000.0 now"),
+        ("model", {"norm_eps": 1e-6}, "model.norm_eps: 1e-05 in the checkpoint, 1e-06 now"),
+        ("model", {"tie_embeddings": True}, "model.tie_embeddings: false in the checkpoint, true"),
+        ("train", {"seed": 1}, "train.seed: 0 in the checkpoint, 1 now"),
+        ("train", {"dtype": "bfloat16"}, 'train.dtype: "float32" in the checkpoint, "bfloat16"'),
+        ("train", {"global_batch": 16}, "train.global_batch: 8 in the checkpoint, 16 now"),
+        ("data", {"sequence_length": 64}, "data.sequence_length: 1024 in the checkpoint, 64 now"),
+        ("optimizer", {"name": "sgd"}, 'optimizer.name: "adamw" in the checkpoint, "sgd" now'),
+    ],
+)
+def test_a_fixed_key_is_refused_with_both_values(
+    section: str, values: dict[str, Any], line: str
+) -> None:
+    refused, _ = changed(**{section: values})
+    assert any(found.startswith(line) for found in refused), refused
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("optimizer", {"lr": 1e-4}),
+        ("optimizer", {"betas": (0.8, 0.9)}),
+        ("optimizer", {"weight_decay": 0.0}),
+        ("optimizer", {"warmup_steps": 3}),
+        ("optimizer", {"max_grad_norm": None}),
+        ("train", {"steps": 200}),
+        ("weight_parallel", {"codec": "int8"}),
+    ],
+)
+def test_a_key_that_is_taken_over_is_told_with_both_values(
+    section: str, values: dict[str, Any]
+) -> None:
+    refused, taken = changed(**{section: values})
+    ((key, _),) = values.items()
+    assert refused == []
+    assert [line.partition(":")[0] for line in taken] == [f"{section}.{key}"]
+    assert taken[0].endswith("from now on")
+
+
+def test_what_has_no_bearing_is_not_mentioned() -> None:
+    free = changed(
+        train={"name": "other", "log_every": 5, "micro_batches": 2},
+        weight_parallel={"overlap": False, "prefetch_depth": 2},
+        checkpoint={"every": 3},
+        parallel={"timeout_seconds": 9},
+    )
+    assert free == ([], [])
+    # Written out, what none stands for is no change; and adamw has no momentum to differ in.
+    same = changed(
+        model={"kv_heads": 4, "head_dim": 64, "intermediate_size": 704},
+        parallel={"zero": 1, "expert_weight": 1},
+    )
+    assert same == ([], [])
+
+
+def test_the_zero_degree_is_that_of_the_ranks_that_saved() -> None:
+    assert changed(world_size=4, parallel={"zero": 4}) == ([], [])
+    refused, _ = changed(world_size=4, parallel={"zero": 2})
+    assert refused == ["parallel.zero: 4 in the checkpoint, 2 now"]
+
+
+def test_momentum_that_begins_is_refused_and_one_that_changes_is_taken_over() -> None:
+    def sgd(momentum: float) -> Config:
+        return Config.model_validate({"optimizer": {"name": "sgd", "momentum": momentum}})
+
+    saved = sgd(0.9).model_dump(mode="json")
+    assert compare(saved, sgd(0.5), 1)[1] == [
+        "optimizer.momentum: 0.9 in the checkpoint, 0.5 from now on"
+    ]
+    assert compare(saved, sgd(0.0), 1)[0] == ["optimizer.momentum: 0.9 in the checkpoint, 0.0 now"]
+
+
+def test_a_configuration_of_another_version_is_read_as_far_as_it_goes() -> None:
+    assert compare({"train": {"seed": 0, "gone": 1}}, Config(), 1) == ([], [])
+    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
+        compare({"optimizer": {"lr": "fast"}}, Config(), 1)
+    with pytest.raises(ConfigError, match="section train"):
+        compare({"train": 3}, Config(), 1)

@@ -1,0 +1,134 @@
+"""JSONL and parquet: what cannot be read names the file and the row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from internsp.config import DataConfig
+from internsp.errors import ConfigError
+from internsp.train.rows import row_texts
+from internsp.train.text import read_documents
+
+GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (GOOD, ["one", "two"]),
+        (b"\xef\xbb\xbf" + GOOD, ["one", "two"]),
+        (GOOD.replace(b"\n", b"\r\n"), ["one", "two"]),
+        (json.dumps([{"text": "one"}, {"text": "two"}], indent=1).encode(), ["one", "two"]),
+        (b"", []),
+    ],
+)
+def test_a_row_is_an_object_a_line_or_of_one_list(tmp_path, content, expected) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert list(row_texts(tmp_path / "a.jsonl", "jsonl", "text")) == expected
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    assert list(row_texts(tmp_path / "a.jsonl.gz", "jsonl", "text")) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (GOOD + b'{"text": "thr', "row 4 is not JSON: Unterminated string"),
+        (GOOD + b"{'text': 1}", "row 4 is not JSON"),
+        (GOOD + b'{"text": "\xff"}', r"row 4: byte 11 is not UTF-8 \(invalid start byte\): save"),
+        (GOOD.decode().encode("utf-16"), "row 1: byte 1 is not UTF-8"),
+        (GOOD + b'{"text": "\\ud800"}', r"row 4: half a character \(\\ud800\) in the text"),
+        (GOOD + b'{"text": null}', "row 4 has no text 'text'; nothing there"),
+        (GOOD + b'{"text": 3}', "row 4 has no text 'text'; int there"),
+        (GOOD + b'{"body": "a"}', r"row 4 has no text 'text'; it has \['body'\]"),
+        (GOOD + b"[1]", "row 4: not an object with named values, but list"),
+        (GOOD + b"9" * 5000, "row 4 is not JSON: Exceeds the limit"),
+        (GOOD + b"[" * 100_000, "row 4: lists or objects nested too deeply"),
+        (b'[{"text": "a"}, 5]', "row 2: not an object with named values, but int"),
+        (b'[{"text": "a"}, ', "a.jsonl is not JSON"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_jsonl_names_the_file_and_the_row(tmp_path, content, expected) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"a.jsonl.*{expected}|{expected}") as caught:
+        list(row_texts(tmp_path / "a.jsonl", "jsonl", "text"))
+    assert str(tmp_path / "a.jsonl") in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_a_packed_file_that_is_cut_is_told(tmp_path) -> None:
+    packed = gzip.compress(GOOD * 500)
+    for content in (packed[: len(packed) // 2], b"not packed", packed[:-6] + b"123456"):
+        (tmp_path / "a.jsonl.gz").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"a.jsonl.gz cannot be read to its end: \w"):
+            list(row_texts(tmp_path / "a.jsonl.gz", "jsonl", "text"))
+
+
+def test_a_mistake_in_parquet_names_the_file_and_the_row(tmp_path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+
+    def write(values) -> bytes:
+        parquet.write_table(
+            pyarrow.table({"text": values}), path, write_page_checksum=True, compression="none",
+            use_dictionary=False, write_statistics=False,
+        )  # fmt: skip
+        return path.read_bytes()
+
+    def told() -> str:
+        with pytest.raises(ConfigError) as caught:
+            list(row_texts(path, "parquet", "text"))
+        assert str(path) in str(caught.value)
+        return str(caught.value).replace(str(path), "a.parquet")
+
+    whole = write(["a text of some length"] * 5000)
+    assert list(row_texts(path, "parquet", "text")) == ["a text of some length"] * 5000
+    assert told_for(path, whole[:-50], told).startswith("data.paths: a.parquet, after row 0: not a")
+    assert told_for(path, whole[50:], told).startswith("data.paths: a.parquet, after row 0: not a")
+    flipped = bytearray(whole)
+    flipped[whole.index(b"of some")] ^= 1
+    assert "not a whole parquet file" in told_for(path, bytes(flipped), told), "by its checksum"
+    assert "not a whole parquet file" in told_for(path, b"", told)
+    write(["one", None])
+    assert told() == "data.text_field: a.parquet, row 2 has no text 'text'; nothing there"
+    write([1, 2])
+    assert told() == "data.text_field: a.parquet, row 1 has no text 'text'; int there"
+    data = write(["one", "two", "three"]).replace(b"two", b"t\xff\xff")
+    path.write_bytes(data)
+    assert "row 2: the text is not UTF-8" in told() or "not a whole" in told()
+    with pytest.raises(ConfigError, match=r"a.parquet has no column 'body'; it has \['text'\]"):
+        list(row_texts(path, "parquet", "body"))
+
+
+def told_for(path: Path, content: bytes, told) -> str:
+    path.write_bytes(content)
+    return told()
+
+
+def test_files_that_cannot_be_read_are_named_and_pipes_are_not_waited_for(tmp_path) -> None:
+    def told(name: str, source: str = "text") -> str:
+        config = DataConfig(source=source, paths=(str(tmp_path / name),))
+        with pytest.raises(ConfigError) as caught:
+            list(read_documents(config))
+        return str(caught.value)
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mem.jsonl").symlink_to("/proc/self/mem")
+    assert "mem.jsonl cannot be read: Input/output error" in told("folder")
+    assert "mem.jsonl cannot be read to its end: Input/output error" in told("folder", "jsonl")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "gone.jsonl").symlink_to("nowhere")
+    assert "gone.jsonl cannot be read: No such file" in told("links")
+    assert "gone.jsonl cannot be read to its end: No such file" in told("links", "jsonl")
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes" / "a.jsonl")
+    assert "no .jsonl or .json" in told("pipes", "jsonl")
+    (tmp_path / "pipes" / "b.txt").write_text("text beside a pipe")
+    config = DataConfig(source="text", paths=(str(tmp_path / "pipes"),))
+    assert list(read_documents(config)) == [b"text beside a pipe"]
