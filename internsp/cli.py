@@ -52,6 +52,9 @@ class _Train:
     """Checkpoint to go on from; the same as --checkpoint.resume."""
 
 
+_COMMANDS = {"train": _Train, "plan": _Plan}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 2 for mistakes of usage or configuration.
 
@@ -62,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    stranger = _unknown_command(words)
+    if stranger:
+        print(f"internsp: {stranger}", file=sys.stderr)
+        return USAGE_ERROR
     if words[:1] == ["--version"]:
         print(f"internsp {_version()}")
         return 0
@@ -119,10 +126,21 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from internsp.lifetime import end_with_launcher, stopped_ranks
+    from internsp.stop import StopRequest
+
+    end_with_launcher()
     check_joined(config, output, rank)
     torch.set_num_threads(config.launch.threads)
-    record(_run)(config, output)
-    return 0
+    with StopRequest() as stop:
+        try:
+            record(_run)(config, output)
+        except Exception:
+            for number in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
+                said = f"rank {number} is stopped (SIGSTOP or a debugger)"
+                print(f"internsp: {said}", file=sys.stderr)
+            raise
+    return 128 + stop.number if stop.number else 0
 
 
 def _run(config: Config, output: Path) -> None:
@@ -132,6 +150,15 @@ def _run(config: Config, output: Path) -> None:
 
     with errors_in_words():
         train(config, output)
+
+
+def _unknown_command(words: Sequence[str]) -> str | None:
+    """What is wrong with the command's name, in one line."""
+    if not words or words[0].startswith("-") or words[0] in _COMMANDS:
+        return None
+    near = nearest(words[0], list(_COMMANDS))
+    hint = f"did you mean {near}?" if near else f"there are {' and '.join(_COMMANDS)}"
+    return f"unknown command {words[0]}; {hint}"
 
 
 def _version() -> str:
@@ -145,7 +172,7 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
     """The command with its options, and the words that belong to nothing."""
     train, plan = (
         tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
-        for name, command in (("train", _Train), ("plan", _Plan))
+        for name, command in _COMMANDS.items()
     )
     return tyro.cli(
         Annotated[_Train, train] | Annotated[_Plan, plan],  # type: ignore[arg-type]

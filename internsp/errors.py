@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
+LACKING = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+    errno.EAGAIN,
+})  # fmt: skip
+"""What the machine lacks, as numbers of an ``OSError``: a :class:`MachineError`."""
+
 
 class InternspError(Exception):
     """Base of every error that internsp raises about its own rules.

@@ -1,79 +1,43 @@
-"""Local processes for a run that no launcher started: torch's elastic launcher, on one machine.
+"""Local processes for a run that no launcher started: one a rank, on this machine.
 
-The library never restarts a failed run by itself, so the launcher is used for what it does well:
-a rendezvous on a free port of its own choice, the environment of each rank, forwarding of signals,
-and the error file of each rank.
+They come from a fork server, which has torch and the run's modules loaded once for all of them, and
+talk to the launcher through a pipe each. Nothing is written to a disk and no semaphore is made, so
+that nothing can stay behind, however the run ends; ranks and server end with the launcher
+(:mod:`internsp.lifetime`). A failed run is not started again.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
+import math
 import multiprocessing
+import multiprocessing.util
 import os
-import signal
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import torch.distributed as dist
 
-from internsp import errors
 from internsp.config import Config
-from internsp.stop import SIGNALS, StopRequest
+from internsp.lifetime import FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_with_launcher, is_stopped
+from internsp.outcome import Failure, Fate, first_cause
+from internsp.stop import StopRequest, catch, restore
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C."""
-GRACE_SECONDS = 60
+GRACE_SECONDS = 60.0
 """Time for a step and a checkpoint after Ctrl-C; then, or at a second Ctrl-C, ranks are killed."""
+SETTLE_SECONDS = 6.0
+"""Time for the other ranks to fail in their turn, and to save a report, once one has failed."""
+_LOOK_SECONDS = 0.25
 
 Run = Callable[[Config, Path], None]
-
-# What a rank sees when another one has gone; never the cause.
-_CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe")
-_CAUSE_SECONDS = 2.0  # in which the launcher finds the rank that has gone
-
-
-class ChildError(errors.InternspError, RuntimeError):
-    """A local process failed; the message gives its rank and the cause, once.
-
-    Attributes:
-        exit_status: what the command ends with.
-    """
-
-    def __init__(self, message: str, exit_status: int = 1) -> None:
-        super().__init__(message)
-        self.exit_status = exit_status
-
-
-@dataclass(frozen=True)
-class _Cause:
-    """The error file of one rank."""
-
-    rank: int
-    message: str
-    traceback: str
-    written: int
-
-    @property
-    def order(self) -> tuple[bool, int]:
-        """Real causes before consequences, early ones first."""
-        return _is_consequence(self.traceback), self.written
-
-    def error(self) -> ChildError:
-        """As what the launcher raises."""
-        known = getattr(errors, self.message.partition(":")[0], None)
-        said = self.message if isinstance(known, type) else self.traceback.rstrip()
-        return ChildError(f"rank {self.rank} failed: {said}", getattr(known, "exit_status", 1))
 
 
 def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -> int:
@@ -84,143 +48,186 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
         preload: modules that ``run`` imports late: loaded once for all processes.
 
     Returns:
-        0, or 130 after Ctrl-C (143 after SIGTERM), once every rank has stopped.
+        0, or 128 and the number of the signal that asked the run to stop (130 after Ctrl-C, 143
+        after SIGTERM, 129 after SIGHUP), once every rank has stopped.
 
     Raises:
-        ChildError: a rank failed; the others have been stopped.
+        ChildError: a rank failed, or did not stop when asked; all have ended.
     """
-    folder = tempfile.TemporaryDirectory(prefix="internsp-")
-    with folder as logs, _quiet(), _threads(config), _interrupts():
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=config.launch.processes,
-            run_id="internsp",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            # The server of this method has torch and the run's module loaded once for all ranks,
-            # and ignores Ctrl-C while they start.
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            shutdown_timeout=GRACE_SECONDS,
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours, see _interrupts
-        )
-        multiprocessing.set_forkserver_preload(["torch", __name__, run.__module__, *preload])
+    modules = ["internsp.fork_server", "torch", __name__, run.__module__, *preload]
+    multiprocessing.set_forkserver_preload(modules)
+    with _Signals() as signals, _environment(config):
+        # The ranks' store lives here, as under torchrun: it outlives any rank that fails.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        ranks: list[_Rank] = []
         try:
-            elastic_launch(settings, _rank)(run, config, output)
-        except SignalException as error:
-            return 128 + error.sigval
-        except ChildFailedError as error:
-            if all(failure.exitcode == INTERRUPTED for failure in error.failures.values()):
-                return INTERRUPTED
-            raise _explain(Path(logs), error) from None
-    return 0
+            for number in range(config.launch.processes):
+                ranks.append(_Rank(number, config, run, output, store.port))
+            asked = _supervise(ranks, signals)
+        finally:
+            for rank in ranks:
+                rank.kill()
+    fates = [rank.fate for rank in ranks]
+    cause = first_cause(fates)
+    if cause is not None and not signals.insisted:
+        raise cause
+    number = asked or next((fate.stopped_by for fate in fates if fate.stopped_by), 0)
+    return 128 + number if number else 0
 
 
-def _rank(run: Run, config: Config, output: Path) -> None:
-    """The life of one local process."""
-    torch.set_num_threads(config.launch.threads)
-    # After any error every rank of a pipeline would log its whole schedule, line by line.
-    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
-    parent = os.getppid()
+class _Rank:
+    """One local process, as the launcher sees it."""
+
+    def __init__(self, number: int, config: Config, run: Run, output: Path, port: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe: Connection | None
+        self.pipe, ours = context.Pipe(duplex=False)
+        environment = {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "WORLD_SIZE": config.launch.processes,
+            "LOCAL_WORLD_SIZE": config.launch.processes,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            # The store of MASTER_PORT is there already: rank 0 starts none.
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        self.process = context.Process(
+            target=_live,
+            args=({k: str(v) for k, v in environment.items()}, ours, run, config, output),
+            name=f"rank {number}",
+        )
+        self.process.start()
+        ours.close()
+        self.fate = Fate(number)
+        self.ready = self.told = False
+
+    @property
+    def alive(self) -> bool:
+        return self.fate.exit_status is None
+
+    def look(self) -> None:
+        """Take in what the rank has sent, and whether it has ended."""
+        ended = self.process.exitcode  # before reading: what it sent is then all in the pipe
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe is not None and self.pipe.poll():
+                self._take(self.pipe.recv())
+        if ended is not None and self.pipe is not None:
+            self.fate.exit_status = ended
+            self.pipe.close()
+            self.pipe = None
+
+    def _take(self, message: Failure | int | None) -> None:
+        if message is None:
+            self.ready = True
+        elif isinstance(message, Failure):
+            self.fate.failure = message
+        else:
+            self.fate.stopped_by = message
+
+    def tell(self, number: int) -> None:
+        """Ask the rank to stop, once it can hear it; more than once is fine."""
+        if self.ready and not self.told and self.alive and self.process.pid is not None:
+            self.told = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End the process, if it has not ended, and wait until it has."""
+        if self.alive:
+            self.fate.killed = True
+            self.process.kill()
+            self.process.join()
+            self.look()
+        self.process.close()
+
+
+def _supervise(ranks: list[_Rank], signals: _Signals) -> int:
+    """Wait until all ranks have ended, or must be ended; the signal that asked for that, or 0."""
+    failed_at = asked_at = math.inf
+    while alive := [rank for rank in ranks if rank.alive]:
+        connection.wait([rank.process.sentinel for rank in alive], timeout=_LOOK_SECONDS)
+        for rank in alive:
+            rank.look()
+        now = time.monotonic()
+        if signals.number:
+            asked_at = min(asked_at, now)
+            for rank in alive:
+                rank.tell(signals.number)
+        if any(rank.fate.failed for rank in ranks):
+            failed_at = min(failed_at, now)
+            for rank in alive:
+                rank.fate.stopped |= rank.alive and is_stopped(rank.process.pid or 0)
+            if all(rank.fate.stopped for rank in alive if rank.alive):
+                break  # nothing more will come from them
+        if signals.insisted or now > min(failed_at + SETTLE_SECONDS, asked_at + GRACE_SECONDS):
+            break
+    return signals.number
+
+
+def _live(
+    environment: dict[str, str], pipe: Connection, run: Run, config: Config, output: Path
+) -> None:
+    """The life of one local process: says when it can hear a signal, and at the end how it went."""
     with StopRequest() as stop:
+        end_with_launcher()
+        pipe.send(None)
+        os.environ.update(environment)
+        torch.set_num_threads(config.launch.threads)
+        # After any error every rank of a pipeline would log its whole schedule, line by line.
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
         try:
             run(config, output)
-        except Exception:
-            if _is_consequence(traceback.format_exc()):
-                time.sleep(_CAUSE_SECONDS)  # or the launcher might find this rank's end first
-            raise
-    # After a signal the launcher no longer collects results, and would let this process wait.
-    if stop.requested or os.getppid() != parent:
-        raise SystemExit(INTERRUPTED)
+        except BaseException as error:  # noqa: BLE001 - told by the launcher, once for all ranks
+            pipe.send(Failure.of(error))
+            raise SystemExit(1) from None
+    pipe.send(stop.number)
 
 
-def _is_consequence(stack: str) -> bool:
-    """By the whole traceback: a pipeline stage wraps what it met in an error of its own."""
-    return any(sign in stack.lower() for sign in _CONSEQUENCES)
+class _Signals:
+    """What the launcher has been asked: the first signal stops the run politely, the second kills.
 
-
-def _explain(logs: Path, error: ChildFailedError) -> ChildError:
-    """The first cause of a failed run, from the error files of all ranks."""
-    causes = []
-    for file in logs.rglob("error.json"):
-        message = json.loads(file.read_text())["message"]
-        rank = int(file.parent.name)
-        written = file.stat().st_mtime_ns
-        stack = message["extraInfo"]["py_callstack"]
-        causes.append(_Cause(rank, message["message"], stack, written))
-    real = sorted((c for c in causes if not c.order[0]), key=lambda c: c.order)
-    if real:
-        return real[0].error()
-    for rank, failure in error.failures.items():
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return ChildError(f"rank {rank} was ended by {name}{hint}")
-    if causes:
-        first = min(causes, key=lambda c: c.order).error()
-        return ChildError(f"{first}\nAnother rank went away without a message.")
-    rank, failure = error.get_first_failure()
-    return ChildError(f"rank {rank} ended with exit status {failure.exitcode}")
-
-
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) stops the run politely, the second one kills it.
-
-    The launcher's own handler would give the ranks another ``GRACE_SECONDS`` for each signal.
+    Attributes:
+        number: the first signal; 0 while there is none.
+        insisted: there was a second one.
     """
-    asked = False
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            for child in multiprocessing.active_children():
-                child.kill()
-            return
-        asked = True
-        raise SignalException(f"received signal {number}", signal.Signals(number))
+    def __init__(self) -> None:
+        self.number = 0
+        self.insisted = False
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __enter__(self) -> _Signals:
+        main = threading.current_thread() is threading.main_thread()
+        self._before = catch(self._hear) if main else {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._before)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.insisted = bool(self.number)
+        self.number = self.number or number
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the launcher's own log: causes are reported once, by :class:`ChildError`."""
-    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
-    children = [
-        logging.getLogger(name)
-        for name in list(logging.root.manager.loggerDict)
-        if name.startswith("torch.distributed.elastic.")
-    ]
-    before = [(logger, logger.level) for logger in loggers + children]
-    for logger, _ in before:
-        logger.setLevel(logging.CRITICAL + 1)
+def _environment(config: Config) -> Iterator[None]:
+    """For the server and its ranks: what is read before any Python of theirs runs.
+
+    OpenMP reads its threads once. The folder is where multiprocessing puts the server's socket; it
+    goes with this process, or, if that is killed, with the server.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(config.launch.threads),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        FOLDER_VARIABLE: multiprocessing.util.get_temp_dir(),
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for logger, level in before:
-            logger.setLevel(level)
-
-
-@contextmanager
-def _threads(config: Config) -> Iterator[None]:
-    """OMP_NUM_THREADS for the children: OpenMP reads it once, before any Python of theirs."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
-    try:
-        yield
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -16,17 +16,14 @@ from pathlib import Path
 
 from internsp.config import Config
 from internsp.config_sizes import ITEM_BYTES, elements
-from internsp.errors import ConfigError, InternspError, MachineError
+from internsp.errors import LACKING, ConfigError, InternspError, MachineError
 
 _SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
 _READ_SECONDS = 1.0  # for a look at larger ones
 _PROCESS_BYTES = 100 << 20  # what Python and torch take in a process, at the least
 _SCRATCH_BYTES = 1 << 16  # configuration, metrics, error files: what any run writes
 
-# What the machine lacks, and what is wrong with a path that the user gave.
-_LACKING = {
-    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN,
-}  # fmt: skip
+# What is wrong with a path that the user gave.
 _UNFIT = {
     errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
     errno.ELOOP, errno.EBUSY,
@@ -68,7 +65,7 @@ def check_joined(config: Config, output: Path, rank: int) -> None:
 def as_machine_error(error: OSError, what: str) -> InternspError:
     """A failure of the file system in one sentence: a :class:`MachineError`, or a mistaken path."""
     text = f"{what}: {error.strerror or error}"
-    return MachineError(text) if error.errno in _LACKING else ConfigError(text)
+    return MachineError(text) if error.errno in LACKING else ConfigError(text)
 
 
 @contextmanager
@@ -81,7 +78,7 @@ def errors_in_words() -> Iterator[None]:
     except MemoryError as error:
         raise MachineError("out of memory") from error
     except OSError as error:
-        if error.errno not in _LACKING | _UNFIT or isinstance(error, ConnectionError):
+        if error.errno not in LACKING | _UNFIT or isinstance(error, ConnectionError):
             raise
         raise as_machine_error(error, error.filename or "a file of the run") from error
     except RuntimeError as error:

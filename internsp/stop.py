@@ -1,4 +1,4 @@
-"""A polite stop: Ctrl-C or SIGTERM asks, and the loop stops where it can save."""
+"""A polite stop: Ctrl-C, SIGTERM or SIGHUP asks, and the loop stops where it can save."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a run to stop: Ctrl-C, a scheduler or service manager, a terminal that closes."""
 
 
 class StopRequest:
-    """Within ``with StopRequest() as stop``, SIGINT and SIGTERM only set ``stop.requested``.
+    """Within ``with StopRequest() as stop``, a signal of ``SIGNALS`` only sets ``stop.requested``.
 
     A terminal sends Ctrl-C to every process of a run, and the launcher forwards it again, so a
     second signal means nothing more than the first one; the launcher is who ends processes that do
     not stop. Nested requests share what they learn: the outer one covers the time before the loop
-    starts. Outside the main thread, which alone receives signals, this does nothing.
+    starts. Outside the main thread, which alone receives signals, this does nothing. A signal that
+    the process was started to ignore (``nohup``, a shell's background job) stays ignored.
 
     The ranks of a run are told at different moments: they must agree (a reduction of
     ``requested``) before one of them leaves the loop, or the others wait in a collective.
+
+    Attributes:
+        number: the signal that asked first, of this rank or of the one that was asked; 0 if none.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.number = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._ask) for s in SIGNALS}
-            self.requested |= any(outer.requested for outer in self._outer())
+            self._previous = catch(self._ask)
+            for outer in self._outer():
+                self._learn(outer)
         return self
 
     def __exit__(
@@ -39,14 +46,40 @@ class StopRequest:
         trace: TracebackType | None,
     ) -> None:
         for outer in self._outer():
-            outer.requested |= self.requested
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            outer._learn(self)
+        restore(self._previous)
         self._previous = {}
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def ask(self, number: int) -> None:
+        """Note that signal ``number`` asked this rank, or another one, to stop."""
         self.requested = True
+        self.number = self.number or number
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.ask(number)
+
+    def _learn(self, other: StopRequest) -> None:
+        self.requested |= other.requested
+        self.number = self.number or other.number
 
     def _outer(self) -> list[StopRequest]:
         owners = [getattr(handler, "__self__", None) for handler in self._previous.values()]
         return [owner for owner in owners if isinstance(owner, StopRequest)]
+
+
+def catch(handler: Any) -> dict[signal.Signals, Any]:
+    """Have ``handler`` called for each of ``SIGNALS`` that is not ignored; the handlers before."""
+    wanted = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in wanted}
+
+
+def restore(before: dict[signal.Signals, Any]) -> None:
+    """Undo :func:`catch`."""
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def name_of(number: int) -> str:
+    """In words, for a reader: ``SIGTERM``, and Ctrl-C by the name that readers know."""
+    name = signal.Signals(number).name
+    return f"{name} (Ctrl-C)" if number == signal.SIGINT else name

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from internsp.errors import ConfigError, InternspError
+from internsp.errors import LACKING, ConfigError, InternspError, MachineError
 
 T = TypeVar("T")
 
@@ -73,6 +73,7 @@ def plain_errors(what: str) -> Iterator[None]:
 
     Raises:
         ConfigError: some rank raised one.
+        MachineError: some rank has no room, or the like.
         InternspError: some rank raised anything else; the message names rank and cause.
     """
     try:
@@ -80,7 +81,8 @@ def plain_errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         _raise(what, error)
     except OSError as error:
-        raise InternspError(f"{what}: {error}") from error
+        kind = MachineError if error.errno in LACKING else InternspError
+        raise kind(f"{what}: {error}") from error
 
 
 def _raise(what: str, error: CheckpointException) -> NoReturn:
@@ -90,4 +92,10 @@ def _raise(what: str, error: CheckpointException) -> NoReturn:
     )
     if isinstance(cause, ConfigError):
         raise ConfigError(str(cause)) from None
+    for number, (met, _) in failures:  # a full disk breaks torch's writers, too: what is below?
+        below: BaseException | None = met
+        while below is not None:
+            if isinstance(below, OSError) and below.errno in LACKING:
+                raise MachineError(f"{what}: rank {number}: {below}") from below
+            below = below.__cause__ or below.__context__
     raise InternspError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from cause

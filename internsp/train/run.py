@@ -10,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from internsp.config import Config
-from internsp.errors import NotFiniteError
+from internsp.errors import InternspError, NotFiniteError
 from internsp.pipeline import SchedulerHook
-from internsp.stop import StopRequest
+from internsp.stop import StopRequest, name_of
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.advice import Setting, advise
@@ -30,14 +30,16 @@ from internsp.train.session import Session
 from internsp.train.step import StepRunner
 
 _TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
+_Timeline = tuple[dict[str, int], list[Event]]
 
 
 def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> None:
     """Run the whole training on this rank. Collective: every rank calls it with the same config.
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
-    write ``checkpoints/``. A stop request (Ctrl-C) ends the loop after the current step; the
-    checkpoint and the report are written all the same. One run at a time holds ``output``.
+    write ``checkpoints/``. A stop request (Ctrl-C, SIGTERM, SIGHUP) ends the loop after the current
+    step; the checkpoint and the report are written all the same. One run at a time holds
+    ``output``.
 
     Args:
         hooks: told of every forward, criterion and backward, with a pipeline or without.
@@ -72,25 +74,40 @@ class _Run:
         self.output = folder.path
         self.id = folder.run
         self.notes = [*folder.notes, *(resumed.notes if resumed else [])]
-        self.done = resumed.step if resumed else 0
+        self.done = self.step = resumed.step if resumed else 0
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
         self.events: list[Event] = []
         self.interrupted = False
+        self.why = ""
         self.skipped_before = 0  # steps of the run that this one goes on
-        self.failure: NotFiniteError | None = None  # of all ranks together
+        self.failure: Exception | None = None  # of all ranks together, or after the last step
 
     def run(self) -> None:
-        """Train, then save, sample and report."""
+        """Train, then save, evaluate, sample and report.
+
+        What must not be lost comes first. Saving, an evaluation or a sample that fails does not
+        cost the report: the error is raised when that is written.
+        """
         display, writer = self._open()
         try:
-            step = self._loop(display, writer)
-            path = None
-            if self.config.checkpoint.save and step > self.done:
-                path = self._save(step, display, last=True)
-            text = sample(self.session) if self.failure is None else ""
-            self._report(text)
+            last = self._loop(display, writer)
+            timelines = self._timelines()
+            path, text = None, ""
+            try:
+                if self.config.checkpoint.save and self.step > self.done:
+                    path = self._save(self.step, display, last=True)
+                if self.failure is None:
+                    if last is not None:
+                        last = self._evaluated(last, True, display)
+                    text = sample(self.session)
+            except Exception as error:  # noqa: BLE001 - raised below
+                self.failure = self.failure or error
+            if last is not None:
+                self._record(last, display, writer)
+            if self.main:
+                self._report(text, timelines)
             if self.failure is not None:
                 raise self.failure
             if display is not None:
@@ -123,37 +140,56 @@ class _Run:
             display.note(note)
         return display, writer
 
-    def _loop(self, display: Display | None, writer: MetricsWriter | None) -> int:
+    def _loop(self, display: Display | None, writer: MetricsWriter | None) -> StepMetrics | None:
+        """All steps; the last one's metrics, neither evaluated nor written yet."""
         train, trace = self.config.train, self.session.trace
-        step = self.done
         timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
-        while step < train.steps:
-            trace.enabled = step in (self.done, timeline)
+        while self.step < train.steps:
+            trace.enabled = self.step in (self.done, timeline)
             trace.clear()
-            metrics, asked = self.runner.step(step, self.stop.requested)
+            metrics, self.interrupted = self.runner.step(self.step, self.stop)
             metrics = self._counted(metrics)
-            if step <= timeline:
+            if self.step <= timeline:
                 trace.resolve()
                 self.events = list(trace.events)
             trace.enabled = False
             trace.clear()
-            step += 1
-            self.interrupted = asked
-            self.failure = too_many_skipped(self.session, step)
-            last = step == train.steps or asked or self.failure is not None
-            metrics = self._evaluated(metrics, last and self.failure is None, display)
-            if writer is not None:
-                writer.write(metrics)
-            if display is not None:
-                display.update(metrics)
-                if said := remark(self.session, step, metrics.loss):
-                    display.note(said)
+            self.step += 1
+            if self.interrupted:
+                self._learn_why(display)
+            self.failure = too_many_skipped(self.session, self.step)
+            if self.interrupted or self.failure is not None or self.step == train.steps:
+                return metrics
+            self._record(self._evaluated(metrics, False, display), display, writer)
             every = self.config.checkpoint.every
-            if every and not last and step % every == 0:
-                self._save(step, display)
-            if last:
-                break
-        return step
+            if every and self.step % every == 0:
+                self._save(self.step, display)
+        return None
+
+    def _learn_why(self, display: Display | None) -> None:
+        """Which signal asked which rank to stop. Collective, when any of them was asked."""
+        numbers = [0] * self.session.mesh.world_size
+        dist.all_gather_object(numbers, self.stop.number)
+        asked = [rank for rank, number in enumerate(numbers) if number]
+        if not asked:
+            return  # by the program, not by a signal
+        number = numbers[asked[0]]
+        self.stop.ask(number)  # every rank ends with the same status
+        self.why = f" by {name_of(number)}"
+        if len(asked) < len(numbers):
+            self.why += f" to rank{'s' * (len(asked) > 1)} {', '.join(map(str, asked))}"
+        if display is not None:
+            display.note(f"stopped{self.why} after step {self.step}")
+
+    def _record(
+        self, metrics: StepMetrics, display: Display | None, writer: MetricsWriter | None
+    ) -> None:
+        if writer is not None:
+            writer.write(metrics)
+        if display is not None:
+            display.update(metrics)
+            if said := remark(self.session, metrics.step, metrics.loss):
+                display.note(said)
 
     def _save(self, step: int, display: Display | None, last: bool = False) -> Path | None:
         """Collective. ``None``: weights are not finite, so nothing is written; it is said."""
@@ -195,8 +231,8 @@ class _Run:
         }
         return files if path is None else {**files, "checkpoint": path}
 
-    def _report(self, text: str) -> None:
-        """Collect every rank's timeline on rank 0 and write the page. Collective."""
+    def _timelines(self) -> list[_Timeline]:
+        """Every rank's place in the mesh and events, on rank 0. Collective."""
         mesh = self.session.mesh
         if self.config.train.profile:
             path = self.output / "traces" / f"rank{mesh.rank}.json"
@@ -210,14 +246,15 @@ class _Run:
             "sequence": mesh.sequence_rank,
             "data": mesh.data_rank,
         }
-        gathered: list[tuple[dict[str, int], list[Event]] | None] = [None] * mesh.world_size
+        gathered: list[_Timeline | None] = [None] * mesh.world_size
         dist.gather_object((place, self.events), gathered if self.main else None)
-        if not self.main:
-            return
-        everyone = [g for g in gathered if g is not None]
+        return [g for g in gathered if g is not None]
+
+    def _report(self, text: str, everyone: list[_Timeline]) -> None:
+        """Write the page, on rank 0 alone."""
         notes = self._notes()
         timeline = {row["rank"]: events for row, events in everyone}
-        shape = mesh.shape
+        shape = self.session.mesh.shape
         setting = Setting(
             self.config.weight_parallel,
             weight=shape.weight,
@@ -242,11 +279,15 @@ class _Run:
         )
 
     def _notes(self) -> list[str]:
-        notes = ["The run was stopped before its last step."] if self.interrupted else []
+        stopped = f"The run was stopped before its last step{self.why}."
+        notes = [stopped] if self.interrupted else []
         skipped = self.skipped_before + self.session.optimizer.skipped_steps
         if skipped:
             notes.append(f"Steps skipped because gradients were not finite: {skipped}.")
-        return notes if self.failure is None else [*notes, f"The run failed: {self.failure}"]
+        if self.failure is not None:
+            kind = "" if isinstance(self.failure, InternspError) else type(self.failure).__name__
+            notes.append(f"The run failed: {kind}{': ' * bool(kind)}{self.failure}")
+        return notes
 
     def _schedule(self) -> str:
         """The pipeline's schedule as a picture."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from internsp.errors import ConfigError, OrderError
 from internsp.sp import SequenceLayout
+from internsp.stop import StopRequest
 from internsp.train.data import Batch, rows_of
 from internsp.train.metrics import StepMetrics
 from internsp.train.passes import Pipelined, Whole
@@ -27,11 +28,11 @@ class StepRunner:
         self._passes = Whole(session) if session.pipeline is None else Pipelined(session)
         self._checked = False
 
-    def step(self, number: int, stop_requested: bool) -> tuple[StepMetrics, bool]:
+    def step(self, number: int, stop: StopRequest) -> tuple[StepMetrics, bool]:
         """Train on the global batch of step ``number`` (from 0). Collective; blocks.
 
         Returns:
-            The step's metrics, and whether any rank was asked to stop.
+            The step's metrics, and whether any rank was asked to stop, before it or within.
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
         counters = [communicator.state.counters for communicator in session.communicators]
@@ -51,7 +52,7 @@ class StepRunner:
         lr = session.optimizer.param_groups[0]["lr"]
         loss = self._passes.train(layouts, tokens)
         norm = session.step()
-        total, asked = self._sum(loss, float(stop_requested), stages=True)
+        total, asked = self._sum(loss, float(stop.requested), stages=True)
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
         metrics = StepMetrics(

@@ -15,7 +15,8 @@ import pytest
 from torch import Tensor
 
 from internsp.config import Config
-from internsp.launch import ChildError, start
+from internsp.launch import start
+from internsp.outcome import ChildError
 from internsp.pipeline import Place, SchedulerHook
 from internsp.train.metrics import read_metrics
 from internsp.train.run import train

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.config import Config
+from internsp.stop import StopRequest
 from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.plan import human, print_plan
 from internsp.train.session import Session
@@ -85,7 +86,7 @@ def steps(rank: int, world_size: int) -> list[tuple[int, list[Row]]]:
         for number in range(2):
             session.trace.clear()
             messages.count = messages.nbytes = 0
-            runner.step(number, stop_requested=False)
+            runner.step(number, StopRequest())
             events = {kind: [e for e in session.trace.events if e.kind == kind and
                              e.phase in ("forward", "recompute", "backward")]
                       for kind in ("AG", "RS")}  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from internsp.config import Config
+from internsp.stop import StopRequest
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
 from tests.ranks.test_train import config
@@ -28,7 +29,7 @@ def trained(rank: int, world_size: int, runs: list[Config]) -> list[Trained]:
         for communicator in session.communicators:
             communicator.state.pool.poison = True
         before, runner = whole(session.modules[0]), StepRunner(session)
-        norms = [runner.step(step, False)[0].grad_norm for step in range(STEPS)]
+        norms = [runner.step(step, StopRequest())[0].grad_norm for step in range(STEPS)]
         session.communicators[0].publish()
         found.append((before, whole(session.modules[0]), norms))
     return found

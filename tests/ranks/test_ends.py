@@ -1,0 +1,135 @@
+"""How a run ends that something happened to: what is told, what is saved, and when."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.config import Config
+from internsp.launch import start
+from internsp.outcome import ChildError
+from internsp.pipeline import Place, SchedulerHook
+from internsp.train.metrics import read_metrics
+from internsp.train.run import train
+from internsp.train.step import StepRunner
+
+TEXT = Path(__file__).parents[1] / "data"
+TIMEOUT = 4  # seconds: the groups'
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return
+
+
+def settings(name: str, **sections: dict[str, Any]) -> Config:
+    """A tiny run of two ranks; the functions below know by its name what shall happen to it."""
+    given: dict[str, dict[str, Any]] = {
+        "model": {"hidden_size": 32, "layers": 2, "heads": 4},
+        "data": {
+            "source": "text", "paths": [str(TEXT)], "sequence_length": 33, "held_out": 0.1,
+        },
+        "parallel": {"weight": 2, "timeout_seconds": TIMEOUT},
+        "weight_parallel": {"min_shard_elements": 128},
+        "train": {
+            "name": name, "steps": 3, "global_batch": 4, "eval_batches": 1, "sample_bytes": 5,
+        },
+        "launch": {"processes": 2},
+    }  # fmt: skip
+    return Config.model_validate({k: v | sections.get(k, {}) for k, v in given.items()})
+
+
+class _Happens(SchedulerHook):
+    """Something happens to this rank in its second step."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal, self.steps = signal_number, 0
+
+    def before_forward(self, place: Place, *args: Any) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            os.kill(os.getpid(), self.signal)
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise ArithmeticError("spilt at the end")
+
+
+def eventful(config: Config, output: Path) -> None:
+    """One rank; what happens is in the run's name, with the rank that it happens to."""
+    what, rank = config.train.name.split("-")
+    if os.environ["RANK"] != rank:
+        train(config, output)
+        return
+    if what == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    if what == "evaluation":
+        StepRunner.evaluate = _fail  # type: ignore[assignment]
+    if what == "sample":
+        import internsp.train.sample
+
+        internsp.train.sample.generate = _fail  # type: ignore[assignment]
+    number = {"stopped": signal.SIGSTOP, "asked": signal.SIGTERM}.get(what)
+    train(config, output, [_Happens(number)] if number else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("sample-0", r"(?s)^rank 0 failed: Traceback.*ArithmeticError: spilt at the end$"),
+        ("evaluation-1", r"(?s)^rank 1 failed: Traceback.*ArithmeticError: spilt at the end$"),
+    ],
+    ids=["sample", "evaluation"],
+)
+def test_what_fails_after_training_costs_neither_checkpoint_nor_metrics_nor_report(
+    name: str, cause: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ChildError, match=cause) as caught:
+        start(eventful, settings(name), tmp_path)
+    assert caught.value.exit_status == 1
+    assert (tmp_path / "checkpoints" / "step-000003").exists()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.step for row in rows] == [1, 2, 3]
+    page = (tmp_path / "report.html").read_text()
+    assert "The run failed: " in page
+    if name == "sample-0":
+        assert rows[-1].eval_loss is not None
+        assert "ArithmeticError: spilt at the end" in page
+    assert "layers.1" in page  # the timeline
+
+
+def test_a_disk_that_is_full_on_one_rank_is_one_line_with_status_3(tmp_path: Path) -> None:
+    with pytest.raises(ChildError) as caught:
+        start(eventful, settings("full-1"), tmp_path)
+    assert caught.value.exit_status == 3
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("rank ")
+    assert " failed: MachineError: checkpoint " in line
+    assert "was not saved: rank 1: [Errno 27] File too large" in line
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_rank_that_is_stopped_is_named_soon_after_the_timeout(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ChildError, match=r"^rank 1 was stopped") as caught:
+        start(eventful, settings("stopped-1"), tmp_path)
+    assert time.monotonic() - began < TIMEOUT + 10
+    assert "\nLater, rank 0: CollectiveError: " in str(caught.value)
+
+
+def test_sigterm_to_one_rank_ends_all_after_the_step_by_its_name(tmp_path: Path) -> None:
+    config = settings("asked-1", train={"name": "asked-1", "steps": 50, "sample_bytes": 0})
+    assert start(eventful, config, tmp_path) == 128 + signal.SIGTERM
+    assert (tmp_path / "checkpoints" / "step-000002").exists()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    page = (tmp_path / "report.html").read_text()
+    assert "stopped before its last step by SIGTERM to rank 1" in page

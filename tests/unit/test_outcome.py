@@ -1,0 +1,91 @@
+"""Which of several failures is told as the cause, and which process is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from internsp.errors import CollectiveError, ConfigError
+from internsp.lifetime import is_stopped, stopped_ranks
+from internsp.outcome import Failure, Fate, first_cause
+
+
+def failure(error: BaseException, at: float = 0.0) -> Failure:
+    seen = Failure.of(error)
+    return Failure(seen.text, seen.consequence, at, seen.exit_status)
+
+
+GONE = failure(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+WAITED = failure(CollectiveError("head.weight: Timed out waiting 10000ms for recv"), 1.0)
+CLOSED = failure(RuntimeError("Application timeout caused pair closure"))
+WRONG = failure(ConfigError("model.heads: 3"), 2.0)
+LATER = failure(ValueError("later"), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("fates", "cause"),
+    [
+        (
+            [Fate(0, 1, GONE), Fate(1, 1, LATER), Fate(2, 1, WRONG)],
+            "rank 2 failed: ConfigError: model.heads: 3",
+        ),
+        (
+            [Fate(0, 1, WAITED), Fate(1, -9, killed=True, stopped=True), Fate(2, 1, CLOSED)],
+            "rank 1 was stopped (SIGSTOP, SIGTSTP or a debugger) while the others waited for it; "
+            "it has been ended\nLater, rank 2: RuntimeError: Application timeout caused pair "
+            "closure",
+        ),
+        ([Fate(0, 1, GONE), Fate(1, -15)], "rank 1 was ended by SIGTERM"),
+        (
+            [Fate(0, 1, GONE), Fate(1, 7)],
+            "rank 1 ended with exit status 7\nLater, rank 0: RuntimeError: Connection closed by "
+            "peer [127.0.0.1]:1",
+        ),
+        (
+            [Fate(0, 1, WAITED), Fate(1, -9, killed=True)],
+            "rank 1 did not come where the others waited, and had to be ended; if that is slow and "
+            "not stuck, raise parallel.timeout_seconds\nLater, rank 0: CollectiveError: "
+            "head.weight: Timed out waiting 10000ms for recv",
+        ),
+        (
+            [Fate(0, -9, killed=True), Fate(1, -9, killed=True)],
+            "ranks 0, 1 did not stop in time when asked, and had to be ended",
+        ),
+        (
+            [Fate(0, 1, WAITED), Fate(1, 0)],
+            "rank 0 failed: CollectiveError: head.weight: Timed out waiting 10000ms for recv\n"
+            "Another rank went away without a message.",
+        ),
+    ],
+    ids=["real", "stopped", "signal", "silent", "stuck", "grace", "alone"],
+)
+def test_the_cause_is_told_and_not_what_followed_from_it(fates: list[Fate], cause: str) -> None:
+    error = first_cause(fates)
+    assert error is not None
+    assert str(error) == cause
+    assert error.exit_status == (2 if "ConfigError" in cause else 1)
+
+
+def test_ranks_that_ended_well_have_no_cause() -> None:
+    assert first_cause([Fate(0, 0), Fate(1, 0, stopped_by=15)]) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_stopped_rank_among_an_agents_children_is_found() -> None:
+    environment = {**os.environ, "RANK": "7"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as sleeper:
+        try:
+            assert stopped_ranks(os.getpid()) == []
+            sleeper.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 5
+            while not is_stopped(sleeper.pid) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert stopped_ranks(os.getpid()) == [7]
+            assert stopped_ranks(os.getppid()) == []
+        finally:
+            sleeper.kill()
