@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import InternspError
@@ -98,6 +99,9 @@ def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
     plain = Drawn(case.width, case.vocabulary, case.blocks, case.beside, case.output).double()
     ours = copy.deepcopy(plain)
     comparison = Comparison(rank)
+    checkpoint = ActivationCheckpointConfig(**case.checkpoint)
+    for index in checkpoint.selected(len(set(plain.layers))):
+        _recompute(plain.layers[index], checkpoint.reentrant)
     try:
         Side(case, plain, list(range(case.world)), None, comparison.keep).run()
     except Exception as error:
@@ -107,8 +111,8 @@ def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
         communicator = parallelize(
             ours,
             mesh,
-            WeightParallelConfig(**{**DEFAULTS, **_blocks_named(case), **case.options}),
-            activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint),
+            WeightParallelConfig(**{**DEFAULTS, **_blocks_named(plain), **case.options}),
+            activation_checkpoint=checkpoint,
         )
         communicator.state.pool.poison = True
         outcome.stage = "optimizer"
@@ -125,9 +129,21 @@ def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
     return outcome
 
 
-def _blocks_named(case: Case) -> dict[str, Any]:
+def _blocks_named(model: Drawn) -> dict[str, Any]:
     """Blocks without weights are not found by the usual names."""
-    return {"blocks": ("layers.*",)} if any(b == ("bare",) for b in case.blocks) else {}
+    bare = any(not list(layer.parameters()) for layer in model.layers)
+    return {"blocks": ("layers.*",)} if bare else {}
+
+
+def _recompute(block: Any, reentrant: bool) -> None:
+    """torch's own checkpointing on one process, too: what it refuses, it refuses there."""
+    inner = block.forward
+
+    def forward(x: Tensor, use: int) -> Any:
+        again = reentrant and torch.is_grad_enabled() and x.requires_grad
+        return checkpointed(inner, x, use, use_reentrant=again)
+
+    block.forward = forward
 
 
 def _raised(kind: str, error: Exception, stage: str) -> Outcome:

@@ -45,6 +45,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "reduction": ("mean",),
     "experts": (["experts", "fc1"], ["fc2"]),
 }
+STAY = ("resident_blocks", "resident_bytes", "keep_between_micro_batches")
 DEFAULTS = {"min_shard_elements": 20, "together_bytes": 0}
 
 
@@ -220,6 +221,8 @@ def fitted(case: Case) -> Case:
         options.pop("granularity", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
+    for key in [key for key in STAY if key in options][1:]:
+        del options[key]  # each says which blocks stay whole
     if case.expert_weight is not None and "experts" not in options:
         options["experts"] = ["experts", "fc1", "out_proj"]
     checkpoint = dict(case.checkpoint)

@@ -38,7 +38,10 @@ def main() -> int:
     parser.add_argument("--first", action="store_true", help="end at the first failure")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds a failure; 0: not")
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--this", help="a case as printed: Case(...)")
     options = parser.parse_args()
+    if options.this:
+        return _report({0: eval(options.this, {"Case": Case})}, options)
     numbers = range(options.start, options.start + options.count)
     if options.case is not None:
         numbers = range(options.case, options.case + 1)

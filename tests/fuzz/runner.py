@@ -83,11 +83,18 @@ def _start(cases: list[Case], fault: str, first: bool, deadline: float) -> list[
                 results.append(Result(cases[number], kind, text, seconds))
         if trouble:
             stacks = "\n".join(p.read_text() for p in sorted(Path(folder).glob("stuck*")))
-            text = f"{trouble}\n{stacks}"[:6000]
+            text = _shortened(f"{trouble}\n{stacks}")
             if len(results) == len(cases):
                 raise RankError(text)  # after all cases: not a case's doing
             results.append(Result(cases[len(results)], "died", text))
         return results
+
+
+def _shortened(text: str) -> str:
+    """Without what every stack has."""
+    left_out = ("Extension modules", "/lib/python3", "<string>", "ranks.py", "/torch/")
+    lines = [line for line in text.splitlines() if not any(part in line for part in left_out)]
+    return "\n".join(lines)[:6000]
 
 
 def _cases(
@@ -161,5 +168,5 @@ def _alike(one: Result, other: Result) -> bool:
 
 
 def _class(text: str) -> str:
-    found = re.search(r"(\w+(?:Error|Exception))\b", text)
-    return found.group(1) if found else ""
+    found = re.search(r"(\w+(?:Error|Exception)):?(.{0,30})", text)
+    return found.group(0) if found else ""
