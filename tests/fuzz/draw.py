@@ -248,13 +248,19 @@ def _by_optimizer(op: Op) -> Op:
 
 def simpler(case: Case) -> Iterator[Case]:
     """Cases with one thing less, the large pieces first."""
+    for less in _simpler(case):
+        other = fitted(less)
+        if other != case:
+            yield other
+
+
+def _simpler(case: Case) -> Iterator[Case]:
     yield from _shorter_programs(case)
     if len(case.blocks) > 1:
         for i in range(len(case.blocks)):
             yield replace(case, blocks=case.blocks[:i] + case.blocks[i + 1 :])
-    for i, feature in enumerate(case.beside):
+    for i in range(len(case.beside)):
         yield replace(case, beside=case.beside[:i] + case.beside[i + 1 :])
-        del feature
     for i, block in enumerate(case.blocks):
         for j in range(1, len(block)):
             less = (*block[:j], *block[j + 1 :])
@@ -263,7 +269,7 @@ def simpler(case: Case) -> Iterator[Case]:
             plain = ("plain", *block[1:])
             yield replace(case, blocks=(*case.blocks[:i], plain, *case.blocks[i + 1 :]))
     for key in case.options:
-        yield fitted(replace(case, options={k: v for k, v in case.options.items() if k != key}))
+        yield replace(case, options={k: v for k, v in case.options.items() if k != key})
     if case.checkpoint:
         yield replace(case, checkpoint={})
         for key in set(case.checkpoint) - {"mode"}:
