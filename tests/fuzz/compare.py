@@ -111,7 +111,7 @@ def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
         communicator = parallelize(
             ours,
             mesh,
-            WeightParallelConfig(**{**DEFAULTS, **_blocks_named(plain), **case.options}),
+            WeightParallelConfig(**{**DEFAULTS, **case.options, **_names(case, plain)}),
             activation_checkpoint=checkpoint,
         )
         communicator.state.pool.poison = True
@@ -129,10 +129,16 @@ def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:
     return outcome
 
 
-def _blocks_named(model: Drawn) -> dict[str, Any]:
-    """Blocks without weights are not found by the usual names."""
-    bare = any(not list(layer.parameters()) for layer in model.layers)
-    return {"blocks": ("layers.*",)} if bare else {}
+def _names(case: Case, model: Drawn) -> dict[str, Any]:
+    """Options that are names in the model: a pattern must match something."""
+    found: dict[str, Any] = {}
+    if any(not list(layer.parameters()) for layer in model.layers):
+        found["blocks"] = ("layers.*",)  # blocks without weights are not found by the usual names
+    if "experts" in case.options:
+        there = {part for name, _ in model.named_parameters() for part in name.split(".")}
+        patterns = [part for part in case.options["experts"] if part in there]
+        found["experts"] = patterns or ["experts"]
+    return found
 
 
 def _recompute(block: Any, reentrant: bool) -> None:

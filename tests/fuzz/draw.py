@@ -224,12 +224,12 @@ def fitted(case: Case) -> Case:
     for key in [key for key in STAY if key in options][1:]:
         del options[key]  # each says which blocks stay whole
     if case.expert_weight is not None and "experts" not in options:
-        options["experts"] = ["experts", "fc1", "out_proj"]
+        options["experts"] = ["experts", "fc1", "out_proj"]  # those that match are taken
+    clip = case.clip
+    if case.expert_weight is not None and clip == "torch":
+        clip = "ours"  # torch's takes gradients of one mesh
     checkpoint = dict(case.checkpoint)
-    program = case.program
-    if case.optimizer.startswith("zero"):  # `.grad` is the optimizer's: its zero_grad drops it
-        program = tuple(_by_optimizer(op) for op in program)
-    kinds = {word for op in program for word in words(op)}
+    kinds = {word for op in case.program for word in words(op)}
     if any(word.endswith(("some_inputs", "gradient_of_hidden")) for word in kinds):
         checkpoint.pop("reentrant", None)  # torch's reentrant form refuses both
     beside = case.beside
@@ -237,13 +237,7 @@ def fitted(case: Case) -> Case:
         beside = tuple(b for b in beside if b != "tied")
     if "tied_functional" in beside and "bag" in beside:
         beside = tuple(b for b in beside if b != "bag")
-    return replace(
-        case, options=options, checkpoint=checkpoint, beside=beside, program=program
-    )
-
-
-def _by_optimizer(op: Op) -> Op:
-    return (*op[:-1], "optimizer") if op[0] in ("thrown", "fail") else op
+    return replace(case, options=options, checkpoint=checkpoint, beside=beside, clip=clip)
 
 
 def simpler(case: Case) -> Iterator[Case]:
