@@ -16,6 +16,9 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     # tensors in which reentrant checkpointing loses gradients
     "aux_dict": ("StructureError",),
     "aux_data": ("StructureError",),
+    # second derivatives
+    "accumulate:penalty": ("GradientError",),
+    "thrown:penalty": ("GradientError",),
     # names of experts that match nothing, or a weight that is an expert's and another's
     "expert_weight": ("StructureError",),
 }

@@ -134,6 +134,10 @@ class Side:
             self._gradient_of_hidden(loss, [hidden[index] for _, hidden in found])
         if kind == "retain":
             (loss * 0.5).backward(retain_graph=True)
+        if kind == "penalty" and all(hidden[index].requires_grad for _, hidden in found):
+            of = [hidden[index] for _, hidden in found]
+            gradients = torch.autograd.grad(loss, of, create_graph=True)
+            loss = loss + self.total([g.square().sum() for g in gradients])
         if kind == "with_middle":
             loss = loss + middle
         if kind == "middle":
