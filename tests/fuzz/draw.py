@@ -1,0 +1,302 @@
+"""What a case of the fuzzer is, how one is drawn from a seed, and what simpler ones there are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.fuzz.shapes import BASES, BESIDE, IN_BLOCK, OUTPUTS
+
+Op = tuple[Any, ...]
+
+STEPS = 3
+PASSES = (
+    "plain", "plain", "plain", "retain", "sum_of_two", "both", "reversed", "middle", "with_middle",
+    "throw_first", "evaluate_between", "some_inputs", "gradient_of_hidden", "penalty",
+)  # fmt: skip
+SYNCS = ("all", "all", "no_sync", "no_replica_sync", "mixed", "nested")
+WRITES = (
+    "multiply", "copy", "data_multiply", "data_subtract", "data_set", "data_copy", "load",
+    "load_assigned", "foreach", "foreach_invalidate", "local_invalidate", "fill_one", "swap",
+)  # fmt: skip
+FAILURES = ("forward", "block", "backward")
+TORCH_OPTIMIZERS = (
+    "sgd", "momentum", "adam", "adamw_foreach", "adamw_loop", "adamw_fused", "sgd_foreach",
+)  # fmt: skip
+ZERO_OPTIMIZERS = ("zero_adamw", "zero_sgd", "zero_momentum", "zero_groups", "zero_rmsprop")
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "trigger": ("qkv", "attention", "mlp", "rolling", "rolling"),
+    "granularity": ("module",),
+    "together_bytes": (200, 400, 1000, 65536),
+    "min_shard_elements": (0, 1, 30, 100, 2048),
+    "prefetch_depth": (2, 3, 9),
+    "memory_pool": (False,),
+    "overlap": (False,),
+    "resident_blocks": (1, 2),
+    "resident_bytes": (2000,),
+    "keep_between_micro_batches": (True,),
+    "accumulation": ("full",),
+    "pending_blocks": (1, 5),
+    "embedding_cut": ("hidden",),
+    "unexpected_order": ("gather",),
+    "reduction": ("mean",),
+    "experts": (["experts", "fc1"], ["fc2"]),
+}
+STAY = ("resident_blocks", "resident_bytes", "keep_between_micro_batches")
+DEFAULTS = {"min_shard_elements": 20, "together_bytes": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is cut, and a loop. Everything that a repetition needs."""
+
+    seed: int = 0
+    world: int = 2
+    weight: int = 2
+    zero: int | None = None
+    expert_weight: int | None = None
+    width: int = 6
+    vocabulary: int = 11
+    rows: int = 2
+    length: int = 4
+    blocks: tuple[tuple[str, ...], ...] = (("plain",), ("plain",))
+    beside: tuple[str, ...] = ()
+    output: str = "loss"
+    options: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "sgd"
+    clip: str = "none"
+    program: tuple[Op, ...] = ()
+
+    def features(self) -> set[str]:
+        """One word for each thing that is drawn: for ``--without`` and for what may be refused."""
+        found = {part for block in self.blocks for part in block} | set(self.beside)
+        found |= {f"output={self.output}", self.optimizer, f"clip={self.clip}"}
+        found |= {f"{key}={value}" for key, value in self.options.items()}
+        found |= {f"checkpoint.{key}={value}" for key, value in self.checkpoint.items()}
+        found.add("checkpoint" if self.checkpoint else "no_checkpoint")
+        found.add("zero" if self.optimizer.startswith("zero") else "torch")
+        found |= {f"weight={self.weight}", f"world={self.world}"}
+        if self.expert_weight is not None:
+            found.add("expert_weight")
+        for op in self.program:
+            found |= set(words(op))
+        return found
+
+    def lines(self) -> list[str]:
+        """The case for a reader."""
+        mesh = f"world {self.world} = weight {self.weight} x replicas {self.world // self.weight}"
+        mesh += f", zero {self.zero}" if self.zero else ""
+        mesh += f", expert_weight {self.expert_weight}" if self.expert_weight else ""
+        lines = [mesh, f"width {self.width}, vocabulary {self.vocabulary}"]
+        lines[-1] += f", rows {self.rows}, length {self.length}, output {self.output}"
+        lines += [f"block {i}: {' '.join(block)}" for i, block in enumerate(self.blocks)]
+        lines.append(f"beside: {' '.join(self.beside) or '-'}")
+        lines.append(f"options: {self.options}  checkpoint: {self.checkpoint or '-'}")
+        lines.append(f"optimizer: {self.optimizer}, clip: {self.clip}")
+        lines += [f"  {op}" for op in self.program]
+        return lines
+
+
+def words(op: Op) -> Iterator[str]:
+    """The kinds named in an operation: ``accumulate``, ``no_sync``, ``retain``, ..."""
+    for part in op:
+        if isinstance(part, str):
+            yield part if part == op[0] else f"{op[0]}:{part}"
+        if isinstance(part, tuple):
+            for inner in part:
+                yield f"{op[0]}:{inner}" if isinstance(inner, str) else ""
+
+
+def draw(seed: int, number: int, world: int | None = None) -> Case:
+    """Case ``number`` of ``seed``: the same whatever was drawn before it."""
+    rng = random.Random(f"{seed}:{number}")
+    world = world or rng.choice((2, 2, 3, 4))
+    weight = rng.choice([d for d in range(2, world + 1) if world % d == 0])
+    if rng.random() < 0.15:
+        weight = 1
+    replicas = world // weight
+    case = Case(
+        seed=rng.randrange(1_000_000),
+        world=world,
+        weight=weight,
+        zero=rng.choice([None, *(z for z in range(1, replicas + 1) if replicas % z == 0)]),
+        width=rng.choice((4, 5, 6, 6, 7, 8)),
+        vocabulary=rng.choice((3, 11, 13, 16)),
+        rows=rng.choice((1, 2)),
+        length=rng.choice((2, 3, 5)),
+        blocks=_blocks(rng),
+        beside=tuple(rng.sample(BESIDE, rng.choice((0, 0, 1, 1, 2, 3)))),
+        output=rng.choice(("loss", "loss", *OUTPUTS)),
+        options=_options(rng),
+        checkpoint=_checkpoint(rng),
+        optimizer=rng.choice((*TORCH_OPTIMIZERS, *ZERO_OPTIMIZERS, *ZERO_OPTIMIZERS)),
+        clip=rng.choice(("none", "torch", "ours")),
+    )
+    if rng.random() < 0.1:
+        case = replace(case, expert_weight=rng.choice([d for d in (1, 2, 3, 4) if world % d == 0]))
+    return fitted(replace(case, program=_program(rng, case)))
+
+
+def _blocks(rng: random.Random) -> tuple[tuple[str, ...], ...]:
+    number = rng.choice((1, 2, 2, 3, 3, 4, 5))
+    if rng.random() < 0.3:  # all alike, as in most models
+        block = (rng.choice(BASES), *rng.sample(IN_BLOCK, rng.choice((0, 1, 2))))
+        return (block,) * number
+    made = []
+    for _ in range(number):
+        base = rng.choice(("plain", "plain", "plain", *BASES))
+        made.append((base, *rng.sample(IN_BLOCK, rng.choice((0, 0, 1, 1, 2, 3)))))
+    return tuple(made)
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    chosen = rng.sample(sorted(OPTIONS), rng.choice((0, 1, 2, 3, 4)))
+    return {key: rng.choice(OPTIONS[key]) for key in chosen}
+
+
+def _checkpoint(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.6:
+        return {}
+    found: dict[str, Any] = {"mode": rng.choice(("full", "full", "selective"))}
+    found["fraction"] = rng.choice((1.0, 1.0, 0.5, 0.34))
+    if found["mode"] == "full" and rng.random() < 0.5:
+        found["reentrant"] = True
+    return found
+
+
+def _passes(rng: random.Random) -> tuple[str, ...]:
+    number = rng.choice((1, 1, 1, 2, 2, 3))
+    kinds = PASSES if rng.random() < 0.1 else PASSES[:-1]  # the last one ends most cases
+    return tuple(rng.choice(kinds) for _ in range(number))
+
+
+def _between(rng: random.Random, case: Case) -> list[Op]:
+    """What a user does between two steps."""
+    ops: list[Op] = []
+    draws = rng.choice((0, 0, 1, 1, 2))
+    for _ in range(draws):
+        kind = rng.choice(
+            ("evaluate", "write", "write", "freeze", "fail", "thrown", "thrown", "forward", "state",
+             "whole", "settings", "blocks_alone"),
+        )  # fmt: skip
+        who = rng.choice(("model", "optimizer"))
+        if kind == "evaluate":
+            ops.append((kind, rng.choice(("no_grad", "inference", "graph"))))
+        elif kind == "write":
+            ops.append((kind, rng.choice(WRITES), rng.choice((-1, -1, rng.randrange(40)))))
+        elif kind == "freeze":
+            ops.append((kind, rng.randrange(40)))
+        elif kind == "fail":
+            ops.append((kind, rng.choice(FAILURES), rng.randrange(len(case.blocks)), who))
+        elif kind == "thrown":
+            ops.append((kind, rng.choice(SYNCS), _passes(rng), who))
+        else:
+            ops.append((kind,))
+    return ops
+
+
+def _program(rng: random.Random, case: Case) -> tuple[Op, ...]:
+    ops: list[Op] = []
+    for _ in range(STEPS):
+        ops += _between(rng, case)
+        ops.append(("accumulate", rng.choice(SYNCS), _passes(rng)))
+        if rng.random() < 0.8:
+            ops.append(("look",))
+        if rng.random() < 0.15:
+            ops.append(("accumulate", "all", ("plain",)))
+        ops.append(("step",))
+        if rng.random() < 0.5:
+            ops.append(("parameters",))
+        ops.append(("zero", rng.choice(("model", "optimizer", "to_zero", "kept"))))
+    return tuple(ops)
+
+
+def fitted(case: Case) -> Case:
+    """The case without combinations that say nothing: what no model or loop means."""
+    options = dict(case.options)
+    if options.get("trigger") == "rolling":
+        options.pop("granularity", None)
+    if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
+        options["unexpected_order"] = "gather"
+    for key in [key for key in STAY if key in options][1:]:
+        del options[key]  # each says which blocks stay whole
+    if case.expert_weight is not None and "experts" not in options:
+        options["experts"] = ["experts", "fc1", "out_proj"]  # those that match are taken
+    clip = case.clip
+    if case.expert_weight is not None and clip == "torch":
+        clip = "ours"  # torch's takes gradients of one mesh
+    checkpoint = dict(case.checkpoint)
+    kinds = {word for op in case.program for word in words(op)}
+    if any(word.endswith(("some_inputs", "gradient_of_hidden", "penalty")) for word in kinds):
+        checkpoint.pop("reentrant", None)  # torch's reentrant form refuses both
+    beside = case.beside
+    if "tied" in beside and "tied_functional" in beside:
+        beside = tuple(b for b in beside if b != "tied")
+    if "tied_functional" in beside and "bag" in beside:
+        beside = tuple(b for b in beside if b != "bag")
+    return replace(case, options=options, checkpoint=checkpoint, beside=beside, clip=clip)
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Cases with one thing less, the large pieces first."""
+    for less in _simpler(case):
+        other = fitted(less)
+        if other != case:
+            yield other
+
+
+def _simpler(case: Case) -> Iterator[Case]:
+    yield from _shorter_programs(case)
+    if len(case.blocks) > 1:
+        for i in range(len(case.blocks)):
+            yield replace(case, blocks=case.blocks[:i] + case.blocks[i + 1 :])
+    for i in range(len(case.beside)):
+        yield replace(case, beside=case.beside[:i] + case.beside[i + 1 :])
+    for i, block in enumerate(case.blocks):
+        for j in range(1, len(block)):
+            less = (*block[:j], *block[j + 1 :])
+            yield replace(case, blocks=(*case.blocks[:i], less, *case.blocks[i + 1 :]))
+        if block[0] != "plain":
+            plain = ("plain", *block[1:])
+            yield replace(case, blocks=(*case.blocks[:i], plain, *case.blocks[i + 1 :]))
+    for key in case.options:
+        yield replace(case, options={k: v for k, v in case.options.items() if k != key})
+    if case.checkpoint:
+        yield replace(case, checkpoint={})
+        for key in set(case.checkpoint) - {"mode"}:
+            yield replace(
+                case, checkpoint={k: v for k, v in case.checkpoint.items() if k != key}
+            )
+    plain = Case()
+    for name in ("zero", "expert_weight", "width", "vocabulary", "rows", "length", "output",
+                 "clip", "optimizer"):  # fmt: skip
+        if getattr(case, name) != getattr(plain, name):
+            yield replace(case, **{name: getattr(plain, name)})
+    if case.world > 2 and case.weight in (1, 2, case.world):
+        weight = 2 if case.weight == case.world else case.weight
+        yield replace(case, world=2, weight=weight, zero=None, expert_weight=None)
+
+
+def _shorter_programs(case: Case) -> Iterator[Case]:
+    ops = case.program
+    for i, op in enumerate(ops):
+        yield replace(case, program=ops[:i] + ops[i + 1 :])
+        if op[0] in ("accumulate", "thrown"):
+            for less in _shorter_passes(op):
+                yield replace(case, program=(*ops[:i], less, *ops[i + 1 :]))
+
+
+def _shorter_passes(op: Op) -> Iterator[Op]:
+    passes = op[2]
+    if len(passes) > 1:
+        for i in range(len(passes)):
+            yield (*op[:2], passes[:i] + passes[i + 1 :], *op[3:])
+    if op[1] != "all":
+        yield (op[0], "all", *op[2:])
+    for i, kind in enumerate(passes):
+        if kind != "plain":
+            yield (*op[:2], (*passes[:i], "plain", *passes[i + 1 :]), *op[3:])
