@@ -96,6 +96,6 @@ def _raise(what: str, error: CheckpointException) -> NoReturn:
         below: BaseException | None = met
         while below is not None:
             if isinstance(below, OSError) and below.errno in LACKING:
-                raise MachineError(f"{what}: rank {number}: {below}") from below
+                raise MachineError(f"{what}: rank {number}: OSError: {below}") from below
             below = below.__cause__ or below.__context__
     raise InternspError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from cause

@@ -114,7 +114,7 @@ def test_a_disk_that_is_full_on_one_rank_is_one_line_with_status_3(tmp_path: Pat
     (line,) = str(caught.value).splitlines()
     assert line.startswith("rank ")
     assert " failed: MachineError: checkpoint " in line
-    assert "was not saved: rank 1: [Errno 27] File too large" in line
+    assert "was not saved: rank 1: OSError: [Errno 27] File too large" in line
     assert (tmp_path / "report.html").exists()
 
 
