@@ -72,9 +72,11 @@ class BlockUses:
         return [site.tag for site in self.cut]
 
     def before_backward(self, tags: Sequence[Tag]) -> None:
-        """See :meth:`WeightSite.before_nodes`; the last used first."""
-        pairs = list(zip(self.cut, tags, strict=True))[::-1]
+        """See :meth:`WeightSite.before_nodes`; the last used first, or as a recompute will."""
         unit, state = self.cut[0].unit, self.cut[0].communicator.state
+        pairs = list(zip(self.cut, tags, strict=True))
+        if not unit.recomputed:
+            pairs.reverse()
         if not self._ordinary() or unit.recomputed or state.split is not None:
             for site, tag in pairs:
                 site.before_nodes(tag)

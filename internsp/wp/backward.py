@@ -103,8 +103,14 @@ class BlockBackward(BlockGathers):
         such a function may ask for none.
         """
         self.backward_hook(unit, weight, tag)
-        if unit.recomputed and not weight.resident:
+        if not unit.recomputed or weight.resident:
+            return
+        slot = self.state.pool.slots[unit.slot]
+        if slot.tags.get(weight) != tag:
             self._present(unit, weight, BACKWARD)
+        elif weight in self.state.handles:  # the gather is the recompute's, which uses it next
+            self.await_gather(unit, weight, RECOMPUTE)
+        slot.streams.read(weight)
 
     def at_hand(self, unit: Unit, weight: ShardedWeight) -> bool:
         """See :meth:`UnitCommunicator.at_hand`: in the block whose backward runs."""
