@@ -10,7 +10,7 @@ from torch import nn
 from internsp.wp.isp import ISPCommunicator
 from internsp.wp.unfinished import Member
 
-ParamGroups = Iterable[dict[str, Any]]
+ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 
 
 def members(communicator: ISPCommunicator) -> list[Member]:
@@ -29,7 +29,8 @@ def assign(
 
     Args:
         param_groups: dictionaries with ``"params"``: the model's parameters after ``parallelize``
-            (or pairs of name and parameter, as ``named_parameters`` gives); ``None``: one group.
+            (or pairs of name and parameter, as ``named_parameters`` gives), or these themselves
+            for one group; ``None``: one group of all.
 
     Raises:
         ValueError: for a parameter that is not this communicator's, stands in two groups, or is
@@ -38,12 +39,16 @@ def assign(
     trainable = members(communicator)
     if not trainable and communicator.mesh.pipeline == 1:
         raise ValueError("ZeroOptimizer: the model has no trainable parameter")
-    if param_groups is None:
-        param_groups = [{"params": [m.parameter for m in trainable]}]
+    given = [m.parameter for m in trainable] if param_groups is None else list(param_groups)
+    wanted = [item for item in given if isinstance(item, dict)]
+    if len(wanted) < len(given):  # parameters alone are one group, as for torch
+        if wanted:
+            raise ValueError("param_groups holds dictionaries and parameters: give one of the two")
+        wanted = [{"params": given}]
     by_id = {id(m.parameter): m for m in trainable}
     groups: list[dict[str, Any]] = []
     place: dict[Member, int] = {}
-    for index, group in enumerate(param_groups):
+    for index, group in enumerate(wanted):
         chosen = _parameters(group, index)
         for parameter in chosen:
             member = by_id.get(id(parameter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,54 @@ def before_backward_of(
     Args:
         before: of :func:`given`.
     """
+    last = None
     for tensor in own(output, before):
-        if tensor.grad_fn is not None:
+        node = beneath(tensor, before) or tensor.grad_fn
+        # Views of one tensor, as ``chunk`` gives, have one node beneath them.
+        if node is not None and node is not last:
             # A hook of the node, not of the tensor: the same moment at half the cost.
-            tensor.grad_fn.register_prehook(call)
+            node.register_prehook(call)
+        last = node
+
+
+def on_gradient(tensor: Tensor, call: Callable[[Tensor], None], before: Given) -> None:
+    """Have ``call`` called when ``tensor``'s gradient arrives, also if it is written into later.
+
+    That may be twice; the second time with the gradient of what ``tensor`` is a view of.
+
+    Args:
+        before: of :func:`given`.
+    """
+    tensor.register_hook(call)
+    node = beneath(tensor, before)
+    if node is not None:
+        node.register_prehook(partial(_first, call))
+
+
+def _first(call: Callable[[Tensor], None], gradients: tuple[Tensor | None, ...]) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            call(gradient)
+            return
+
+
+def beneath(tensor: Tensor, before: Given) -> Any:
+    """The node of what ``tensor`` is a view of, if the call made that; ``None`` otherwise.
+
+    Writing into a view takes the view's own node out of the graph, with its hooks and with those
+    of the tensor: backward then comes to this one by another way. A linear layer with a bias
+    answers rows of sequences with such a view, and ``nn.ReLU(inplace=True)`` writes into it.
+    """
+    base = tensor._base
+    if base is None or base.grad_fn is None:
+        return None
+    node = base.grad_fn
+    for known, made in before.values():
+        if node is made or (
+            known._base is not None and known.grad_fn is made and known._base.grad_fn is node
+        ):
+            return None  # a view of what the call was given: its node is another's
+    return node
 
 
 def apart(output: Any, weights: Iterable[Tensor]) -> Any:

@@ -9,6 +9,7 @@ shard. A plain subclass of ``DTensor`` keeps its fast C++ path; nothing else of 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from internsp.errors import StructureError
+
+Aliases = dict[int, "weakref.ref[Any]"]
 
 
 class Member(Protocol):
@@ -35,6 +38,9 @@ class Member(Protocol):
     def invalidate(self) -> None:
         """The values were written by a way that no version counter shows."""
 
+    aliases: Aliases
+    """What ``detach`` gave out, while it lives, by identity."""
+
 
 class ShardParameter(DTensor):
     """A model's parameter. What is made of it by an operation is an ordinary ``DTensor``."""
@@ -49,6 +55,8 @@ class ShardParameter(DTensor):
         found: Any = super().detach()
         found.__class__ = ShardParameter
         found._member = self._member
+        aliases, key = self._member.aliases, id(found)
+        aliases[key] = weakref.ref(found, lambda _: aliases.pop(key, None))
         return found  # type: ignore[no-any-return]
 
     @property
@@ -59,6 +67,9 @@ class ShardParameter(DTensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         """Copy ``values`` into the shard: a whole tensor (the same on all ranks), or a ``DTensor``.
+
+        What was had from ``data`` or ``detach`` before keeps the old values, as on one process
+        (``old = p.data; p.data = average; ...; p.data = old``).
 
         Raises:
             LayoutError: another shape or placement.
@@ -90,14 +101,36 @@ class ShardParameter(DTensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files hold an ordinary ``DTensor`` (parameter)."""
-        return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
+        """Files hold an ordinary ``DTensor`` (parameter), and of its memory only its own part.
+
+        torch cannot save a ``DTensor`` that begins within a storage (seen with torch 2.13), as
+        those of an optimizer's buckets do.
+        """
+        local = self._local_tensor.detach()
+        if local.untyped_storage().nbytes() != local.nbytes:
+            local = local.clone()
+        return self._plain(local).__reduce_ex__(protocol)
 
     def _plain(self, local: Tensor) -> Tensor:
         plain = DTensor(local, self._spec, requires_grad=False)
         if getattr(self, "_is_param", False):
             return nn.Parameter(plain, requires_grad=self.requires_grad)
         return plain.requires_grad_(self.requires_grad)
+
+
+def part(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
+    """Before ``values`` are copied into ``parameter``: let its ``aliases`` keep what they show.
+
+    On one process ``p.data = values`` gives ``p`` other memory; here it must stay in its own.
+    """
+    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
+    held = [alias for alias in (known() for known in list(aliases.values())) if alias is not None]
+    held = [alias for alias in held if alias._local_tensor.data_ptr() == local.data_ptr()]
+    if any(alias is values for alias in held):  # its own values: nothing changes
+        return
+    old = local.detach().clone() if held else local
+    for alias in held:
+        alias._local_tensor = old.detach()
 
 
 def own(parameter: nn.Parameter, member: Member) -> nn.Parameter:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from internsp.errors import GradientError, StructureError
 from internsp.wp.communicator import in_backward, tensors
 from internsp.wp.isp import ISPCommunicator
-from internsp.wp.outputs import Given, given, own
+from internsp.wp.outputs import Given, given, on_gradient, own
 from internsp.wp.pool import Unit
 from internsp.wp.shard import not_to_be_copied
 from internsp.wp.transforms import no_second_derivatives, refuse_transformed
@@ -93,7 +93,7 @@ class Prefetcher:
         self.communicator.end_forward()
         for tensor in tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_begins)
+                on_gradient(tensor, self._backward_begins, {})
 
     def _backward_begins(self, gradient: Tensor) -> None:
         no_second_derivatives()
@@ -127,7 +127,7 @@ class Prefetcher:
         for tensor in own(output, before):
             if tensor.requires_grad:
                 # An inner graph of a reentrant recompute must not queue the end of backward.
-                tensor.register_hook(partial(self._gradient_arrives, unit, not recompute))
+                on_gradient(tensor, partial(self._gradient_arrives, unit, not recompute), before)
 
     def _gradient_arrives(self, unit: Unit, outermost: bool, gradient: Tensor) -> None:
         no_second_derivatives()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import all_reduce
 from internsp.wp.ledger import Counters
-from internsp.wp.parameter import own
+from internsp.wp.parameter import Aliases, own, part
 from internsp.wp.shard import (
     Ready,
     ShardedWeight,
@@ -45,6 +45,7 @@ class ReplicatedParameter:
         self._generation = 0
         self.ready: Ready | None = None
         self.meet: Callable[[str], None] | None = None
+        self.aliases: Aliases = {}
         local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
             local.copy_(parameter.detach())
@@ -86,6 +87,7 @@ class ReplicatedParameter:
         """Copy values, plain or a ``DTensor`` placed alike; raises ``LayoutError``."""
         self.current()  # what an optimizer still publishes would overwrite them
         local = local_of(self.name, values, self.parameter)
+        part(self.parameter, self.aliases, values)
         with torch.no_grad():
             self.storage.copy_((values if local is None else local).detach())
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import WeightAxis
-from internsp.wp.parameter import own
+from internsp.wp.parameter import Aliases, own, part
 
 Tag = tuple[int, torch.dtype]
 
@@ -170,6 +170,7 @@ class ShardedWeight:
         self.lent = False
         self.ready: Ready | None = None
         self.meet: Callable[[str], None] | None = None
+        self.aliases: Aliases = {}
         self._generation = 0
         self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
         if parameter.device.type != "meta":
@@ -283,6 +284,7 @@ class ShardedWeight:
         local = local_of(self.name, values, self.parameter)
         if local is None:
             local = self.rows_of(values.detach()).movedim(0, self.layout.dim)
+        part(self.parameter, self.aliases, values)
         with torch.no_grad():
             self.local(self.storage).copy_(local.detach())
 

@@ -1,0 +1,121 @@
+"""What a layer, a block or the model returned is written into: backward finds the weights whole.
+
+A linear layer with a bias answers rows of sequences with a *view* of its product. Writing into a
+view takes its node out of the graph, and with it every hook that stands there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.mesh import ParallelMesh
+from tests.support.models import ROLLING, Tiny, Twin
+from tests.support.ranks import run_ranks
+
+RECOMPUTED = ActivationCheckpointConfig(mode="full")
+
+
+class Layers(nn.Module):
+    """Writes into what its layers returned, or (``inside=False``) does not."""
+
+    def __init__(self, width: int = 6, inside: bool = True) -> None:
+        super().__init__()
+        self.inside = inside
+        self.wide, self.back = nn.Linear(width, 8), nn.Linear(8, 8)
+        self.out_proj = nn.Linear(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.wide(x), inplace=self.inside)
+        h = self.back(h)
+        halves = [torch.tanh(half) for half in h.chunk(2, -1)]
+        if self.inside:
+            h[..., :4] = halves[1]
+            h[..., 4:] *= 0.5
+        else:
+            h = torch.cat([halves[1], h[..., 4:] * 0.5], -1)
+        h = self.out_proj(h)
+        return h.add_(x) if self.inside else h + x
+
+
+class Returned(nn.Module):
+    """Returns a layer's output as it is, or as a view, to be written into by the model."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.wide, self.out_proj = nn.Linear(width, 8), nn.Linear(8, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.wide(x)
+        return self.out_proj(torch.tanh(h)), h.view(-1, 8)
+
+
+class Writer(Tiny):
+    """Writes into what its blocks and its head returned, or (``inside=False``) does not."""
+
+    def __init__(self, inside: bool = True) -> None:
+        super().__init__(block=Returned)
+        self.inside = inside
+        self.head = nn.Linear(6, self.head.out_features)
+
+    def blocks(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h, wide = layer(x)
+            if self.inside:
+                h *= 0.5
+                h += x
+                wide.clamp_(-0.5, 0.5)
+            else:
+                h, wide = h * 0.5 + x, wide.clamp(-0.5, 0.5)
+            x = h + wide.view(*h.shape[:-1], 8).mean(-1, keepdim=True)
+        return x
+
+
+class Outside(nn.Module):
+    """The loss writes into what the model returned."""
+
+    def __init__(self, inside: bool = True) -> None:
+        super().__init__()
+        self.model, self.inside = Writer(inside), inside
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(ids)
+        logits = logits.mul_(0.7) if self.inside else logits * 0.7
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def written_into(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for what, config, checkpoint in (
+        ("block", {}, None),
+        ("rolling", ROLLING, None),
+        ("module", {"granularity": "module"}, None),
+        ("recomputed", {}, RECOMPUTED),
+    ):
+        for make in (lambda inside: Tiny(block=partial(Layers, inside=inside)), Outside):
+            twins = [
+                Twin(partial(make, inside), mesh, checkpoint, **config)  # type: ignore[arg-type]
+                for inside in (True, False)
+            ]
+            used = []
+            for twin in twins:
+                optimizers = [
+                    torch.optim.SGD(model.parameters(), lr=0.1) for model in (twin.plain, twin.ours)
+                ]
+                for _ in range(2):
+                    twin.backward()
+                    twin.check_gradients(what)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    twin.zero_grad()
+                twin.check_parameters(what)
+                used.append(twin.lines("USE"))
+            assert used[0] == used[1], f"{what}: weights are used as where nothing is written into"
+
+
+def test_outputs_of_layers_blocks_and_models_may_be_written_into() -> None:
+    run_ranks(written_into, 2)
