@@ -135,3 +135,24 @@ PLACES = [
 )
 def test_the_step_after_one_that_failed_on_all_ranks_is_right(ranks: int, case: Case) -> None:
     run_ranks(recovers, ranks, case, PLACES)
+
+
+def finished(rank: int, world_size: int, culprit: int) -> list[str]:
+    """One rank fails when the other has, or may have, nothing left to do in the step."""
+    case = Case(timeout=4)  # the one that has finished may wait for it in the next step
+    pipeline, _, hook, _ = _setup(case)
+    given = batches(case, pipeline.mesh)
+    if rank == culprit:
+        hook.where, hook.micro_batch = "after_last_micro_batch", -1
+        _fails(lambda: pipeline.step(given), hook.where)
+        hook.where = ""
+    else:
+        assert pipeline.step(given) is not None  # its part went well: it may have gone on from it
+    return [_fails(lambda: pipeline.step(given), "failed first: Boom") for _ in range(2)]
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_step_that_only_some_ranks_have_finished_ends_the_pipeline_on_all(culprit: int) -> None:
+    for first, second in run_ranks(finished, 2, culprit):
+        assert "the pipeline has ended: rank" in second, (first, second)
