@@ -220,6 +220,18 @@ class ParallelMesh:
         groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
         return cls(shape, rank, device, groups, timeout_seconds)
 
+    def renew_pipeline_group(self) -> None:
+        """Make ``pipeline_group`` anew, after a step whose messages may still be on their way.
+
+        Collective over all ranks. The old one is destroyed.
+        """
+        if self.pipeline == 1:
+            return
+        old, timeout = self.pipeline_group, timedelta(seconds=self.timeout_seconds)
+        ranks = self.shape.ranks("pipeline")
+        self.pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        dist.destroy_process_group(old)
+
     def next_model(self) -> int:
         """A number for one more model on this mesh: the same on all ranks of a stage."""
         self._models += 1

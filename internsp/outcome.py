@@ -36,6 +36,16 @@ class ChildError(InternspError, RuntimeError):
         self.exit_status = exit_status
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` only shows that another rank was gone, or did not come."""
+    return _in_consequence("".join(traceback.format_exception(error)))
+
+
+def _in_consequence(stack: str) -> bool:
+    # By the whole traceback: a pipeline stage wraps what it met in an error of its own.
+    return any(sign in stack.lower() for sign in _CONSEQUENCES)
+
+
 @dataclass(frozen=True)
 class Failure:
     """An exception that a rank met. Sent to the launcher.
@@ -56,9 +66,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Read an exception that has just been caught."""
         stack = "".join(traceback.format_exception(error)).rstrip()
-        # By the whole traceback: a pipeline stage wraps what it met in an error of its own.
-        consequence = any(sign in stack.lower() for sign in _CONSEQUENCES)
-        text = stack
+        consequence, text = _in_consequence(stack), stack
         if isinstance(error, InternspError):
             text = f"{type(error).__name__}: {error}"
         status = getattr(error, "exit_status", 1)

@@ -109,6 +109,12 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self.idle = []
         self._left = next(iter(self._communicators.values())).state.trace.now()
 
+    def forget(self) -> None:
+        """After a failed step: what it would have done next."""
+        for communicator in self._communicators.values():
+            communicator.at_boundary = _nothing
+            communicator.state.pending.accumulating = communicator.more_to_come = False
+
     def before_forward(self, place: Place) -> None:
         """The next pass is known: prefetch for it as soon as this one gathers no more."""
         self._enter(place)

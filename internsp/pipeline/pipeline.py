@@ -25,7 +25,14 @@ from internsp.pipeline.hooks import (
     SchedulerHook,
 )
 from internsp.pipeline.plan import check, passes, simulate_passes
-from internsp.pipeline.schedules import ScheduleKind, actions, computations, kind_of
+from internsp.pipeline.schedules import (
+    ScheduleKind,
+    actions,
+    computations,
+    forget_step,
+    kind_of,
+    prepared,
+)
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
 from internsp.wp.assign import require_experts, require_experts_matched, within
@@ -74,8 +81,11 @@ class Pipeline:
             scale_grads=False,  # gradients are sums (DESIGN 6)
         )
         self.schedule = made
-        self._watch = Watch(mesh)
         self._ours = ISPCommunicatorSchedulerHook({s.stage_index: s.communicator for s in stages})
+        self._watch = Watch(mesh, self.communicators, partial(prepared, made), self._forget)
+        if mesh.device.type == "cpu":
+            for stage in stages:
+                stage.messages = self._watch.messages
         hooks.insert(0, self._ours)
         chunks = len(self.stages)
         order = actions(kind, mesh.pipeline, chunks, micro_batches)
@@ -170,7 +180,10 @@ class Pipeline:
             Their losses on the last stage, an empty list on others.
 
         Raises:
-            CollectiveError: another rank failed; its cause is named. Every later call raises too.
+            CollectiveError: another rank failed; its cause is named. The next call goes on where
+                all ranks have failed, those of each stage at the same point; drop with
+                ``zero_grad()`` what the failed step has left in ``.grad``. Else, and on a device,
+                every later call raises too.
             ValueError, TypeError: these are not ``micro_batches`` of :class:`MicroBatch`, or
                 gradients are disabled. Then every rank raises, a ``CollectiveError`` where its own
                 are right, and nothing has run: the pipeline can go on.
@@ -222,6 +235,7 @@ class Pipeline:
                 f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "
                 "runs: hooks and the criterion must not; call it between steps"
             )
+        self._watch.begin()
         mistake: Exception | None = None
         try:
             shape = self._check(batches, any(place.part for place in places))
@@ -239,8 +253,15 @@ class Pipeline:
         self._ids_shape = shape
         self._ours.begin(places)
         for stage in self.stages:
-            stage.batches = batches
+            stage.batches, stage.group = batches, self.mesh.pipeline_group
         return self._watch
+
+    def _forget(self) -> None:
+        """Nothing of a failed step is left in torch's objects and ours."""
+        forget_step(self.schedule)
+        self._ours.forget()
+        for stage in self.stages:
+            stage.forget()
 
     def _refusing(self, mine: bool) -> int:
         """A rank that cannot run this step, or -1: nobody shall wait for it (WP-10). Collective."""

@@ -185,3 +185,16 @@ class _Outline:
         self.is_first = stage == 0
         self.is_last = stage == ranks * chunks - 1
         self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def prepared(schedule: Any) -> str:
+    """Which of torch's preparations before a first step and evaluation a schedule has done."""
+    done = {k: v for k, v in vars(schedule).items() if k.endswith("_initialized")}
+    return " ".join(f"{name} {done[name]}" for name in sorted(done))
+
+
+def forget_step(schedule: Any) -> None:
+    """What a step that has failed leaves in a schedule of torch's, which expects none to fail."""
+    schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops"):
+        getattr(schedule, name, {}).clear()

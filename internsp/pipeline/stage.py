@@ -24,6 +24,7 @@ from internsp.pipeline.apart import birth_order, overwritten, rehearsal
 from internsp.pipeline.chunks import MicroBatch
 from internsp.pipeline.graph import obstacle
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, SchedulerHook
+from internsp.pipeline.messages import Messages
 from internsp.wp.communicator import tensors
 from internsp.wp.isp import ISPCommunicator
 
@@ -76,10 +77,18 @@ class ISPPipelineStage(PipelineStage):
         self.splits = splits
         self.batches: Sequence[MicroBatch] = ()
         self._sinks: dict[int, _Sink] = {}
+        self.messages: Messages | None = None  # on the host: watched, so that no wait is in vain
         self.rehearsing = False
         self._examined = False
         given = options.get("output_args")
         self._promised = (given.shape, given.dtype) if isinstance(given, Tensor) else None
+
+    def forget(self) -> None:
+        """After a failed step: its graphs, and what it has kept for later parts."""
+        self.clear_runtime_states()
+        self.bwd_cache.clear()
+        self.backward_state.clear()
+        self.dw_runner.clear()
 
     def place(self, micro_batch: int, part: str = "") -> Place:
         """This chunk at ``micro_batch``."""
@@ -180,7 +189,6 @@ class ISPPipelineStage(PipelineStage):
         """Once: a graph whose weights torch's split backward would get wrong is refused (WP-5)."""
         if self._examined:
             return
-        self._examined = True
         why = obstacle(outputs, inputs, overwritten(self.communicator))
         if why:
             raise StructureError(
@@ -188,6 +196,7 @@ class ISPPipelineStage(PipelineStage):
                 f"gradients: {why}. Take a schedule with a whole backward (1F1B, Interleaved1F1B), "
                 "or recompute a block of each chunk (activation_checkpoint): then both come at once"
             )
+        self._examined = True  # not before: a step after a refused one must be refused too
 
     def _input_gradients(
         self,
@@ -229,6 +238,25 @@ class ISPPipelineStage(PipelineStage):
         """Without messages to this rank itself, where a V's stages meet: torch 2.11 over gloo."""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See torch's."""
+        return self._watched(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See torch's."""
+        return self._watched(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """See torch's."""
+        return self._watched(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """See torch's."""
+        return self._watched(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _watched(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return ops if self.messages is None else self.messages.watch(ops)
 
     # torch's shape inference before the first step, where shapes were not given
 

@@ -13,7 +13,9 @@ collectives of a group travel at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from internsp.wp.streams import Stream, current_stream
 from internsp.wp.works import Watcher, Work, Works, when_over
 
 CPU = torch.device("cpu")
+_NO_TAG = 0x7FFFFFFF  # of no message
 MOST_DIRECT = 8
 """Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
 
@@ -293,6 +296,23 @@ def send_pairs(
     works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
     works += [group.send([pieces[p]], p, tag) for p in others]
     return Works(works)
+
+
+def sever(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
+    """Close this rank's connections to ``peers`` of ``group``, at both ends, now (gloo; WP-10).
+
+    Whoever waits in it gets an error, here (on other threads) and at the other ranks. Neither
+    destroying a gloo group nor aborting it does that, but a receive that is given up does.
+
+    Args:
+        peers: ranks in the group; ``None``: all others.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    for peer in range(group.size()) if peers is None else peers:
+        if peer != group.rank():
+            with suppress(RuntimeError):  # it always raises: nobody sends with this tag
+                group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def all_reduce(

@@ -20,6 +20,7 @@ from internsp.wp.backward import BlockBackward
 from internsp.wp.collect import collect
 from internsp.wp.communicator import ChunkState, in_backward
 from internsp.wp.contents import Contents
+from internsp.wp.last_words import EndOfBackward
 from internsp.wp.pool import Unit
 from internsp.wp.recovery import Recovery
 from internsp.wp.replicated import ReplicatedParameter, SmallParameters
@@ -147,7 +148,7 @@ class ISPCommunicator(BlockBackward):
         self.unfinished.look()
         self.release_all()  # what forward prefetched for blocks that never came
         self.contents.check()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._queue_end()
 
     def expect_last_block(self) -> None:
         """Backward enters at the model's output: the last block comes first (usually there)."""
@@ -302,4 +303,8 @@ class ISPCommunicator(BlockBackward):
             self._backward_task = torch._C._current_graph_task_id()
             self._nested = True
             self.unfinished.look()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            self._queue_end()
+
+    def _queue_end(self) -> None:
+        end = EndOfBackward(self.end_backward, self.recovery.backward_failed)
+        torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.mesh import ParallelMesh
+from internsp.outcome import is_consequence
+from internsp.wp.collectives import sever
+from internsp.wp.last_words import when_process_fails
 from internsp.wp.ledger import Ledger
 
 
@@ -29,29 +33,53 @@ class Recovery:
         ledger.first_cause = self.first_cause
         self.failures = 0
         self._broken = ""
+        self._vague = ""  # what this rank has said of a failure whose cause it did not know
+        # Of its own: the default group may be destroyed before the last words.
+        self._store = default_store()
         name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
         dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
         self.name = name[0]
+        when_process_fails(self, Recovery._ends)
 
-    def failed(self, cause: str) -> None:
-        """This rank's pass has raised ``cause``: say so at once to whoever will wait for it.
+    def failed(self, cause: str, vague: bool = False) -> None:
+        """This rank has raised ``cause``: say so at once to whoever will wait for it.
 
         The first cause of the ranks that fail stands; what merely follows from another's is none.
+
+        Args:
+            vague: only that it failed is known; a later call may say why.
         """
+        if vague and self.cause:
+            return
         self.cause = cause
         if self._ledger.failure:
             return
+        text = f"rank {self._mesh.rank} failed first: {cause}"
         with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone with its rank
-            default_store().compare_set(
-                self._key, "", f"rank {self._mesh.rank} failed first: {cause}"
-            )
+            self._store.compare_set(self._key, self._vague, text)
+        self._vague = text if vague else ""
+
+    def backward_failed(self) -> None:
+        """A backward has not come to its end; its exception is on the way to its caller."""
+        self.failed("its backward raised; its own error says why", vague=True)
+
+    def _ends(self, error: BaseException) -> None:
+        """The process ends by ``error``, which may have come from anywhere."""
+        if (not self.cause or self._vague) and not is_consequence(error):
+            self.failed(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._store.set(f"internsp/{self.name}/gone", str(self._mesh.rank))
+
+    def together(self) -> None:
+        """All ranks have met otherwise, and go on: what has failed is over."""
+        self.failures += 1
+        self.cause = self._vague = ""
 
     def first_cause(self) -> str:
         """Which rank failed first since the ranks were last together, and why; else empty."""
         with contextlib.suppress(RuntimeError, ValueError):
-            store = default_store()
-            if store.check([self._key]):
-                return store.get(self._key).decode()
+            if self._store.check([self._key]):
+                return self._store.get(self._key).decode()
         return ""
 
     @property
@@ -72,16 +100,17 @@ class Recovery:
             CollectiveError: this rank failed alone, elsewhere, or in a collective. Its groups are
                 aborted, so that no rank waits for it, and :meth:`check` raises from now on.
         """
-        first = self.first_cause()
+        first, self._vague = self.first_cause(), ""
         self.failures += 1
         mesh = self._mesh
         together = all_meet(
-            default_store(),
+            self._store,
             f"internsp/{self.name}/failed/{self.failures}",
             None if self._ledger.failure else self._ledger.place(),
             mesh.rank,
             mesh.shape.ranks("stage")[mesh.pipeline_rank],
             mesh.timeout_seconds,
+            f"internsp/{self.name}/gone",
         )
         if together:
             self.cause = ""
@@ -98,25 +127,42 @@ class Recovery:
         raise CollectiveError(self._broken)
 
 
+def all_equal(places: Sequence[str]) -> bool:
+    """Whether all are at one place."""
+    return len(set(places)) == 1
+
+
 def all_meet(
-    store: dist.Store, key: str, place: str | None, rank: int, ranks: list[int], seconds: float
+    store: dist.Store,
+    key: str,
+    place: str | None,
+    rank: int,
+    ranks: Sequence[int],
+    seconds: float,
+    gone: str = "",
+    same: Callable[[Sequence[str]], bool] = all_equal,
 ) -> bool:
     """Whether all ``ranks`` come to the same ``place`` within ``seconds``, by the store alone.
 
     Used after an exception, when no collective may be trusted (WP-10). All ranks get the same
     answer, the first that anyone gives: a rank that has given up is not joined later. ``None``
     gives up at once.
+
+    Args:
+        gone: a key that is set where a rank has ended for good.
+        same: whether the places of ``ranks``, in their order, are the same.
     """
     store.set(f"{key}/{rank}", "apart" if place is None else place)
     posted, verdict = [f"{key}/{r}" for r in ranks], f"{key}/verdict"
     deadline = time.monotonic() + seconds
     while place is not None and not store.check([verdict]):
-        if store.check(posted) or time.monotonic() > deadline:
+        late = time.monotonic() > deadline or (gone and store.check([gone]))
+        if late or store.check(posted):
             break
         time.sleep(0.01)
-    same = place is not None and store.check(posted)
-    same = same and all(store.get(k).decode() == place for k in posted)
-    return bool(store.compare_set(verdict, "", "together" if same else "apart") == b"together")
+    met = place is not None and store.check(posted)
+    met = met and same([store.get(k).decode() for k in posted])
+    return bool(store.compare_set(verdict, "", "together" if met else "apart") == b"together")
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -124,6 +170,7 @@ def abort(group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) == "nccl":
         dist.distributed_c10d._abort_process_group(group)
     else:
+        sever(group)
         dist.destroy_process_group(group)
 
 

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 # `internsp.wp.pool` is found before `internsp.wp`, which is what users import from.
 LEVELS = [
     ["internsp.errors", "internsp.trace", "internsp.stop", "internsp.lifetime",
-     "internsp.outcome", "internsp.fork_server", "internsp.wp.streams", "internsp.wp.works"],
+     "internsp.outcome", "internsp.fork_server", "internsp.wp.streams", "internsp.wp.works",
+     "internsp.wp.last_words"],
     ["internsp.config", "internsp.config_checks", "internsp.config_errors",
      "internsp.config_sections", "internsp.config_sizes", "internsp.environment",
      "internsp.resume_rules", "internsp.mesh_shape", "internsp.mesh"],

@@ -1,0 +1,134 @@
+"""Messages between stages, watched for those that will never come (WP-10; gloo on the host).
+
+A rank that fails says how many messages it has sent to each other rank and taken from it. One that
+waits goes on as far as the others' messages let it, and stops waiting for a message that is beyond
+that number: so all ranks of a stage stop at the same point of the schedule, whatever their timing,
+and soon, since nobody waits for the groups' timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+from internsp.wp.collectives import sever
+
+_LOOK_SECONDS = 0.1
+
+
+class Messages:
+    """One rank's messages of one step.
+
+    Args:
+        store: where ranks that fail leave their numbers.
+        rank: of the default process group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._key = ""
+        self._numbers: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
+        self._open: set[_Message] = set()  # gloo goes on with what is kept alive only
+        self._waiting: _Message | None = None
+        self._seen: _Message | None = None  # what was waited for when last looked at
+        self._looking = False
+
+    def begin(self, key: str) -> None:
+        """A step begins; ``key`` is the same on all ranks, and another after a failed step."""
+        self._key = key
+        self._open.clear()
+        for numbers in self._numbers.values():
+            numbers.clear()
+        if not self._looking:
+            self._looking = True
+            given = (weakref.ref(self), threading.Event())
+            threading.Thread(
+                target=_look_on, args=given, name="internsp-messages", daemon=True
+            ).start()
+
+    def watch(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """The same operations; :meth:`look` notices what is waited for."""
+        for op in ops:
+            op.op = _Watched(self, op)
+        return ops
+
+    def give_up(self) -> None:
+        """This rank sends and takes no more in this step."""
+        numbers = {kind: dict(found) for kind, found in self._numbers.items()}
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+            self._store.set(f"{self._key}/{self._rank}", json.dumps(numbers))
+
+    def look(self) -> None:
+        """Give up what is waited for, if its peer has failed before it."""
+        message, before = self._waiting, self._seen
+        self._seen = message
+        if message is None or message is not before:
+            return
+        with contextlib.suppress(RuntimeError):
+            key = f"{self._key}/{message.peer}"
+            if not self._store.check([key]):
+                return
+            theirs = json.loads(self._store.get(key))["irecv" if message.sends else "isend"]
+            if message.number > theirs.get(str(self._rank), 0):
+                sever(message.group, [message.group_peer])
+
+    def launched(self, kind: str, op: dist.P2POp, work: Any) -> _Message:
+        """Count a message."""
+        self._numbers[kind][op.peer] += 1
+        message = _Message(self, kind == "isend", self._numbers[kind][op.peer], op, work)
+        self._open.add(message)
+        return message
+
+    def wait(self, message: _Message) -> None:
+        """Wait for it, watched."""
+        self._waiting = message
+        try:
+            message.work.wait()
+        finally:
+            self._waiting = None
+            self._open.discard(message)
+
+
+class _Message:
+    """A work between stages: the ``number``-th to ``peer`` in this step, or from it."""
+
+    def __init__(
+        self, messages: Messages, sends: bool, number: int, op: dist.P2POp, work: Any
+    ) -> None:
+        self._messages = messages
+        self.sends, self.number, self.work = sends, number, work
+        self.peer, self.group, self.group_peer = op.peer, op.group, op.group_peer
+
+    def wait(self) -> None:
+        """As a work's."""
+        self._messages.wait(self)
+
+
+class _Watched:
+    """In the place of a message's function."""
+
+    def __init__(self, messages: Messages, op: dist.P2POp) -> None:
+        self._messages, self._at, self._send_or_take = messages, op, op.op
+        self.__name__ = op.op.__name__
+
+    def __call__(self, tensor: Any, **_: Any) -> _Message:
+        op = self._at
+        peer = {"group_dst" if self.__name__ == "isend" else "group_src": op.group_peer}
+        work = self._send_or_take(tensor, group=op.group, tag=op.tag, **peer)
+        return self._messages.launched(self.__name__, op, work)
+
+
+def _look_on(reference: weakref.ref[Messages], pause: threading.Event) -> None:
+    """On a thread of its own, while the messages' owner lives."""
+    while not pause.wait(_LOOK_SECONDS):
+        messages = reference()
+        if messages is None:
+            return
+        messages.look()
+        del messages

@@ -1,0 +1,142 @@
+"""Whoever waits for a rank that has failed is told why, wherever it failed (WP-10)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import CollectiveError
+from internsp.mesh import ParallelMesh
+from tests.ranks.test_rules_errors import Boom, Failing
+from tests.support.models import Tiny, Twin
+from tests.support.ranks import run_ranks, start_server
+
+TIMEOUT = 4.0
+
+
+class Recomputed(Failing):
+    """Raises in its recompute."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.where == "recompute" and self.passes > 1:
+            raise Boom("in the recompute")
+        return super().forward(x)
+
+
+class Other(Tiny):
+    """Of blocks that fail."""
+
+    def __init__(self) -> None:
+        super().__init__(Recomputed)
+
+
+def alone(rank: int, world_size: int, where: str) -> str:
+    """Rank 0's backward fails alone, and its loop goes on; the other waits for it."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=TIMEOUT)
+    twin = Twin(Other, mesh, ActivationCheckpointConfig(mode="full", fraction=0.5))
+    twin.backward()
+    layer: Any = twin.ours.layers[1]  # type: ignore[index]
+    layer.where, layer.passes = where if rank == 0 else "", 0
+    loss = twin.ours(*twin.batch()[1])
+    with pytest.raises(Boom if rank == 0 else CollectiveError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("where", ["backward", "recompute"])
+def test_a_rank_that_waits_is_told_that_anothers_backward_failed(where: str) -> None:
+    _, told = run_ranks(alone, 2, where)
+    assert "rank 0 failed first: its backward raised" in told, told
+
+
+def life(rank: int, port: int, where: str, told: Connection) -> None:
+    """A process of its own: rank 0's ends by an exception, the other tells what it met."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=60)
+        twin = Twin(Other, mesh)
+        twin.backward()
+        layer: Any = twin.ours.layers[1]  # type: ignore[index]
+        layer.where = where if rank == 0 else ""
+        loss = twin.ours(*twin.batch()[1])
+        if rank == 0 and where == "loss":
+            raise Boom("in the loss")
+        loss.backward()
+        if rank == 0:
+            raise Boom("between two steps")
+        twin.ours(*twin.batch()[1])
+    except CollectiveError as error:
+        told.send(str(error))
+    except Boom:
+        if where == "exit":
+            sys.exit(1)  # as torch.multiprocessing does
+        raise
+    finally:
+        dist.destroy_process_group()  # before the process says why it ends
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("where", "cause"),
+    [
+        ("middle", "Boom in forward: in the middle"), ("backward", "Boom: in backward"),
+        ("loss", "Boom: in the loss"), ("step", "Boom: between two steps"),
+        ("exit", "Boom: between two steps"),
+    ],
+)  # fmt: skip
+def test_a_process_that_ends_by_an_exception_leaves_its_cause(where: str, cause: str) -> None:
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mine, theirs = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=life, args=(rank, store.port, where, theirs), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        assert mine.poll(50), "the other must not wait for the groups' timeout"
+        told = mine.recv()
+        assert f"rank 0 failed first: {cause}" in told, told
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+PROGRAM = """
+from internsp.wp.last_words import when_process_fails
+class Owner: pass
+owner, gone = Owner(), Owner()
+when_process_fails(owner, lambda owner, error: print(f"told {error!r}"))
+when_process_fails(gone, lambda owner, error: print("told of what has gone"))
+del gone
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("raise ValueError(7)", "told ValueError(7)"), ("raise SystemExit(3)", "")]
+)
+def test_a_program_says_why_it_ends(end: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + end], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert done.stdout.strip() == said

@@ -1,0 +1,158 @@
+"""The step after a failed one: right where all ranks have failed, else refused on all of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import CollectiveError
+from internsp.pipeline import Pipeline, Place, SchedulerHook
+from tests.support.pipeline import BOUND, Case, batches, compare, make
+from tests.support.ranks import run_ranks
+
+TIMEOUT = 12  # seconds: the groups'; whoever is told does not wait for it
+
+
+class Boom(Exception):
+    """What a user's hook raises."""
+
+
+class _Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hook: _Trips) -> Tensor:
+        ctx.hook = hook
+        hook.trip("module")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.hook.trip("gradient")
+        return gradient, None
+
+
+class _Trips(SchedulerHook):
+    """Raises at one place, on every rank that comes there."""
+
+    def __init__(self) -> None:
+        self.where, self.micro_batch, self.now = "", 0, 0
+
+    def trip(self, where: str, micro_batch: int | None = None) -> None:
+        self.now = self.now if micro_batch is None else micro_batch
+        if (where, self.now) == (self.where, self.micro_batch):
+            raise Boom(f"{where} of micro-batch {self.now}")
+
+    def before_forward(self, place: Place) -> None:
+        self.trip("before_forward", place.micro_batch)
+
+    def after_forward(self, place: Place, output: Any) -> None:
+        self.trip("after_forward", place.micro_batch)
+
+    def before_criterion(self, place: Place, output: Any) -> None:
+        self.trip("before_criterion", place.micro_batch)
+
+    def before_backward(self, place: Place) -> None:
+        self.trip("before_backward", place.micro_batch)
+
+    def after_backward(self, place: Place) -> None:
+        self.trip("after_backward", place.micro_batch)
+
+    def after_last_micro_batch(self, place: Place) -> None:
+        self.trip("after_last_micro_batch", place.micro_batch)
+
+
+def _setup(case: Case) -> tuple[Pipeline, nn.Module, _Trips, list[torch.optim.Optimizer]]:
+    hook = _Trips()
+    pipeline, plain = make(case, hooks=[hook])
+    for chunk in pipeline.chunks:
+        for block in chunk.layers.values():
+            block.register_forward_hook(lambda _, args, output: _Trap.apply(output, hook))
+    made = [torch.optim.SGD(module.parameters(), lr=0.05) for module in (plain, *pipeline.chunks)]
+    return pipeline, plain, hook, made
+
+
+def _fails(call: Callable[[], Any], what: str) -> str:
+    """It raises, and names the cause in words: its own, by torch's errors, or another rank's."""
+    try:
+        call()
+    except Exception as error:
+        text = f"{error} {root(error)}"
+        assert what in text, text
+        return text
+    raise AssertionError(f"no rank may get through a step that fails by {what}")
+
+
+def root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None and not isinstance(error, CollectiveError):
+        error = error.__cause__
+    return error
+
+
+def recovers(rank: int, world_size: int, case: Case, places: list[tuple[str, int]]) -> None:
+    # torch logs the whole schedule after any error, line by line.
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
+    pipeline, plain, hook, optimizers = _setup(case)
+    given = batches(case, pipeline.mesh)
+    for hook.where, hook.micro_batch in places:
+        for call in (pipeline.step, pipeline.evaluate):
+            what = f"{hook.where} of micro-batch {hook.micro_batch}"
+            if call == pipeline.evaluate and "forward" not in hook.where:
+                continue
+            start = time.monotonic()
+            # What it has sent must not be taken for the next step's: other micro-batches.
+            _fails(lambda call=call: call(given[::-1]), what)
+            assert time.monotonic() - start < TIMEOUT / 2, what
+        where, hook.where = hook.where, ""
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found = compare(case, pipeline, plain, pipeline.step(given))
+        assert found.loss < BOUND, (where, found)
+        assert found.gradient < BOUND, (where, found)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+PLACES = [
+    ("before_forward", 0), ("before_forward", 2), ("after_forward", 1), ("before_criterion", 1),
+    ("before_backward", 0), ("after_backward", 1), ("module", 3), ("gradient", 2),
+    ("after_last_micro_batch", -1), ("after_last_micro_batch", -1),
+]  # fmt: skip
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (2, Case(timeout=TIMEOUT)),
+        (2, Case("InterleavedZeroBubble", chunks=2, timeout=TIMEOUT)),
+        (4, Case("Interleaved1F1B", chunks=2, weight=2, timeout=TIMEOUT)),
+    ],
+)
+def test_the_step_after_one_that_failed_on_all_ranks_is_right(ranks: int, case: Case) -> None:
+    run_ranks(recovers, ranks, case, PLACES)
+
+
+def finished(rank: int, world_size: int, culprit: int) -> list[str]:
+    """One rank fails when the other has, or may have, nothing left to do in the step."""
+    case = Case(timeout=4)  # the one that has finished may wait for it in the next step
+    pipeline, _, hook, _ = _setup(case)
+    given = batches(case, pipeline.mesh)
+    if rank == culprit:
+        hook.where, hook.micro_batch = "after_last_micro_batch", -1
+        _fails(lambda: pipeline.step(given), hook.where)
+        hook.where = ""
+    else:
+        assert pipeline.step(given) is not None  # its part went well: it may have gone on from it
+    return [_fails(lambda: pipeline.step(given), "failed first: Boom") for _ in range(2)]
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_step_that_only_some_ranks_have_finished_ends_the_pipeline_on_all(culprit: int) -> None:
+    for first, second in run_ranks(finished, 2, culprit):
+        assert "the pipeline has ended: rank" in second, (first, second)
