@@ -13,7 +13,7 @@ from tests.fuzz.models import tell
 from tests.fuzz.runner import MEANINGLESS, RIGHT, run
 
 SEED = 0
-CASES = {2: 110, 3: 50, 4: 40}  # about half a minute each on two quiet cores
+CASES = {2: 70, 3: 32, 4: 20}  # some twenty-five seconds each on two quiet cores
 
 
 @pytest.mark.ranks
