@@ -159,11 +159,10 @@ class ISPCommunicator(BlockBackward):
 
     def end_backward(self) -> None:
         """The outermost backward returns: everything born is launched; drain it (WP-9)."""
-        if self._everywhere():
-            if self._lowest > 0:
-                self._pass_over(self._last_trained() - 1)
-            if not self.state.in_blocks:
-                self._close_top()
+        if self._everywhere() and self._lowest > 0:
+            self._pass_over(self._last_trained() - 1)
+        if not self.state.in_blocks:  # in any order of blocks: it may have come to none of them
+            self._close_top()
         self._close()
         if self.state.split is not None:  # an input part: nothing was born
             self.release_all()

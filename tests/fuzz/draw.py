@@ -16,7 +16,7 @@ PASSES = (
     "plain", "plain", "plain", "retain", "sum_of_two", "both", "reversed", "middle", "with_middle",
     "throw_first", "evaluate_between", "some_inputs", "gradient_of_hidden", "penalty",
 )  # fmt: skip
-SYNCS = ("all", "all", "no_sync", "no_replica_sync", "mixed", "nested")
+SYNCS = ("all", "all", "no_sync", "no_replica_sync", "mixed", "nested", "unchanged")
 WRITES = (
     "multiply", "copy", "data_multiply", "data_subtract", "data_set", "data_copy", "load",
     "load_assigned", "foreach", "foreach_invalidate", "local_invalidate", "fill_one", "swap",

@@ -12,6 +12,7 @@ import internsp.wp.collect
 from internsp.optim import reduction, zero
 from internsp.wp.accumulation import WholeGradients
 from internsp.wp.communicator import UnitCommunicator
+from internsp.wp.contents import Contents
 from internsp.wp.pending import PendingGradients
 from internsp.wp.replicated import SmallParameters
 from internsp.wp.schedule import BACKWARD
@@ -53,6 +54,7 @@ def skipped_regather(rank: int) -> None:
 
 def stale_reuse(rank: int) -> None:
     """Whole weights are kept although the optimizer has written the shards."""
+    Contents._forget = lambda self: None  # type: ignore[method-assign]
     ShardedWeight.version = lambda self: 0  # type: ignore[method-assign]
     ShardedWeight.tag = lambda self: (0, self.compute_dtype)  # type: ignore[method-assign]
 

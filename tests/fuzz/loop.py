@@ -170,6 +170,8 @@ class Side:
                 if self.communicator is not None and not last:
                     context: AbstractContextManager[None] = getattr(self.communicator, kind)()
                     stack.enter_context(context)
+            if sync == "unchanged" and self.communicator is not None:
+                stack.enter_context(self.communicator.unchanged())
             yield
 
     # operations

@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="run this case only")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--world", type=int, choices=(2, 3, 4), help="only cases of so many ranks")
+    parser.add_argument("--world", type=int, choices=(2, 3, 4), help="draw for so many ranks")
     parser.add_argument("--without", default="", help="leave out cases with these features (a,b)")
     parser.add_argument("--only", default="", help="only cases with all of these features (a,b)")
     parser.add_argument("--fault", default="", choices=("", *FAULTS))
@@ -46,11 +46,10 @@ def main() -> int:
     if options.case is not None:
         numbers = range(options.case, options.case + 1)
     without, only = set(options.without.split(",")), set(options.only.split(",")) - {""}
-    drawn = {n: draw(options.seed, n) for n in numbers}
+    drawn = {n: draw(options.seed, n, options.world) for n in numbers}
     chosen = {
         n: case for n, case in drawn.items()
         if not (without & case.features() or only - case.features())
-        and options.world in (None, case.world)
     }  # fmt: skip
     if options.case is not None:
         print("\n".join(drawn[options.case].lines()))
@@ -73,7 +72,9 @@ def _report(chosen: dict[int, Case], options: argparse.Namespace) -> int:
             if not result.failed:
                 continue
             failures += 1
-            tell(options.seed, number, result, options.shrink, options.fault)
+            tell(
+                options.seed, number, result, options.shrink, options.fault, options.world
+            )
             if options.first:
                 return 1
         if time.monotonic() > deadline:
@@ -92,14 +93,27 @@ def _batches(chosen: dict[int, Case], size: int = 100) -> Iterable[dict[int, Cas
             yield dict(own[start : start + size])
 
 
-def tell(seed: int, number: int, result: Result, seconds: float, fault: str = "") -> str:
-    """Print a failure, its simplest form found, and how to repeat it."""
+def tell(
+    seed: int,
+    number: int,
+    result: Result,
+    seconds: float,
+    fault: str = "",
+    world: int | None = None,
+) -> str:
+    """Print a failure, its simplest form found, and how to repeat it.
+
+    Args:
+        world: as given to ``draw``.
+    """
+    again = f"--seed {seed} --case {number}" + (f" --world {world}" if world else "")
+    again += f" --fault {fault}" if fault else ""
     smaller = shrink(result, seconds, fault) if seconds else result
     lines = [
         f"case {number} of seed {seed}: {result.kind}",
         f"    {result.text}",
         *(f"    {line}" for line in result.case.lines()),
-        f"  repeat: python -m tests.fuzz.models --seed {seed} --case {number}",
+        f"  repeat: python -m tests.fuzz.models {again}",
     ]
     if smaller is not result:
         lines += ["  simplest form found:", f"    {smaller.text}"]

@@ -190,3 +190,21 @@ def test_the_host_reads_other_ranks_flags_only_where_they_decide_between_none_an
     all_used, idle_on_one = run_ranks(asked, 2)
     assert all_used == [0, 0, 1, 0, 0, 0]
     assert idle_on_one == [0, 1, 1, 0, 0, 0]
+
+
+def above(rank: int, world_size: int) -> None:
+    """Only what lies above the blocks is trained, so that backward comes to none of them."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for config in ({}, {"unexpected_order": "gather"}, {"unexpected_order": "gather"} | MODULE):
+        for tied in (False, True):
+            twin = Twin(partial(Tiny, layers=2, tied=tied), mesh, **config)
+            for model in (twin.plain, twin.ours):
+                model.layers.requires_grad_(False)
+                model.embed.requires_grad_(tied)
+            for step in range(2):
+                twin.backward()
+                twin.check_gradients(f"{config}, tied {tied}, backward {step}")
+
+
+def test_a_backward_that_comes_to_no_block_reduces_the_head_in_any_order_of_blocks() -> None:
+    run_ranks(above, 2)
