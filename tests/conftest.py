@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +12,12 @@ import torch
 from tests.support.ranks import start_server
 
 TESTS = Path(__file__).parent
+
+# What starts the tests may ignore signals (nohup, a background job), and what they start would
+# keep that: an inherited ignore stays.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
 
 torch.set_num_threads(1)
 # No deadline (two busy cores), and the same examples at every run: a failure repeats.

@@ -18,7 +18,7 @@ from internsp.layers.linear import ParallelEmbeddingWithCommExt, ParallelLinearW
 from internsp.layers.norm import ParallelLayerNorm, ParallelRMSNorm
 from internsp.layers.parameters import Weights, leave
 from internsp.wp.communicator import tensors
-from internsp.wp.outputs import Given, given
+from internsp.wp.outputs import Given, given, own
 from internsp.wp.transforms import refuse_compiled, transforming
 
 _OURS: dict[type[nn.Module], type[nn.Module]] = {
@@ -80,7 +80,7 @@ class _Around:
                     site.release()
             return None
         if torch.is_grad_enabled() and any(site.guarded for site in taken):
-            if not before and not any(True for _ in tensors(output)):
+            if not own(output, before) and not any(True for _ in tensors(output)):
                 raise StructureError(
                     f"{self._name} returns a {type(output).__name__}, in which no tensor can be "
                     "found, so that its weights could not be kept for its backward: return "

@@ -138,7 +138,7 @@ def moments(rank: int, world_size: int) -> None:
             assert before("AG forward layers.2.q.weight") == "FREE forward layers.0.q.weight"
             if block is Repeating:  # its second weight is used by two modules, its last one twice
                 assert lines[over + 1] == "AG forward layers.2.wo.weight"
-                first = "FREE backward layers.3.q.weight"
+                first = "FREE backward layers.3.again.weight"
                 assert before("AG backward layers.1.again.weight") == first
             else:
                 assert before("AG forward layers.2.wo.weight") == "FREE forward layers.0.wo.weight"

@@ -166,11 +166,12 @@ def inside_first(rank: int, world_size: int) -> None:
                 return inner(x)
 
         ours.blocks = blocks  # type: ignore[assignment]
-        twin.backward()
-        twin.zero_grad()
-        twin.trace.clear()
-        _, mine = twin.batch()
-        ours(*mine).backward()
+        with twin.communicator.unchanged():
+            twin.backward()
+            twin.zero_grad()
+            twin.trace.clear()
+            _, mine = twin.batch()
+            ours(*mine).backward()
         moved = {e.weight: e.nbytes for e in twin.trace.events if e.kind == "AG"}
         numel = twin.communicator.blocks[0].weights[2].layout.shard_numel
         assert moved["layers.0.w1.weight"] == numel * width.itemsize

@@ -37,6 +37,8 @@ def compiled() -> nn.Module:
     ("make", "words"),
     [
         (lambda: nn.Embedding(4, 2, max_norm=1.0), "embedding part: max_norm"),
+        (lambda: nn.Embedding(4, 2, sparse=True), "embedding part: max_norm"),
+        (lambda: nn.Embedding(4, 2, scale_grad_by_freq=True), "embedding part: max_norm"),
         (lambda: nn.EmbeddingBag(4, 2, max_norm=1.0), "embedding part: max_norm"),
         (lambda: nn.EmbeddingBag(4, 2, sparse=True), "embedding part: max_norm"),
         (lambda: nn.MultiheadAttention(4, 2), "part is a MultiheadAttention"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
-from internsp.layers.adopt import adopt
 from internsp.wp.assign import assign
 from internsp.wp.blocks import anchor_position, read
 from tests.support.models import Block, Tiny
@@ -118,15 +116,3 @@ def test_the_anchor_lies_before_the_first_weight_used_after_it(
 
     block = read(Tiny(Named), trigger).blocks[0]
     assert anchor_position(block, owners, trigger) == position
-
-
-@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
-def test_embedding_options_that_a_cut_table_cannot_honour_are_refused(option: str) -> None:
-    with pytest.raises(StructureError, match=re.escape("tokens")):
-        adopt("tokens", nn.Embedding(4, 2, **{option: 1 if option == "max_norm" else True}))
-
-
-def test_modules_that_read_weights_past_a_forward_are_refused() -> None:
-    for module in (nn.MultiheadAttention(4, 2), nn.LSTM(4, 4)):
-        with pytest.raises(StructureError, match=r"tower\.mix is a (MultiheadAttention|LSTM)"):
-            adopt("tower.mix", module)
