@@ -167,5 +167,34 @@ def opaque(rank: int, world_size: int) -> None:
             twin.check_gradients(f"trained: {trained or 'all'}")
 
 
+def head_alone(rank: int, world_size: int) -> None:
+    mesh = mesh_of()
+
+    def frozen() -> nn.Module:
+        model = Tiny()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(("head", "norm")))
+        return model
+
+    for unexpected in ("error", "gather"):
+        for make in (frozen, Severed):
+            twin = Twin(make, mesh, unexpected_order=unexpected)
+            for _ in range(2):
+                twin.backward()
+                twin.check_gradients(f"{make.__name__}, {unexpected}")
+                twin.zero_grad()
+
+
+class Severed(Tiny):
+    """No gradient reaches the blocks."""
+
+    def blocks(self, x: Tensor) -> Tensor:
+        return super().blocks(x).detach()
+
+
+def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
+    run_ranks(head_alone, 2)
+
+
 def test_backward_ends_with_complete_gradients_where_no_output_could_be_hooked() -> None:
     run_ranks(opaque, 2)
