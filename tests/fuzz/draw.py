@@ -233,12 +233,20 @@ def fitted(case: Case) -> Case:
     kinds = {word for op in case.program for word in words(op)}
     if any(word.endswith(("some_inputs", "gradient_of_hidden", "penalty")) for word in kinds):
         checkpoint.pop("reentrant", None)  # torch's reentrant form refuses both
-    beside = case.beside
+    beside, program = case.beside, case.program
+    idle = any({"branch", "experts"} & set(block) for block in case.blocks)
+    if idle and options.get("unexpected_order") == "gather":
+        # A block whose output needs a gradient on some ranks only: those of a weight group go
+        # through its backward together only where blocks run in the declared order.
+        beside = tuple(b for b in beside if b != "frozen_embedding")
+        program = tuple(op for op in program if op[0] != "freeze")
     if "tied" in beside and "tied_functional" in beside:
         beside = tuple(b for b in beside if b != "tied")
     if "tied_functional" in beside and "bag" in beside:
         beside = tuple(b for b in beside if b != "bag")
-    return replace(case, options=options, checkpoint=checkpoint, beside=beside, clip=clip)
+    return replace(
+        case, options=options, checkpoint=checkpoint, beside=beside, clip=clip, program=program
+    )
 
 
 def simpler(case: Case) -> Iterator[Case]:
