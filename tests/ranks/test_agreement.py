@@ -1,4 +1,4 @@
-"""Items 8, 10, 11, 13 and 16 of issue 10: what ranks must have in common is compared, and named."""
+"""What ranks must have in common is compared when a model is made parallel, and named (WP-2)."""
 
 from __future__ import annotations
 
