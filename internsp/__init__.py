@@ -19,22 +19,24 @@ if TYPE_CHECKING:
     from internsp.pipeline import ISPCommunicatorSchedulerHook, Pipeline, SchedulerHook
     from internsp.sp import DistributedAttention, SequenceLayout, token_loss
     from internsp.trace import Trace
-    from internsp.wp.communicator import WPCommunicator
-    from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
-    from internsp.wp.head import HeadWeightParallelCommunicator
-    from internsp.wp.isp import ISPCommunicator
-    from internsp.wp.pool import MemoryPool
+    from internsp.wp.communicator import (
+        EmbeddingWeightParallelCommunicator,
+        HeadWeightParallelCommunicator,
+        ISPCommunicator,
+        WPCommunicator,
+    )
+    from internsp.wp.slots import MemoryPool
 
 _HOMES = {
     "ActivationCheckpointConfig": "config",
     "Config": "config",
     "DistributedAttention": "sp",
-    "EmbeddingWeightParallelCommunicator": "wp.embedding",
-    "HeadWeightParallelCommunicator": "wp.head",
-    "ISPCommunicator": "wp.isp",
+    "EmbeddingWeightParallelCommunicator": "wp.communicator",
+    "HeadWeightParallelCommunicator": "wp.communicator",
+    "ISPCommunicator": "wp.communicator",
     "ISPCommunicatorSchedulerHook": "pipeline",
     "LossScaler": "optim",
-    "MemoryPool": "wp.pool",
+    "MemoryPool": "wp.slots",
     "ParallelLinearWithCommExt": "layers",
     "ParallelMesh": "mesh",
     "Pipeline": "pipeline",

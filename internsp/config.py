@@ -65,7 +65,7 @@ _MOST_UNKNOWN = 30  # names for which the nearest right one is looked for
 
 
 class Config(Section):
-    """All sections. Impossible combinations raise at birth; :meth:`check` adds the mesh."""
+    """All sections. Impossible combinations raise when it is made; :meth:`check` adds the mesh."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -71,16 +71,20 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         text = 'gathers module by module; a compiled block needs "block"'
         yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
     rolling = weights.trigger == "rolling"
-    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.anchors)
+    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.prefetch_triggers)
     if rolling and weights.granularity == "module":
         text = 'gathers weight by weight in any case; use granularity = "block"'
         yield Problem(("weight_parallel.trigger", "weight_parallel.granularity"), text)
-    if rolling and weights.anchors:
+    if rolling and weights.prefetch_triggers:
         text = "unused with trigger = \"rolling\"; remove them or choose another trigger"
-        yield Problem(("weight_parallel.anchors", "weight_parallel.trigger"), text)
+        yield Problem(("weight_parallel.prefetch_triggers", "weight_parallel.trigger"), text)
     elif weights.compile and weights.overlap and inside:
-        lead = "weight_parallel.anchors" if weights.anchors else "weight_parallel.trigger"
-        text = 'lies inside a compiled block; use trigger = "qkv" or "rolling" and no anchors'
+        own = "prefetch_triggers" if weights.prefetch_triggers else "trigger"
+        lead = f"weight_parallel.{own}"
+        text = (
+            'lies inside a compiled block; use trigger = "qkv" or "rolling" and no '
+            "prefetch_triggers"
+        )
         yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
     chosen = [key for key in ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
               if getattr(weights, key)]

@@ -1,4 +1,4 @@
-"""The sections of a configuration: typed, frozen, checked at birth.
+"""The sections of a configuration: typed, frozen, checked when made.
 
 One class a section of the TOML file. The text under each field is its only documentation: the
 command's ``--help`` and ``configs/documented.toml`` are made from it. Nothing here imports torch,
@@ -161,19 +161,19 @@ class PipelineConfig(Section):
 
 
 class WeightParallelConfig(Section):
-    """How whole weights come, stay and go."""
+    """How unsharded weights come, stay and go."""
 
     overlap: bool = True
     """Gather the next weights while the current ones compute; same numbers either way."""
     memory_pool: bool = True
-    """Keep whole weights in preallocated slots."""
+    """Keep unsharded weights in preallocated slots."""
     prefetch_depth: Annotated[int, Field(ge=1, le=64)] = 1
     """Blocks gathered ahead; whole block weights take prefetch_depth + 1 slots."""
     trigger: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
     """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
     granularity: Literal["block", "module"] = "block"
     """What is gathered and awaited together."""
-    anchors: Texts = ()
+    prefetch_triggers: Texts = ()
     """Glob patterns of the module names to trigger at; empty: the defaults of the trigger."""
     blocks: Texts = ()
     """Glob patterns of the block names; empty: the defaults of known families."""
@@ -189,10 +189,10 @@ class WeightParallelConfig(Section):
     """Gradients of micro-batches: reduced in each into shards, or summed whole and reduced once."""
     min_shard_elements: Amount = 2048
     """Parameters with fewer elements are replicated, not cut."""
-    together_bytes: Amount = 65536
-    """Whole weights up to this many bytes share one gather and one reduction with neighbours."""
+    coalesce_bytes: Amount = 65536
+    """Weights up to this many bytes unsharded share collectives with their neighbours."""
     pending_blocks: Few = 2
-    """Whole gradients in flight, in blocks; the oldest is drained at the limit."""
+    """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
     unexpected_order: Literal["error", "gather"] = "error"
     """When blocks run in another order than declared: stop, or gather without prefetch."""
     embedding_cut: Literal["vocabulary", "hidden"] = "vocabulary"

@@ -41,7 +41,7 @@ class LayoutError(InternspError, ValueError):
 
 
 class StructureError(InternspError, ValueError):
-    """A model in which blocks or anchors could not be found (WP-7); lists candidates."""
+    """A model in which blocks or prefetch triggers could not be found (WP-7); lists candidates."""
 
     exit_status = 2
 
@@ -59,7 +59,7 @@ class StaleWeightError(InternspError, RuntimeError):
 
 
 class GradientError(InternspError, RuntimeError):
-    """A gradient was read before it was drained, or asked for in an unsupported way (WP-9)."""
+    """A gradient was read before it was finished, or asked for in an unsupported way (WP-9)."""
 
 
 class NotFiniteError(InternspError, RuntimeError):

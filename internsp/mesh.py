@@ -250,6 +250,14 @@ class ParallelMesh:
             groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
         return list(dict.fromkeys(groups))
 
+    @property
+    def stage_groups(self) -> list[dist.ProcessGroup]:
+        """Groups of several ranks of this rank's stage, each once."""
+        groups = [self.stage_group, self.data_group, *self.pass_groups]
+        for axis in self.axes:
+            groups += [axis.zero_group, axis.zero_replica_group]
+        return [group for group in dict.fromkeys(groups) if group.size() > 1]
+
     def describe(self) -> str:
         """The degrees in one line, for logs."""
         s, e = self.shape, self.shape.experts

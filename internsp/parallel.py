@@ -33,22 +33,27 @@ from internsp.trace import Trace
 from internsp.wp.additions import Additions
 from internsp.wp.assign import Assignment, Owner, assign, block_of, require_experts_matched
 from internsp.wp.blocks import Structure, read
+from internsp.wp.chunk import ChunkPlan
 from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives
-from internsp.wp.communicator import ChunkState, OuterCommunicator, UnitCommunicator, WeightSite
-from internsp.wp.embedding import EmbeddingWeightParallelCommunicator
-from internsp.wp.head import HeadWeightParallelCommunicator
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import (
+    EmbeddingWeightParallelCommunicator,
+    HeadWeightParallelCommunicator,
+    ISPCommunicator,
+    WPCommunicator,
+)
+from internsp.wp.hooks import Prefetcher
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.meeting import FrozenSet, Meeting, guard_reads
-from internsp.wp.pending import PendingGradients
+from internsp.wp.perform import Chunk
 from internsp.wp.plan import DTYPES, chunk_plan
-from internsp.wp.pool import MemoryPool, Unit
-from internsp.wp.prefetch import Prefetcher
-from internsp.wp.replicated import ReplicatedParameter, SmallParameters
-from internsp.wp.rolling import RollingCommunicator
-from internsp.wp.schedule import ChunkPlan
-from internsp.wp.shard import ShardedWeight, ShardLayout
+from internsp.wp.queue import GatherQueue
+from internsp.wp.reduce import GradientReducer
+from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.schedule import Group
+from internsp.wp.shard import ShardedParameter, ShardLayout
+from internsp.wp.sites import WeightSite
+from internsp.wp.slots import MemoryPool, Unit
 
 MakeCollectives = Callable[..., Collectives]
 Initialise = Callable[[str, Tensor, torch.Generator], None]
@@ -81,10 +86,12 @@ def parallelize(
         split: a pipeline's schedule computes its input and its weight gradients apart.
 
     Returns:
-        The communicator of the blocks, with ``head``, ``embedding``, ``small`` and ``state``.
+        The communicator of the blocks, with ``head``, ``embedding``, ``replicated``
+        and ``state``.
 
     Raises:
-        StructureError: when no block or anchor is found, or a weight is shared between blocks.
+        StructureError: when no block or prefetch trigger is found, or a weight is shared between
+            blocks.
     """
     config = config or WeightParallelConfig()
     structure, recomputed = agree(
@@ -114,7 +121,7 @@ def parallelize(
             )
     enclose(model, builder.scopes[-1])
     _watch(model, communicator)
-    members = communicator.small.everyone()
+    members = communicator.replicated.everyone()
     watch(model, [(member.name, member.parameter) for member in members])
     return communicator
 
@@ -127,12 +134,12 @@ def _examined(
 ) -> tuple[Structure, set[int]]:
     """The model's parts, and which blocks recompute; refuses what is not supported."""
     require_supported(model)
-    structure = read(model, config.trigger, config.blocks, config.anchors)
-    if config.compile and any(block.anchor is not None for block in structure.blocks):
+    structure = read(model, config.trigger, config.blocks, config.prefetch_triggers)
+    if config.compile and any(block.trigger_module is not None for block in structure.blocks):
         raise ConfigError(
             f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
             "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
-            "'qkv' (the block's entry) and no anchors"
+            "'qkv' (the block's entry) and no prefetch_triggers"
         )
     require_experts_matched((name for name, _ in model.named_parameters()), config)
     require_cut_attention(model, mesh, config)
@@ -174,8 +181,8 @@ class _Builder:
         self.structure = structure
         self.recomputed = recomputed
         self.dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
-        self.sharded: list[ShardedWeight] = []
-        self.small = SmallParameters(mesh, self.sharded)
+        self.sharded: list[ShardedParameter] = []
+        self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
         self.scopes[-1] = Scope(Use)
@@ -192,18 +199,17 @@ class _Builder:
             self.split,
             self.mesh.device.type,
         )
-        places: list[tuple[Owner, Unit | None, ShardedWeight | int]] = []
+        places: list[tuple[Owner, Unit | None, ShardedParameter | int]] = []
         for assignment in assignments:
             places += self._place(assignment)
         blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
         others = [u for n, u in self.units.items() if u.block < 0]
         state = self._state(blocks, others, plan, trace)
-        kind = RollingCommunicator if plan.policy.rolling else ISPCommunicator
-        communicator = kind(
+        communicator = ISPCommunicator(
             state,
             self.mesh,
             blocks,
-            self.small,
+            self.replicated,
             strict_order=self.config.unexpected_order == "error",
             mean=self.config.reduction == "mean",
         )
@@ -212,22 +218,23 @@ class _Builder:
         for owner, unit, what in places:
             site: Site
             if unit is None or isinstance(what, int):
-                assert isinstance(what, int), "a small parameter has an index and no unit"
-                site = self.small.site(what)
+                assert isinstance(what, int), "a replicated parameter has an index and no unit"
+                site = self.replicated.site(what)
             else:
-                site = WeightSite(by_unit.get(unit.name, communicator), unit, what)
+                through = by_unit.get(unit.name, communicator)
+                site = WeightSite(communicator, through, unit, what)
             scopes = (self.model, *(block.module for block in self.structure.blocks))
             if not sites(owner.module):
                 adopt(owner.module_name, owner.module, any(owner.module is m for m in scopes))
             block = block_of(owner.module_name, self.structure)
             attach(owner.module, owner.module_name, owner.name, site, self.scopes[block])
-            member = self.small.members[what] if isinstance(what, int) else what
+            member = self.replicated.members[what] if isinstance(what, int) else what
             communicator.places[owner.module, owner.name] = member
         hooked = [
-            (block.module, unit, block.anchor)
+            (block.module, unit, block.trigger_module)
             for block, unit in zip(self.structure.blocks, blocks, strict=True)
         ]
-        communicator.prefetcher = Prefetcher(
+        communicator.hooks = Prefetcher(
             communicator,
             self.model,
             hooked,
@@ -236,17 +243,17 @@ class _Builder:
         )
         return communicator
 
-    def _place(self, a: Assignment) -> list[tuple[Owner, Unit | None, ShardedWeight | int]]:
+    def _place(self, a: Assignment) -> list[tuple[Owner, Unit | None, ShardedParameter | int]]:
         if a.unit is None:
             member = ReplicatedParameter(a.name, a.parameter, self.mesh, self.dtype)
-            self.small.append(member)
-            index = len(self.small.members) - 1
+            self.replicated.append(member)
+            index = len(self.replicated.members) - 1
             for o in a.owners:
                 o.module._parameters[o.name] = member.parameter
             return [(o, None, index) for o in a.owners]
         axis = self.mesh.experts if a.expert else self.mesh.dense
         layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, axis.size)
-        weight = ShardedWeight(
+        weight = ShardedParameter(
             a.name, a.parameter, layout, axis, self.mesh.device, self.dtype, a.autocasts
         )
         if self.config.reduce_dtype is not None:
@@ -267,18 +274,32 @@ class _Builder:
                 name,
                 [],
                 block=index,
-                anchored=self.structure.blocks[index].anchor is not None,
+                has_trigger=self.structure.blocks[index].trigger_module is not None,
                 recomputed=index in self.recomputed,
             )
         return self.units[name]
 
     def _state(
         self, blocks: list[Unit], others: list[Unit], plan: ChunkPlan, trace: Trace
-    ) -> ChunkState:
+    ) -> Chunk:
         planned = {unit.name: unit for unit in plan.units}
-        for unit in (*blocks, *others):
-            unit.place()
+        by_name = {weight.name: weight for weight in self.sharded}
+        units = {unit.name: unit for unit in (*blocks, *others)}
+        for unit in units.values():
+            unit.place([
+                Group([by_name[weight.name] for weight in group.weights], group.start, group.end)
+                for group in planned[unit.name].groups
+            ])  # fmt: skip
             unit.slot, unit.at_entry = planned[unit.name].slot, planned[unit.name].at_entry
+        queue = GatherQueue[Unit, ShardedParameter](
+            plan.policy,
+            blocks,
+            [units[unit.name] for unit in plan.outer],
+            units[plan.head.name] if plan.head is not None else None,
+            overlap=self.config.overlap,
+            strict=self.config.unexpected_order == "error",
+            limit=plan.pending_bytes,
+        )
         sizes = plan.slots()
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
@@ -292,11 +313,9 @@ class _Builder:
             }
             for group in (attrgetter("weight_group"), attrgetter("gradient_group"))
         )
-        pending = PendingGradients(
-            reductions, trace, pool, plan.pending_bytes, plan.policy.small
-        )
+        reducer = GradientReducer(reductions, trace, pool)
         collectives = gathers[self.mesh.dense]
-        state = ChunkState(collectives, gathers, pool, pending, plan.policy, counters, trace)
+        state = Chunk(collectives, gathers, pool, reducer, queue, counters, trace)
         coded = {weight.name for unit in plan.units for weight in unit.weights if weight.coded}
         if coded:
             weights = frozenset(weight for weight in self.sharded if weight.name in coded)
@@ -307,25 +326,23 @@ class _Builder:
 
     def _communicators(
         self, communicator: ISPCommunicator, others: list[Unit]
-    ) -> dict[str, UnitCommunicator]:
+    ) -> dict[str, WPCommunicator]:
         state = communicator.state
-        by_unit: dict[str, UnitCommunicator] = {}
+        by_unit: dict[str, WPCommunicator] = {}
         embedding, head = self.structure.embedding, self.structure.head
         tied = communicator.plan.head if communicator.plan is not None else None
         for unit in others:
-            made: UnitCommunicator
-            if embedding is not None and unit.name == embedding[0]:
-                made = communicator.embedding = EmbeddingWeightParallelCommunicator(
-                    state, unit, tied=tied is not None and tied.name == unit.name
-                )
-            elif head is not None and unit.name == head[0]:
-                made = communicator.head = HeadWeightParallelCommunicator(
+            if head is not None and unit.name == head[0]:
+                communicator.head = HeadWeightParallelCommunicator(
                     state, unit, self.config.head_output
                 )
+                by_unit[unit.name] = communicator.head
+                continue
+            beside = by_unit[unit.name] = EmbeddingWeightParallelCommunicator(state, unit)
+            if embedding is not None and unit.name == embedding[0]:
+                communicator.embedding = beside
             else:
-                made = outer = OuterCommunicator(state, unit)
-                communicator.others.append(outer)
-            by_unit[unit.name] = made
+                communicator.others.append(beside)
             if communicator.head is None and tied is not None and tied.name == unit.name:
                 communicator.head = HeadWeightParallelCommunicator(
                     state, unit, self.config.head_output
@@ -335,10 +352,11 @@ class _Builder:
     def _entered(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
         """What is looked at whenever the model is entered: what may have changed since."""
         mesh, name = self.mesh, communicator.recovery.name
-        guard_reads(self.sharded, name, mesh.timeout_seconds)
+        lookout = communicator.recovery.lookout
+        guard_reads(self.sharded, name, mesh.timeout_seconds, lookout)
         ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
-        meeting = Meeting(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds)
-        frozen = FrozenSet(self.small.everyone(), meeting, mesh.rank)
+        meeting = Meeting(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds, lookout)
+        frozen = FrozenSet(self.replicated.everyone(), meeting, mesh.rank)
         additions = Additions(self.model, communicator.places)
         counts = equal_counts(mesh) if communicator.mean else None
 
@@ -360,7 +378,7 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
         if alive is None:
             return
         written = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        for member in alive.small.everyone():
+        for member in alive.replicated.everyone():
             if id(member.parameter) in written:
                 member.invalidate()
 
@@ -368,11 +386,13 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
         alive = reference()
         if alive is None:
             return
-        refuse_optimizer(optimizer, (member.parameter for member in alive.small.everyone()))
+        refuse_optimizer(optimizer, (member.parameter for member in alive.replicated.everyone()))
         if alive.unfinished:
             alive.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
-        if alive.state.handles:
-            alive.settle_gathers()
+        if alive.state.handles:  # another model's optimizer writes none of the shards they read
+            ours = {id(member.parameter) for member in alive.replicated.everyone()}
+            if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+                alive.settle_gathers()
 
     # Never removed: a finalizer could run while torch iterates over its hooks.
     register_optimizer_step_pre_hook(stepping)
@@ -407,14 +427,14 @@ def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> No
         seed: together with the name decides the generator's state.
     """
     device = communicator.mesh.device
-    for member in communicator.small.everyone():
+    for member in communicator.replicated.everyone():
         digest = hashlib.sha256(f"{seed}:{member.name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))
         parameter = member.parameter
         value = torch.empty(parameter.shape, dtype=member.dtype)
         fill(member.name, value, generator)
         with torch.no_grad():
-            if isinstance(member, ShardedWeight):
+            if isinstance(member, ShardedParameter):
                 rows = member.rows_of(value)
                 member.storage[: len(rows)].copy_(rows.to(device))
             else:

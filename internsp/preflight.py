@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -148,6 +149,13 @@ def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
         yield MachineError(
             f"no folder for temporary files can be written ({error.strerror or error}): make room, "
             "or set TMPDIR"
+        )
+        return
+    longest = (107 if sys.platform == "linux" else 103) - len("/pymp-12345678/listener-12345678")
+    if len(os.fsencode(folder)) > longest:  # what a socket's address holds, less what goes into it
+        yield MachineError(
+            f"the name of the folder for temporary files, {folder}, has more than {longest} bytes, "
+            "so that processes cannot meet by sockets in it: set TMPDIR to a shorter one"
         )
 
 

@@ -1,7 +1,7 @@
 """Append-only log of what one rank did. Off by default; an object that is passed in, never global.
 
 Kinds for weights: ``AG`` (gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS`` (reduction
-launched), ``DRAIN``; for sequences ``A2A``; for the optimizer ``STEP`` and ``PUBLISH``; for the
+launched), ``FINISH``; for sequences ``A2A``; for the optimizer ``STEP`` and ``PUBLISH``; for the
 timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute is over).
 """
 

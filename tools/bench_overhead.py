@@ -53,8 +53,8 @@ class Options:
     """Tokens in the one batch."""
     world: int = 4
     """Ranks that the fake process group pretends to have; must divide width and vocabulary."""
-    together_bytes: int = WeightParallelConfig().together_bytes
-    """weight_parallel.together_bytes; 0 gives every weight a gather of its own."""
+    coalesce_bytes: int = WeightParallelConfig().coalesce_bytes
+    """weight_parallel.coalesce_bytes; 0 gives every weight a gather of its own."""
     rounds: int = 400
     """Rounds; each runs every variant once."""
     batches: int = 5
@@ -125,7 +125,7 @@ def build(name: str, options: Options) -> Variant:
             parameter.copy_(rows.repeat(options.world, *[1] * (parameter.ndim - 1)))
     if name == "internsp":
         mesh = ParallelMesh.create(weight=options.world, device_type="cpu")
-        settings = WeightParallelConfig(together_bytes=options.together_bytes)
+        settings = WeightParallelConfig(coalesce_bytes=options.coalesce_bytes)
         communicator = parallelize(model, mesh, settings)
         return Variant(model, communicator.invalidate)
     if name == "fsdp2":

@@ -24,7 +24,7 @@ Output = TypeVar("Output")
 def whole(module: nn.Module, name: str) -> Any:
     """The plain tensor to compute with for ``module``'s parameter ``name``.
 
-    That is the whole weight in its slot (waits for its gather), the local replica of a small
+    That is the unsharded weight in its slot (waits for its gather), the local replica of a small
     parameter, or the parameter itself where no communicator is attached; ``None`` for an absent
     one. Make it where it is used, once a forward: autograd runs nodes by recency, so a view made
     early gives its gradient late.

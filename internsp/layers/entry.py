@@ -3,7 +3,7 @@
 At the entry, every parameter of the block is replaced by the tensor to compute with, and put back
 at the exit. Code in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13),
 and a block whose weights all travel together anyway needs one node of the graph instead of one a
-weight. Gradients are born together, at the end of the block's backward.
+weight. Gradients are ready together, at the end of the block's backward.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from internsp.layers.parameters import sites, unwritten
 from internsp.layers.views import views
-from internsp.wp.at_entry import BlockUses
 from internsp.wp.outputs import apart, before_backward_of, given
+from internsp.wp.sites import BlockUses
 from internsp.wp.transforms import no_second_derivatives
 
 

@@ -33,7 +33,7 @@ class ParallelLinearWithCommExt(nn.Linear):
         """Take the weight once for several products (one gather, one reduction).
 
         Returns:
-            ``project``, a plain function of the whole weight, and ``guard``, to be applied to
+            ``project``, a plain function of the unsharded weight, and ``guard``, to be applied to
             the result of all products, which keeps the weight present for their backward.
         """
         weight, bias = whole(self, "weight"), whole(self, "bias")

@@ -3,7 +3,8 @@
 ``module._parameters`` becomes a :class:`Weights`. At rest it answers with the parameter, a
 ``DTensor``. In the forward of the module that owns it, of its block, or (beside the blocks) of the
 model, a read answers with the differentiable view of :mod:`internsp.layers.views`, one a forward:
-so anything that reads ``module.weight`` computes with the whole weight, whichever module reads it.
+so anything that reads ``module.weight`` computes with the unsharded weight, whichever module reads
+it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from internsp.autograd import in_backward
 from internsp.errors import StructureError
 from internsp.layers.views import ScopeUse, Site, Use, view, view_beneath
-from internsp.wp.communicator import in_backward
 from internsp.wp.outputs import Given, apart, before_backward_of, given
 from internsp.wp.shard import not_to_be_copied
 from internsp.wp.transforms import no_second_derivatives, transforming, under_transform

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from internsp.autograd import in_backward, tensors
 from internsp.errors import StructureError
-from internsp.wp.communicator import in_backward, tensors
 
 ContextFn = Callable[[], tuple[Any, Any]]
 

@@ -1,6 +1,6 @@
 """The one way from a parameter to the tensor that is computed with (DESIGN 4.1).
 
-A differentiable view: forward answers with the whole weight in its slot, backward starts the
+A differentiable view: forward answers with the unsharded weight in its slot, backward starts the
 reduction of its gradient. :mod:`internsp.layers.parameters` says where such views are made.
 """
 
@@ -55,7 +55,7 @@ class Site(Protocol):
     def apart(self) -> bool:
         """Whether weight gradients are being computed apart from input gradients (a pipeline)."""
 
-    def born(self, gradient: Tensor, tag: Any) -> None:
+    def on_grad_ready(self, gradient: Tensor, tag: Any) -> None:
         """The whole parameter's gradient exists; start its reduction. ``tag``: of its use."""
 
 
@@ -69,8 +69,11 @@ class Uses(Protocol):
     def acquire(self) -> Sequence[Tensor]:
         """See :meth:`Site.acquire`, for each parameter."""
 
-    def born(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
-        """See :meth:`Site.born`; ``None`` where there is no gradient. The last is born first."""
+    def on_grad_ready(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
+        """See :meth:`Site.on_grad_ready`; ``None`` where there is no gradient.
+
+        The last is ready first.
+        """
 
 
 class Use:
@@ -85,10 +88,10 @@ class Use:
         """See :meth:`Uses.acquire`."""
         return (self.sites[0].acquire(),)
 
-    def born(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
-        """See :meth:`Uses.born`."""
+    def on_grad_ready(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
+        """See :meth:`Uses.ready`."""
         if gradients[0] is not None:
-            self.sites[0].born(gradients[0], tags[0])
+            self.sites[0].on_grad_ready(gradients[0], tags[0])
 
 
 class ScopeUse(Use):
@@ -103,8 +106,8 @@ class ScopeUse(Use):
         super().__init__(site)
         self.entered = False
 
-    def born(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
-        """See :meth:`Uses.born`.
+    def on_grad_ready(self, gradients: Sequence[Tensor | None], tags: Sequence[Any]) -> None:
+        """See :meth:`Uses.ready`.
 
         Raises:
             StaleWeightError: backward did not come through an output of the block.
@@ -117,13 +120,13 @@ class ScopeUse(Use):
                 "so that the weight may not have been whole: return that tensor from the block"
             )
         self.entered = False
-        super().born(gradients, tags)
+        super().on_grad_ready(gradients, tags)
 
 
 class _Views(torch.autograd.Function):
     """Differentiable views: parameters (shards) -> whole tensors in their slots.
 
-    Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the drain,
+    Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the finish,
     while the parameters stay visible in the graph.
     """
 
@@ -144,17 +147,17 @@ class _Views(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         no_second_derivatives()
         answers: list[Tensor | None] = [None] * (len(gradients) + 1)
-        born = list(gradients)
+        ready = list(gradients)
         for i, (leaf, _) in enumerate(ctx.next_functions):
-            gradient = born[i]
+            gradient = ready[i]
             if gradient is None:
                 continue
             wanted = _wanted(leaf)
             if wanted == _CAPTURED:
                 answers[i + 1] = _answer(ctx.taken.sites[i], gradient, ctx.parameters[i])
             if wanted == _NO:
-                born[i] = None
-        ctx.taken.born(born, ctx.tags)
+                ready[i] = None
+        ctx.taken.on_grad_ready(ready, ctx.tags)
         return tuple(answers)
 
 
@@ -172,7 +175,7 @@ def view_beneath(use: Use) -> Tensor:
 def views(taken: Uses, parameters: Sequence[nn.Parameter | None]) -> tuple[Tensor, ...]:
     """The tensors to compute with of several parameters, by one node of the graph.
 
-    Their gradients are born together, when backward has left all that used them.
+    Their gradients are ready together, when backward has left all that used them.
 
     Args:
         taken: their uses, in the order of use.

@@ -23,8 +23,8 @@ from torch import Tensor
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.isp import ISPCommunicator
-from internsp.wp.shard import Ready, ShardedWeight
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.shard import Ready, ShardedParameter
 from internsp.wp.unfinished import Member
 
 ALIGNMENT = 16  # bytes: what NCCL and vector loads like
@@ -71,7 +71,7 @@ class Publication(Ready):
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's parameters of one dtype and axis. Moves their storage into ``flat`` at birth.
+    """One unit's parameters of one dtype and axis. Moves their storage into ``flat`` when made.
 
     Attributes:
         axis: whose ZeRO group cuts it.
@@ -120,7 +120,7 @@ class Bucket:
         owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
         wide = torch.promote_types(dtype, torch.float32)
         master = owned if wide == dtype else owned.to(wide)
-        small = not isinstance(members[0], ShardedWeight)
+        small = not isinstance(members[0], ShardedParameter)
         segments = _segments(offsets, master, mesh, place)
         return cls(name, axis, small, flat, offsets, gaps, owned, master, segments)
 
@@ -159,7 +159,7 @@ class Bucket:
         """One step of the inner optimizer with ``factor`` times the gradient."""
         if self.inner is None:
             return
-        assert self.gradient is not None, "drain gives every bucket a gradient before an update"
+        assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         if factor != 1.0:
             self.gradient.mul_(factor)
         for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
@@ -214,12 +214,12 @@ def _segments(
 
 
 def _axis(member: Member, mesh: ParallelMesh) -> WeightAxis:
-    """Small parameters are the same on all ranks, and cut over the dense axis' ZeRO group."""
-    return member.axis if isinstance(member, ShardedWeight) else mesh.dense
+    """Replicated parameters are the same on all ranks, and cut over the dense axis' ZeRO group."""
+    return member.axis if isinstance(member, ShardedParameter) else mesh.dense
 
 
 def _valid(member: Member) -> int:
-    if isinstance(member, ShardedWeight):  # padded rows come last
+    if isinstance(member, ShardedParameter):  # padded rows come last
         layout = member.layout
         return layout.valid_rows(member.rank) * math.prod(layout.front[1:])
     return member.storage.numel()
@@ -229,7 +229,7 @@ def _key(member: Member, mesh: ParallelMesh) -> str:
     """Replicas of the same values share a key; no two ranks with other values do."""
     axis = _axis(member, mesh)
     parts = [f"zero {axis.zero_rank} of {axis.zero}"]
-    if isinstance(member, ShardedWeight):
+    if isinstance(member, ShardedParameter):
         parts.insert(0, f"weight {axis.rank} of {axis.size}")
     if axis.expert > 1:
         parts.insert(0, f"expert {axis.expert_rank} of {axis.expert}")
@@ -240,14 +240,14 @@ def _key(member: Member, mesh: ParallelMesh) -> str:
 
 def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> list[Bucket]:
     """All buckets in the order in which forward needs them: small, embedding, blocks, head."""
-    units: list[tuple[str, list[Member]]] = [("small", list(communicator.small.members))]
+    units: list[tuple[str, list[Member]]] = [("small", list(communicator.replicated.members))]
     if communicator.embedding is not None:
         units.append((communicator.embedding.unit.name, list(communicator.embedding.unit.weights)))
     units += [(unit.name, list(unit.weights)) for unit in communicator.blocks]
     if communicator.head is not None:
         units.append((communicator.head.unit.name, list(communicator.head.unit.weights)))
     known = {member for _, members in units for member in members}
-    rest: list[Member] = [w for w in communicator.small.sharded if w not in known]
+    rest: list[Member] = [w for w in communicator.replicated.sharded if w not in known]
     # Where in forward they run is unknown: published first, so that nobody waits for long.
     units.insert(1, ("others", rest))
     buckets, placed = [], set[Member]()

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.unfinished import Member
 
 ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 
 
 def members(communicator: ISPCommunicator) -> list[Member]:
-    """Everything trainable: small parameters, then cut weights in the order of the model."""
-    found: list[Member] = [*communicator.small.members, *communicator.small.sharded]
+    """Everything trainable: replicated parameters, then cut weights in the order of the model."""
+    found: list[Member] = [*communicator.replicated.members, *communicator.replicated.sharded]
     return [member for member in found if member.requires_grad]
 
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from internsp.errors import GradientError
+from internsp.wp.mixed import raw_grad
 from internsp.wp.parameter import ShardParameter
 from internsp.wp.unfinished import Member, UnfinishedGradient
-
-_GRAD: Any = torch.Tensor.grad  # the descriptor beneath the guard
 
 
 def publish(member: Member) -> None:
@@ -31,19 +29,19 @@ def publish(member: Member) -> None:
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
     """What autograd itself has put into ``.grad``, without any check."""
-    gradient: Tensor | None = _GRAD.__get__(parameter)
+    gradient: Tensor | None = raw_grad.fget(parameter)
     return gradient
 
 
 def drop_raw_gradient(parameter: Tensor) -> None:
     """Set ``.grad`` to ``None``."""
-    _GRAD.__set__(parameter, None)
+    raw_grad.fset(parameter, None)
 
 
 class GradientOwner(Protocol):
     """Who has the gradients of guarded parameters: a ``ZeroOptimizer``."""
 
-    undrained: bool
+    unfinished: bool
     """Whether there are any."""
 
     def drop_gradient(self, member: Member, used: bool) -> None:
@@ -66,17 +64,17 @@ class GuardedParameter(ShardParameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """``None`` when nothing has been born since the last step.
+        """``None`` when no gradient has become ready since the last step.
 
-        While the gradient is undrained (WP-9): an :class:`UnfinishedGradient`, of which every read
+        While the gradient is unfinished (WP-9): an :class:`UnfinishedGradient`, of which every read
         raises ``GradientError``, but which can be set to zero.
         """
-        if not self._owner.undrained:
+        if not self._owner.unfinished:
             return raw_gradient(self)
         why = (
             f"{self._member.name}.grad was read on rank {self._rank} between backward and "
             "ZeroOptimizer.step(): it is in flight or cut into slices, and the optimizer alone "
-            "drains it. Use optimizer.gather_gradients() to look at whole gradients, "
+            "finishes its reduction. Use optimizer.gather_gradients() to look at gradients, "
             "max_grad_norm to clip, zero_grad() to drop them"
         )
         return UnfinishedGradient.of(self._member, why, self._zero)
@@ -96,14 +94,14 @@ class GuardedParameter(ShardParameter):
 
     def _drop(self) -> None:
         drop_raw_gradient(self)
-        if self._owner.undrained:
+        if self._owner.unfinished:
             self._owner.drop_gradient(self._member, used=False)
 
     def _zero(self) -> None:
         raw = raw_gradient(self)
         if raw is not None:
             raw.zero_()
-        if self._owner.undrained:
+        if self._owner.unfinished:
             self._owner.drop_gradient(self._member, used=True)
 
     def full_tensor(self, **options: Any) -> Tensor:
@@ -121,11 +119,10 @@ class GuardedParameter(ShardParameter):
         publish(self._member)
         return super().redistribute(*args, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy belongs to no optimizer: an ordinary ``DTensor`` parameter."""
-        copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-        memo[id(self)] = copied
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Published; a copy belongs to no optimizer: an ordinary ``DTensor`` parameter."""
+        publish(self._member)
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

@@ -19,9 +19,9 @@ from internsp.wp.collectives import all_reduce
 def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
     """The sum of squares of all gradients of all stages, fp64, not finite if any of them is not.
 
-    Slices of cut weights differ between weight ranks and expert ranks, those of small parameters
-    do not; ranks of one ``zero_replica_group`` hold the same slices. Collective (one number);
-    blocks.
+    Slices of cut weights differ between weight ranks and expert ranks, those of replicated
+    parameters do not; ranks of one ``zero_replica_group`` hold the same slices. Collective (one
+    number); blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for bucket in buckets:

@@ -1,8 +1,8 @@
-"""How gradient sums become slices: the ZeRO part of the drain.
+"""How gradient sums become slices: the ZeRO part of finishing reductions.
 
 Every bucket's shard-sized sums go through one exchange over the ZeRO group and a local sum (a
 reduce-scatter, see ``wp.collectives``), and where there are more replicas than that, the slice is
-summed over the ranks that hold the same one (ZeRO-1.5). Small parameters arrive by one flat
+summed over the ranks that hold the same one (ZeRO-1.5). Replicated parameters arrive by one flat
 all-reduce over all ranks of the stage, with a flag for each parameter that some rank used.
 """
 
@@ -20,9 +20,9 @@ from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
 from internsp.wp.collectives import Handle, all_reduce, exchange_pieces
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedParameter
 from internsp.wp.unfinished import Member, discard_sums
 
 IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)
@@ -60,25 +60,27 @@ class Reducer:
         self.broken = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
 
     def run(self) -> set[Member]:
-        """Add everything born on any rank to the slices. Collective, always all of it; blocks.
+        """Add every gradient that is ready on any rank to the slices. Collective, always all of it;
+        blocks.
 
         The launch order is the same on every rank (WP-2): what is pending, in its own order, then
-        the small parameters, then the buckets in forward order. Whole sums that no backward has
-        reduced (``no_sync``) come before all.
+        the replicated parameters, then the buckets in forward order. Whole sums that no backward
+        has reduced (``no_sync``) come before all.
 
         Returns:
             The parameters that some rank used.
         """
-        small = self._communicator.small
-        self._state.pending.launch_accumulated()
-        self._state.pending.drain()
+        replicated = self._communicator.replicated
+        self._state.reduce_accumulated()
+        self._state.finish_reductions()
         for bucket in self._buckets:
             for member in bucket.offsets:
                 self._take_direct(member)
         # Before it is summed with the other ranks': here such values show where they arose.
-        self.broken |= not_finite([small.gradient()[: small.numel]], self._mesh.device)
-        small.flag(self._state.touched)
-        flat = self._launched(small.reduce(self._mesh.stage_group, self._state.counters), "small")
+        self.broken |= not_finite([replicated.gradient()[: replicated.numel]], self._mesh.device)
+        replicated.flag(self._state.reducer.touched)
+        work = replicated.reduce(self._mesh.stage_group, self._state.counters)
+        flat = self._launched(work, "small")
         in_flight: deque[_Exchange] = deque()
         for bucket in self._buckets:
             if not bucket.small:
@@ -92,29 +94,29 @@ class Reducer:
             if bucket.small:
                 self._add_small(bucket)
         # A parameter that no rank used is not stepped; of a frozen one nothing is asked.
-        used_small, used_sharded = small.used(lambda m: None if m.requires_grad else False)
-        used: set[Member] = {m for m, u in zip(small.members, used_small, strict=True) if u}
-        used |= {w for w, u in zip(small.sharded, used_sharded, strict=True) if u}
-        small.reset()
-        self._state.touched.clear()
+        used_small, used_sharded = replicated.used(lambda m: None if m.requires_grad else False)
+        used: set[Member] = {m for m, u in zip(replicated.members, used_small, strict=True) if u}
+        used |= {w for w, u in zip(replicated.sharded, used_sharded, strict=True) if u}
+        replicated.reset()
+        self._state.reducer.touched.clear()
         return used
 
     def discard(self, member: Member, used: bool) -> None:
         """Forget the sums of one parameter on this rank, without a message."""
-        discard_sums(self._state, self._communicator.small, member, used)
+        discard_sums(self._state, self._communicator.replicated, member, used)
 
     def discard_all(self) -> None:
         """Let what is pending arrive and drop every sum, without a message."""
-        self._state.pending.whole.discard()
-        self._state.pending.drain()
-        self._state.touched.clear()
-        self._communicator.small.reset()
-        for weight in self._communicator.small.sharded:
-            weight.drop_partial()
+        self._state.reducer.whole.discard()
+        self._state.finish_reductions()
+        self._state.reducer.touched.clear()
+        self._communicator.replicated.reset()
+        for weight in self._communicator.replicated.sharded:
+            weight.drop_reduced_grad()
 
     def _exchange(self, bucket: Bucket) -> _Exchange:
         zero, pool = bucket.axis.zero, self._state.pool
-        partial = [w.partial for w in bucket.offsets if isinstance(w, ShardedWeight)]
+        partial = [w.reduced_grad for w in bucket.offsets if isinstance(w, ShardedParameter)]
         dtype = self._dtype or bucket.master.dtype
         packed = pool.take(bucket.flat.numel(), dtype)
         for (member, start), value in zip(bucket.offsets.items(), partial, strict=True):
@@ -123,7 +125,7 @@ class Reducer:
                 place.zero_()
             else:
                 place.copy_(value.flatten())
-                member.drop_partial()  # type: ignore[union-attr]
+                member.drop_reduced_grad()  # type: ignore[union-attr]
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
         if zero == 1:
@@ -148,13 +150,13 @@ class Reducer:
         bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
 
     def _add_small(self, bucket: Bucket) -> None:
-        small = self._communicator.small
+        replicated = self._communicator.replicated
         if bucket.gradient is None:
             bucket.gradient = torch.zeros_like(bucket.master)
-        index = {member: i for i, member in enumerate(small.members)}
+        index = {member: i for i, member in enumerate(replicated.members)}
         for segment in bucket.segments:
             assert isinstance(segment.member, ReplicatedParameter), "a small bucket's members"
-            whole = small.value(index[segment.member]).flatten()
+            whole = replicated.value(index[segment.member]).flatten()
             part = whole[segment.offset : segment.offset + segment.tensor.numel()]
             bucket.gradient[segment.start : segment.stop] += part
 
@@ -173,25 +175,25 @@ class Reducer:
             local = local * self._mesh.shape.stage_size
         if isinstance(member, ReplicatedParameter):
             first = dist.get_rank(self._mesh.stage_group) == 0
-            index = self._communicator.small.members.index(member)
-            self._communicator.small.add(index, local if first else torch.zeros_like(local))
+            index = self._communicator.replicated.members.index(member)
+            self._communicator.replicated.add(index, local if first else torch.zeros_like(local))
             return
-        self._state.touched[member] = True
+        self._state.reducer.touched[member] = True
         if member.axis.replica_rank == 0:
             wide = torch.promote_types(member.dtype, torch.float32)
-            if member.partial is None:
-                member.partial = torch.zeros_like(member.storage, dtype=wide)
-            member.local(member.own_partial()).add_(local)
+            if member.reduced_grad is None:
+                member.reduced_grad = torch.zeros_like(member.storage, dtype=wide)
+            member.local(member.own_reduced_grad()).add_(local)
 
     def _launched(self, work: dist.Work | None, unit: str, nbytes: int = 0) -> Handle:
         if work is None:
             return Handle(None)
         trace = self._state.trace
-        event = trace.record("DRAIN", unit, "", "zero", nbytes, in_flight=True)
+        event = trace.record("FINISH", unit, "", "zero", nbytes, in_flight=True)
         handle = Handle(work, [event])
         if not self._state.collectives.overlap:
             self._wait(handle, unit)
         return handle
 
     def _wait(self, handle: Handle, unit: str) -> None:
-        self._state.collectives.wait(handle, unit, "", "drain")
+        self._state.collectives.wait(handle, unit, "", "finish")

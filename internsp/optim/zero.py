@@ -1,4 +1,4 @@
-"""``ZeroOptimizer``: the step, and the weights' way home (DESIGN 4, "drain" and "step")."""
+"""``ZeroOptimizer``: the step, and the weights' way home (DESIGN 4, "finish" and "step")."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
 from internsp.wp.collectives import Handle, gather_slices
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.recovery import unbroken
 from internsp.wp.unfinished import Member
 
 _LOG = logging.getLogger("internsp.optim")
@@ -29,12 +30,13 @@ _LOG = logging.getLogger("internsp.optim")
 class ZeroOptimizer(torch.optim.Optimizer):
     """Any elementwise torch optimizer with its state cut over the replicas of a shard.
 
-    Gradients stay with the communicator until :meth:`step`, which drains them in launch order,
-    reduce-scatters them over their axis' ``zero_group``, updates this rank's slice and sends the
-    new values out by all-gather; the next forward waits for them block by block (WP-3). From its
-    making on, ``.grad`` of a parameter has no values while a gradient is undrained: reading them
-    raises (WP-9), ``model.zero_grad()``, ``.grad = None`` and the like drop it.
-    ``param_groups`` are the model's parameters, so that torch's learning-rate schedules work.
+    Gradients stay with the communicator until :meth:`step`, which finishes their reductions in
+    launch order, reduce-scatters them over their axis' ``zero_group``, updates this rank's slice
+    and sends the new values out by all-gather; the next forward waits for them block by block
+    (WP-3). From its making on, ``.grad`` of a parameter has no values while a gradient is
+    unfinished: reading them raises (WP-9), ``model.zero_grad()``, ``.grad = None`` and the like
+    drop it. ``param_groups`` are the model's parameters, so that torch's learning-rate schedules
+    work.
 
     The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
 
@@ -60,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         skipped_steps: how many steps were skipped so far, for whatever cause.
         skipped_in_a_row: how many of the last ones had ``not_finite``: a loop may want to stop.
         loss_scaler: as given.
-        undrained: whether there are gradients that no step has taken.
+        unfinished: whether there are gradients that no step has taken.
 
     Raises:
         TypeError: the class is not elementwise (Muon, Adafactor, LBFGS, SparseAdam, ...).
@@ -100,7 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self.not_finite: NotFinite | None = None
         self.skipped_steps = self.skipped_in_a_row = 0
-        self.undrained = communicator.unfinished.take()
+        self.unfinished = communicator.unfinished.take()
         self._used: set[Member] = set()
         with torch.no_grad():
             self._buckets = make_buckets(communicator, place)
@@ -110,7 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for member in members(communicator):
             guard_parameter(member, self, communicator.mesh.rank)
         communicator.collects_itself = False
-        communicator.after_backward.append(self._born)
+        communicator.after_backward.append(self._backward_ended)
         communicator.after_rest.append(self._release)
 
     # the user's loop
@@ -121,7 +123,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> float:  # type: ignore[override]
-        """Drain, clip, update, publish. Collective; blocks, but not for the publication.
+        """Finish the reductions, clip, update, publish. Collective; blocks, but not for the
+        publication.
 
         Returns:
             The global norm of the unscaled gradient before clipping; not finite where some rank's
@@ -155,8 +158,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 bucket.drop_gradient(member)
 
     @torch.no_grad()
-    def drain(self) -> None:
-        """Reduce what has been born into this rank's slices. Collective; blocks. ``step`` does it.
+    def finish_reductions(self) -> None:
+        """Reduce the gradients that are ready into this rank's slices. Collective; blocks. ``step``
+        does it.
 
         Called after each micro-batch it keeps slices instead of shard-sized sums between them, at
         the price of one exchange a micro-batch.
@@ -171,11 +175,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         For tests and for looking. Collective, blocks, makes everything whole; what :meth:`step`
         will use stays as it is.
         """
-        self.drain()
+        self.finish_reductions()
         mesh, found = self._communicator.mesh, {}
         for bucket in self._buckets:
             mine = bucket.gradient
-            assert mine is not None, "drain gives every bucket a gradient"
+            assert mine is not None, "finish_reductions gives every bucket a gradient"
             whole = torch.empty(bucket.flat.numel(), dtype=mine.dtype, device=mesh.device)
             work = gather_slices(whole, mine, bucket.axis.zero_group)
             if work is not None:
@@ -232,8 +236,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def memory(self) -> list[tuple[str, int]]:
         """(component, bytes) of this rank: gradient sums at their largest, and optimizer state."""
         sums = sum(b.flat.numel() * b.master.element_size() for b in self._buckets if not b.small)
-        if self._communicator.small.flat is not None:
-            flat = self._communicator.small.flat
+        if self._communicator.replicated.flat is not None:
+            flat = self._communicator.replicated.flat
             sums += flat.numel() * flat.element_size()
         state = sum(bucket.state_nbytes() for bucket in self._buckets)
         return [("gradient sums", sums), ("optimizer state", state)]
@@ -292,8 +296,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
 
-    def _born(self) -> None:
-        self.undrained = True
+    def _backward_ended(self) -> None:
+        self.unfinished = True
 
     def _release(self) -> None:
         """No gradient is left in the slices."""
@@ -301,7 +305,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.gradient = None
         self._used = set()
         self._reducer.broken.zero_()
-        self.undrained = False
+        self.unfinished = False
 
     def _stepped(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
         """Take note of what a step has done."""
@@ -319,9 +323,14 @@ def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> floa
     Args:
         log: whether rank 0 logs a step that is skipped.
     """
+    with unbroken([optimizer._communicator.recovery for optimizer in optimizers]):
+        return _step_together(optimizers, log)
+
+
+def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> float:
     first = optimizers[0]
     for optimizer in optimizers:
-        optimizer.drain()
+        optimizer.finish_reductions()
         optimizer._communicator.publish()  # nobody needed it since; the slices are about to change
         optimizer._communicator.settle_gathers()
     mesh, scaler = first._communicator.mesh, first.loss_scaler

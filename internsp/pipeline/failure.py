@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from internsp.mesh import ParallelMesh
 from internsp.outcome import is_consequence
 from internsp.pipeline.messages import Messages
 from internsp.wp.collectives import sever
-from internsp.wp.isp import ISPCommunicator
-from internsp.wp.last_words import when_process_fails
+from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.last_words import when_process_ends
 from internsp.wp.recovery import abort, all_meet, default_store
 
 # Where torch's schedules and stages wait for each other.
@@ -53,6 +53,7 @@ class Watch:
         forget: Callable[[], None],
     ) -> None:
         self.open = False
+        self._entering = False
         self._mesh = mesh
         self._communicators = communicators
         self._prepared = prepared
@@ -64,8 +65,8 @@ class Watch:
         name = [uuid.uuid4().hex if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(name)
         self._name = f"internsp/{name[0]}"
-        self.messages = Messages(self._store, mesh.rank)
-        when_process_fails(self, Watch._ends)
+        self.messages = Messages(self._store, mesh.rank, self._look)
+        when_process_ends(self, Watch._ends)
 
     def __enter__(self) -> None:
         self.open = True
@@ -83,6 +84,13 @@ class Watch:
         mine = self._text(root)
         first = self._tell(mine)
         self._failed, self._stuck = True, is_consequence(root) and not _between_stages(root)
+        for communicator in self._communicators:  # the stage's other ranks wait in any chunk's
+            if first == mine:
+                communicator.recovery.failed(f"{type(root).__name__}: {root}")
+            else:
+                communicator.recovery.lookout.failed(first)
+        if self._place() is None:  # this rank will meet no other: none shall wait for that
+            self._refuse_to_meet()
         if self._mesh.device.type == "cpu":
             self.messages.give_up()
         else:  # what a stream waits for ends with its group only
@@ -106,11 +114,36 @@ class Watch:
         if self._mesh.device.type == "cpu" and self._mesh.pipeline > 1:
             self.messages.begin(f"{self._name}/messages/{self._failures}")
 
+    @contextlib.contextmanager
+    def entering(self) -> Iterator[None]:
+        """Inside, this rank waits until all have come to the step that has begun.
+
+        Also a context for it: what is raised is told as in a step.
+        """
+        with self:
+            self._entering = True
+            try:
+                yield
+            finally:
+                self._entering = False
+
+    def _look(self) -> None:
+        """On the messages' thread: one that failed in an earlier step comes to this one no more."""
+        if not self._entering or not self._store.check([self._key, self._failed_step]):
+            return
+        if int(self._store.get(self._failed_step)) < self._steps:
+            for group in (self._mesh.stage_group, self._mesh.pipeline_group):
+                sever(group)
+
+    @property
+    def _failed_step(self) -> str:
+        return f"{self._name}/step/{self._failures}"
+
     def _recover(self, first: str) -> None:
         mesh = self._mesh
         together = all_meet(
             self._store,
-            f"{self._name}/failed/{self._failures}",
+            self._meeting,
             self._place(),
             mesh.rank,
             range(mesh.world_size),
@@ -133,6 +166,14 @@ class Watch:
         self._forget()
         self._failures += 1
         self._failed = self._stuck = False
+
+    @property
+    def _meeting(self) -> str:
+        return f"{self._name}/failed/{self._failures}"
+
+    def _refuse_to_meet(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(f"{self._meeting}/verdict", "", "apart")
 
     def _place(self) -> str | None:
         """Which step has failed, and where in its stage this rank is; ``None``: it cannot go on."""
@@ -161,6 +202,7 @@ class Watch:
     def _tell(self, mine: str) -> str:
         """Leave this cause, if it is the first; returns the first."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+            self._store.compare_set(self._failed_step, "", str(self._steps))
             return self._store.compare_set(self._key, "", mine).decode() or mine
         return mine
 
@@ -177,8 +219,10 @@ class Watch:
             with contextlib.suppress(ValueError, RuntimeError):
                 abort(group)
 
-    def _ends(self, error: BaseException) -> None:
+    def _ends(self, error: BaseException | None) -> None:
         """This process ends by ``error``, perhaps between two steps."""
+        if error is None:
+            return
         if not self._failed and not is_consequence(error):
             self._tell(self._text(error))
         with contextlib.suppress(RuntimeError):

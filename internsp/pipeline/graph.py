@@ -41,8 +41,8 @@ def obstacle(
         if weights and any(t.untyped_storage().data_ptr() in shared for t in _saved(node)):
             return (
                 f"{_some(weights)} gets its gradient through {node.name()}, which does not lie "
-                "between the chunk's input and its output and needs a whole weight, overwritten by "
-                "then without weight_parallel.keep_between_micro_batches"
+                "between the chunk's input and its output and needs an unsharded weight, "
+                "overwritten by then without weight_parallel.keep_between_micro_batches"
             )
     return ""
 

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from internsp.errors import OrderError
-from internsp.pipeline.apart import begin_part, end_part
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.schedule import BACKWARD, FORWARD
 
 FULL, INPUT, WEIGHT = "full", "input", "weight"
@@ -54,7 +53,7 @@ class SchedulerHook:
         """``place.part`` of a chunk's backward is about to run."""
 
     def after_backward(self, place: Place) -> None:
-        """It has run; gradients are born, perhaps still in flight."""
+        """It has run; gradients are ready, perhaps still in flight."""
 
     def after_last_micro_batch(self, place: Place) -> None:
         """The chunk has nothing left to do in this step."""
@@ -73,18 +72,18 @@ def following(places: Sequence[Place], index: int) -> Place | None:
     return next(rest, None)
 
 
-def last_births(places: Sequence[Place]) -> frozenset[int]:
+def last_weight_backwards(places: Sequence[Place]) -> frozenset[int]:
     """Positions of each chunk's last pass that gives weights gradients."""
-    births = (i for i, p in enumerate(places) if p.part in (FULL, WEIGHT))
-    return frozenset({places[i].stage: i for i in births}.values())
+    ready = (i for i, p in enumerate(places) if p.part in (FULL, WEIGHT))
+    return frozenset({places[i].stage: i for i in ready}.values())
 
 
 class ISPCommunicatorSchedulerHook(SchedulerHook):
     """Makes weights follow a schedule, each chunk's by its own communicator.
 
     It tells the communicator which part of a backward runs, prefetches for the next pass across
-    chunk and micro-batch boundaries, and drains gradients after each micro-batch, or after the
-    last one of the chunk where whole gradients accumulate.
+    chunk and micro-batch boundaries, and finishes reductions after each micro-batch, or after the
+    last one of the chunk where unsharded gradients accumulate.
 
     Args:
         communicators: by stage index.
@@ -105,15 +104,15 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
     def begin(self, places: Sequence[Place]) -> None:
         """A step begins, of which these are the passes of this rank; empty: nobody knows."""
         self._places, self._at = places, 0
-        self._reducing = last_births(places)
+        self._reducing = last_weight_backwards(places)
         self.idle = []
         self._left = next(iter(self._communicators.values())).state.trace.now()
 
     def forget(self) -> None:
         """After a failed step: what it would have done next."""
         for communicator in self._communicators.values():
-            communicator.at_boundary = _nothing
-            communicator.state.pending.accumulating = communicator.more_to_come = False
+            communicator.state.at_next_pass = _nothing
+            communicator.queue.reductions.accumulating = communicator.more_to_come = False
 
     def before_forward(self, place: Place) -> None:
         """The next pass is known: prefetch for it as soon as this one gathers no more."""
@@ -124,10 +123,10 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self._leave(place)
 
     def before_backward(self, place: Place) -> None:
-        """Input gradients give no births, weight gradients need no gathers."""
+        """An input backward gives no weight a gradient, a weight backward needs no gathers."""
         self._enter(place)
         if place.part != FULL:
-            begin_part(self._communicators[place.stage], place.part == WEIGHT)
+            self._communicators[place.stage].begin_part(weights=place.part == WEIGHT)
 
     def _enter(self, place: Place) -> None:
         """Compare what runs with what was planned (WP-2)."""
@@ -140,9 +139,10 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             raise OrderError(f"the schedule runs {place} where the plan has {planned}")
         coming = following(self._places, self._at)
         communicator = self._communicators[place.stage]
-        communicator.at_boundary = partial(self._expect, coming)
-        state, communicator.more_to_come = communicator.state, self._at not in self._reducing
-        state.pending.accumulating = state.policy.accumulate_whole and communicator.more_to_come
+        communicator.state.at_next_pass = partial(self._expect, coming)
+        communicator.more_to_come = self._at not in self._reducing
+        queue = communicator.queue
+        queue.reductions.accumulating = queue.policy.accumulate_whole and communicator.more_to_come
 
     def _leave(self, place: Place) -> None:
         communicator = self._communicators[place.stage]
@@ -154,9 +154,9 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             start=self._begun,
             end=trace.now(),
         )
-        communicator.at_boundary()
-        communicator.at_boundary = _nothing
-        communicator.state.pending.accumulating = communicator.more_to_come = False
+        communicator.state.at_next_pass()
+        communicator.state.at_next_pass = _nothing
+        communicator.queue.reductions.accumulating = communicator.more_to_come = False
         self._at += 1
         self._left = trace.now()
 
@@ -167,12 +167,12 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             self._communicators[coming.stage].expect(phase)
 
     def after_backward(self, place: Place) -> None:
-        """Whole gradients do not outlive their micro-batch (WP-6), unless they accumulate."""
+        """Unsharded gradients do not outlive their micro-batch (WP-6), unless they accumulate."""
         communicator = self._communicators[place.stage]
         if place.part != FULL:
-            end_part(communicator)
+            communicator.end_part()
         if place.part != INPUT:
-            communicator.state.pending.drain()
+            communicator.state.finish_reductions()
         self._leave(place)
 
 

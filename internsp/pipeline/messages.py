@@ -13,6 +13,7 @@ import json
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -28,10 +29,12 @@ class Messages:
     Args:
         store: where ranks that fail leave their numbers.
         rank: of the default process group.
+        beside: called at each look: what else may be waited for in vain.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: dist.Store, rank: int, beside: Callable[[], None]) -> None:
+        self._store, self._rank, self._beside = store, rank, beside
+        self._inferring: tuple[dist.ProcessGroup, set[int]] | None = None
         self._key = ""
         self._numbers: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
         self._open: set[_Message] = set()  # gloo goes on with what is kept alive only
@@ -64,8 +67,33 @@ class Messages:
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             self._store.set(f"{self._key}/{self._rank}", json.dumps(numbers))
 
+    @contextlib.contextmanager
+    def inferring(self, group: dist.ProcessGroup, peers: set[int]) -> Iterator[None]:
+        """Inside, torch exchanges shapes with ``peers`` of ``group``, past :meth:`watch`."""
+        self._inferring = group, peers
+        try:
+            yield
+        finally:
+            self._inferring = None
+
     def look(self) -> None:
         """Give up what is waited for, if its peer has failed before it."""
+        with contextlib.suppress(RuntimeError):
+            self._beside()
+            self._look_at_inference()
+        self._look_at_messages()
+
+    def _look_at_inference(self) -> None:
+        if self._inferring is None:
+            return
+        group, peers = self._inferring
+        for peer in list(peers):
+            rank = dist.get_global_rank(group, peer)
+            if rank != self._rank and self._store.check([f"{self._key}/{rank}"]):
+                peers.discard(peer)
+                sever(group, [peer])
+
+    def _look_at_messages(self) -> None:
         message, before = self._waiting, self._seen
         self._seen = message
         if message is None or message is not before:

@@ -36,9 +36,9 @@ from internsp.pipeline.schedules import (
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.trace import Trace
 from internsp.wp.assign import require_experts, require_experts_matched, within
-from internsp.wp.blocks import anchor_matches, require_anchors_matched
+from internsp.wp.blocks import require_triggers_matched, trigger_matches
+from internsp.wp.chunk import Schedule
 from internsp.wp.plan import DTYPES
-from internsp.wp.schedule import Schedule
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
 _APART = (ParallelLinearWithCommExt, GroupedLinearWithCommExt, ParallelEmbeddingWithCommExt)
@@ -132,7 +132,7 @@ class Pipeline:
         count = mesh.pipeline * chunks
         blocks = split(model, count)
         whole = config or WeightParallelConfig()
-        require_anchors_matched(list(model.layers), whole.anchors)
+        require_triggers_matched(list(model.layers), whole.prefetch_triggers)
         names = [name for name, _ in model.layers.named_parameters("layers")]
         require_experts_matched(names, whole)
         if mesh.shape.separate:
@@ -152,7 +152,7 @@ class Pipeline:
                 trace=trace,
                 split=kind.splits(stage),
             )
-            cut = {id(weight.parameter) for weight in communicator.small.sharded}
+            cut = {id(weight.parameter) for weight in communicator.replicated.sharded}
             as_one = weights.compile or any(unit.recomputed for unit in communicator.blocks)
             given = {} if shape is None else described(module, shape, hidden_dtype(module, config))
             stages.append(
@@ -241,7 +241,7 @@ class Pipeline:
             shape = self._check(batches, any(place.part for place in places))
         except (ValueError, TypeError) as error:
             mistake = error
-        with self._watch:
+        with self._watch.entering():
             refusing = self._refusing(mistake is not None)
         if mistake is not None:
             raise mistake
@@ -333,7 +333,11 @@ def local_config(
     own = [name for name, _ in chunk.named_parameters()]
     update: dict[str, Any] = {  # of the model's patterns those that match something here
         "blocks": chunk.block_names(),
-        "anchors": tuple(a for a in config.anchors if anchor_matches(a, chunk.layers.values())),
+        "prefetch_triggers": tuple(
+            trigger
+            for trigger in config.prefetch_triggers
+            if trigger_matches(trigger, chunk.layers.values())
+        ),
         "experts": tuple(e for e in config.experts if any(within(name, e) for name in own)),
     }
     config = config.model_copy(update=update)
@@ -345,7 +349,7 @@ def local_config(
 
 
 def splittable(chunk: nn.Module, cut: set[int], whole_blocks: bool) -> bool:
-    """Whether weight gradients may be computed apart, without whole weights.
+    """Whether weight gradients may be computed apart, without unsharded weights.
 
     Args:
         cut: identities of the cut parameters.

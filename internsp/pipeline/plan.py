@@ -18,17 +18,12 @@ from internsp.pipeline.hooks import (
     WEIGHT,
     Place,
     following,
-    last_births,
+    last_weight_backwards,
     phase_of,
 )
 from internsp.pipeline.schedules import Order, Step
-from internsp.wp.schedule import (
-    FORWARD,
-    ChunkPlan,
-    Schedule,
-    UnitPlan,
-    WeightPlan,
-)
+from internsp.wp.chunk import ChunkPlan, Schedule
+from internsp.wp.schedule import FORWARD
 from internsp.wp.simulate import Simulator
 
 
@@ -61,63 +56,26 @@ class _ChunkSimulator(Simulator):
     def __init__(self, plan: ChunkPlan, overlap: bool, out: Schedule) -> None:
         super().__init__(plan, overlap)
         self.out = out
-        self.giving = True  # whether weights get gradients in this pass
-        self.at_boundary: Callable[[], None] = lambda: None
-        self.held: UnitPlan | None = None  # the block that computes now
-
-    def ahead(self, block: int, phase: str) -> None:
-        super().ahead(block, phase)
-        policy = self.plan.policy
-        if not policy.one_by_one(phase) and policy.at_boundary(block, phase):
-            self._boundary(block)
-
-    def follow(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
-        super().follow(unit, weight, phase)
-        policy = self.plan.policy
-        order = policy.order(unit.weights, phase, unit.recomputed)
-        position = order.index(weight)
-        if policy.exhausted(position, len(order), unit.block, phase):
-            self._boundary(unit.block)
-
-    def _boundary(self, block: int) -> None:
-        self.held = self.plan.blocks[block]
-        self.at_boundary()
-        self.held = None
-
-    def born(self, unit: UnitPlan, weight: WeightPlan) -> None:
-        if self.giving:
-            super().born(unit, weight)
-
-    def expect(self, phase: str) -> None:
-        if phase == FORWARD:
-            for outer in self.plan.outer:
-                self.fetch(outer, FORWARD)
-        if self.plan.blocks:
-            first = self.plan.blocks[0 if phase == FORWARD else -1]
-            if self.held not in (None, first) and first.slot == self.held.slot:
-                return
-            if self.plan.policy.per_module:
-                self.begin(first.block, phase)
-            else:
-                self.fetch_first(first, phase)
+        self.at_next_pass = lambda: None  # type: ignore[method-assign]
+        self.learn()
 
     def run_pass(self, place: Place) -> None:
         if not place.part:
             self.forward()
             return
-        self.giving = place.part != INPUT
         if place.part == WEIGHT:
             self._weights()
         else:
-            self.backward()
-        self.drain()
+            if place.part == INPUT:
+                self.queue.begin_part(weights=False)
+            self.backward(gives=place.part != INPUT)
+        self.perform(self.queue.reductions.finish())
 
     def _weights(self) -> None:
-        """In the order of :meth:`ISPCommunicator.birth_order`."""
-        head = () if self.plan.head is None else (self.plan.head,)
-        for unit in (*head, *reversed(self.plan.blocks), *reversed(self.plan.outer)):
-            for weight in reversed(unit.weights):
-                self.born(unit, weight)
+        """A weight part: one order of all units."""
+        self.queue.begin_part(weights=True)
+        self.perform(self.queue.end_part())
+        self.end_pass()
 
 
 def simulate_passes(
@@ -139,18 +97,20 @@ def simulate_each(
     out = Schedule()
     chunks = [_ChunkSimulator(plan, overlap, out) for plan in plans]
     launched = []
-    reducing = last_births(places)
+    reducing = last_weight_backwards(places)
     for index, place in enumerate(places):
         before = len(out.actions)
         coming = following(places, index)
 
         def expect(coming: Place | None = coming) -> None:
             if coming is not None:
-                chunks[coming.chunk].expect(phase_of(coming) or FORWARD)
+                other = chunks[coming.chunk]
+                other.perform(other.queue.expect(phase_of(coming) or FORWARD))
 
         chunk = chunks[place.chunk]
-        chunk.at_boundary = expect
-        chunk.accumulating = chunk.plan.policy.accumulate_whole and index not in reducing
+        chunk.at_next_pass = expect  # type: ignore[method-assign]
+        whole = chunk.plan.policy.accumulate_whole
+        chunk.queue.reductions.accumulating = whole and index not in reducing
         chunk.run_pass(place)
         expect()
         kinds = Counter(action.kind for action in out.actions[before:])

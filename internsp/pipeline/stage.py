@@ -7,6 +7,7 @@ actions included, where functions registered with the schedule are passed over.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,14 +20,14 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
+from internsp.autograd import tensors
 from internsp.errors import LayoutError, StructureError
-from internsp.pipeline.apart import birth_order, overwritten, rehearsal
+from internsp.pipeline.apart import grad_ready_order, overwritten, rehearsal
 from internsp.pipeline.chunks import MicroBatch
 from internsp.pipeline.graph import obstacle
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, SchedulerHook
 from internsp.pipeline.messages import Messages
-from internsp.wp.communicator import tensors
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 
 
 class _Sink:
@@ -227,8 +228,8 @@ class ISPPipelineStage(PipelineStage):
     def _weights(self) -> Iterator[Any]:
         """Trained parameters, in the order in which their gradients shall come."""
         communicator = self.communicator
-        cut = [weight.parameter for weight in birth_order(communicator)]
-        for parameter in (*cut, *(member.parameter for member in communicator.small.members)):
+        cut = [weight.parameter for weight in grad_ready_order(communicator)]
+        for parameter in (*cut, *(member.parameter for member in communicator.replicated.members)):
             if parameter.requires_grad:
                 if id(parameter) not in self._sinks:
                     self._sinks[id(parameter)] = _Sink(parameter)
@@ -260,19 +261,25 @@ class ISPPipelineStage(PipelineStage):
 
     # torch's shape inference before the first step, where shapes were not given
 
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _rehearsed(self) -> Iterator[None]:
         self.rehearsing = True
+        near = (self.stage_index - 1, self.stage_index + 1)
+        peers = {rank for s, rank in self.stage_index_to_group_rank.items() if s in near}
+        group, messages = self.group, self.messages
         try:
-            return super()._prepare_forward_infra(*args, **kwargs)
+            with messages.inferring(group, peers) if messages and group else nullcontext():
+                yield
         finally:
             self.rehearsing = False
 
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._rehearsed():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        self.rehearsing = True
-        try:
+        with self._rehearsed():
             return super()._prepare_backward_infra(*args, **kwargs)
-        finally:
-            self.rehearsing = False
 
     def _handed_in(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Of the first micro-batch; torch's own where there is none."""

@@ -7,7 +7,7 @@ flight; ``finish`` waits and returns the result. Thus
 
 - several exchanges can be in flight, and they are waited for in the order of need. In backward
   each operator is the other's adjoint, so the engine launches the exchanges of all gradients as
-  they are born and waits for them one by one;
+  they are ready and waits for them one by one;
 - no tensor with undefined contents is ever visible to autograd or to anomaly detection, and
   nothing is copied a second time;
 - selective checkpointing sees an operator whose result can be kept (:mod:`.checkpointing`), and

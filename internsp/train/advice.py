@@ -227,7 +227,7 @@ def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
     if setting.micro_batches > 1 and setting.weights.accumulation == "sharded":
         ways.append(
             'weight_parallel.accumulation = "full", which reduces once for all micro-batches and '
-            "keeps whole gradients until then"
+            "keeps unsharded gradients until then"
         )
     if not setting.weights.keep_between_micro_batches:
         ways.append(
@@ -272,7 +272,7 @@ def _late_gathers(figures: _Figures, setting: Setting) -> list[Advice]:
         ways.append(
             f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {size(whole)})"
         )
-    if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.anchors:
+    if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
         ways.append(
             'weight_parallel.trigger = "qkv" (the block\'s entry'
             + (", where the all-to-alls want the link too)" if setting.sequence > 1 else ")")
@@ -318,13 +318,13 @@ def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> list[Adv
     inside = after = 0.0
     for events in traces.values():
         last = max((e.start for e in events if e.kind == "USE"), default=0.0)
-        drains = [
+        finishes = [
             (e.start, e.start if e.end is None else e.end)
             for e in events
-            if e.kind == "WAIT" and e.phase == "drain"
+            if e.kind == "WAIT" and e.phase == "finish"
         ]
-        inside += measure(intersect(drains, [(0.0, last)])) / len(traces)
-        after += measure(subtract(drains, [(0.0, last)])) / len(traces)
+        inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
+        after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
     found = []
     if inside > 0 and figures.flying < FULL * figures.compute:
         limit = setting.weights.pending_blocks

@@ -54,7 +54,8 @@ def require_finite(session: Session, consequence: str) -> None:
     mesh = session.mesh
     for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
         communicator.publish()
-        held: dict[str, list[Tensor]] = {m.name: [m.storage] for m in communicator.small.everyone()}
+        members = communicator.replicated.everyone()
+        held: dict[str, list[Tensor]] = {member.name: [member.storage] for member in members}
         for key, entry in optimizer.state_dict()["state"].items():
             # The key of a slice is the parameter's name and, in brackets, whose slice it is.
             parts = held[key.rpartition(" [")[0]]

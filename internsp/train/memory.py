@@ -9,13 +9,13 @@ def components(session: Session) -> list[tuple[str, int]]:
     """(component, bytes) of this rank: shards, slots, reduction buffers, optimizer."""
     total: dict[str, int] = {}
     for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
-        small, pool = communicator.small, communicator.state.pool
-        shards = sum(w.storage.numel() * w.storage.element_size() for w in small.sharded)
-        replicated = sum(m.storage.numel() * m.storage.element_size() for m in small.members)
+        replicated, pool = communicator.replicated, communicator.state.pool
+        shards = sum(w.storage.numel() * w.storage.element_size() for w in replicated.sharded)
+        whole = sum(m.storage.numel() * m.storage.element_size() for m in replicated.members)
         rows = [
             ("weight shards", shards),
-            ("small parameters (replicated)", replicated),
-            ("whole weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
+            ("replicated parameters", whole),
+            ("unsharded weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
             ("reduction buffers", pool.buffer_nbytes),
         ]
         for name, nbytes in (*rows, *optimizer.memory()):

@@ -31,7 +31,7 @@ class Whole:
         # On the device: reading a loss would wait for it before the next micro-batch is queued.
         total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
         communicator = self.session.communicators[0]
-        whole = communicator.state.policy.accumulate_whole
+        whole = communicator.queue.policy.accumulate_whole
         with communicator.unchanged():
             for number, layout in enumerate(layouts):
                 last = number == len(layouts) - 1

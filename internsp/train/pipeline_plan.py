@@ -29,8 +29,8 @@ from internsp.train.repeats import Item, folded_lines, ranges
 from internsp.train.resident_plan import Residents, human
 from internsp.wp.assign import Assignment, assign, require_experts
 from internsp.wp.blocks import read
+from internsp.wp.chunk import ChunkPlan, Schedule
 from internsp.wp.plan import DTYPES, chunk_plan
-from internsp.wp.schedule import ChunkPlan, Schedule
 
 _LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times
 
@@ -151,7 +151,7 @@ def _outlines(
         weights, checkpoint = local_config(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
-        structure = read(chunk, weights.trigger, weights.blocks, weights.anchors)
+        structure = read(chunk, weights.trigger, weights.blocks, weights.prefetch_triggers)
         assignments = assign(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
         plan = chunk_plan(

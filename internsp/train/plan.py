@@ -26,8 +26,8 @@ from internsp.train.plan_classes import memory_by_rank, print_mesh, schedule_lin
 from internsp.train.resident_plan import Residents, human
 from internsp.wp.assign import Assignment, assign
 from internsp.wp.blocks import read
+from internsp.wp.chunk import ChunkPlan, Schedule
 from internsp.wp.plan import DTYPES, chunk_plan, coded_bytes
-from internsp.wp.schedule import ChunkPlan, Schedule
 from internsp.wp.simulate import simulate
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
@@ -35,10 +35,10 @@ _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at t
 _KINDS = {
     "AG": "weight gather",
     "WAIT": "wait",
-    "USE": "use of a whole weight",
+    "USE": "use of an unsharded weight",
     "FREE": "free",
     "RS": "gradient reduction",
-    "DRAIN": "drain into the shard",
+    "FINISH": "finish into the shard",
 }
 
 
@@ -67,7 +67,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     weights = config.weight_parallel
     shape = MeshShape(world_size, **config.parallel.degrees())
     model = build_model(config)
-    structure = read(model, weights.trigger, weights.blocks, weights.anchors)
+    structure = read(model, weights.trigger, weights.blocks, weights.prefetch_triggers)
     assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
     chunk = chunk_plan(
@@ -121,12 +121,12 @@ def _memory(
         coded = [("coded weights in flight (exact)", coded_bytes(chunk, schedule, shape))]
     return [
         ("weight shards", shards),
-        ("small parameters (replicated)", small_bytes),
-        ("whole weights (slots, exact)", sum(chunk.slots())),
+        ("replicated parameters", small_bytes),
+        ("unsharded weights (slots, exact)", sum(chunk.slots())),
         *coded,
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
-        ("whole gradient sums (full accumulation)", whole),
+        ("unsharded gradient sums (full accumulation)", whole),
         ("optimizer state", owned * wide * (moments + masters)),
     ]
 

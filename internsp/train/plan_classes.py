@@ -14,7 +14,7 @@ from rich.table import Table
 from internsp.mesh_shape import MeshShape
 from internsp.train.repeats import Item, folded_lines, ranges
 from internsp.train.resident_plan import human
-from internsp.wp.schedule import Schedule
+from internsp.wp.chunk import Schedule
 
 FEW_RANKS = 16
 FEW_STAGES = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from internsp.wp.chunk import ChunkPlan, Schedule
 from internsp.wp.plan import all_moving
-from internsp.wp.schedule import ChunkPlan, Schedule
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Residents:
         """For a person."""
         return (
             f"{len(self.blocks)} resident blocks ({', '.join(self.blocks)}): "
-            f"{human(self.nbytes)} more whole weights, {self.gathers} gathers "
+            f"{human(self.nbytes)} more unsharded weights, {self.gathers} gathers "
             f"({human(self.gathered_bytes)}) fewer a step"
         )
 

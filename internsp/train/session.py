@@ -18,7 +18,7 @@ from internsp.sp.heads import balanced
 from internsp.trace import Trace
 from internsp.train.data import DataSource, vocabulary_mistake
 from internsp.train.factory import Model, build_model
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.streams import device_clock
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -150,9 +150,9 @@ def _optimizer(
     """Weight decay on the cut weights only: norms and biases have none."""
     settings = config.optimizer
     groups: list[dict[str, Any]] = [
-        {"params": [w.parameter for w in communicator.small.sharded if w.requires_grad]},
+        {"params": [w.parameter for w in communicator.replicated.sharded if w.requires_grad]},
         {
-            "params": [m.parameter for m in communicator.small.members if m.requires_grad],
+            "params": [m.parameter for m in communicator.replicated.members if m.requires_grad],
             "weight_decay": 0.0,
         },
     ]

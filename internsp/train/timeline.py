@@ -39,7 +39,7 @@ _LANE_OF = {
     "RS": "reduce-scatters",
     "A2A": "all-to-alls",
     "STEP": "optimizer",
-    "DRAIN": "optimizer",
+    "FINISH": "optimizer",
     "PUBLISH": "optimizer",
 }
 _PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward", "STEP": "optimizer"}
@@ -291,7 +291,8 @@ def build_timeline(events: Sequence[Event], window: Interval | None = None) -> T
 
     The compute lane holds the waits (kind "WAIT") and between them what was computed (kind
     "COMPUTE"), cut where ``USE``, ``FORWARD``, ``BACKWARD`` or ``STEP`` begin another unit or
-    phase, and left empty while the optimizer stepped. Drains that took no time are left out.
+    phase, and left empty while the optimizer stepped. Reductions whose finish took no time are left
+    out.
     """
     window = window or window_of(events)
     lanes: dict[str, list[Bar]] = {lane: [] for lane in LANES}
@@ -299,7 +300,7 @@ def build_timeline(events: Sequence[Event], window: Interval | None = None) -> T
         start, end = _span(event, window)
         start, end = max(start, window[0]), min(end, window[1])
         lane = "compute" if event.kind in WAITS else _LANE_OF.get(event.kind)
-        if lane is None or end < start or (end == start and event.kind in (*WAITS, "DRAIN")):
+        if lane is None or end < start or (end == start and event.kind in (*WAITS, "FINISH")):
             continue
         kind = "WAIT" if lane == "compute" else event.kind
         bar = Bar(kind, start, end, event.unit, event.weight, event.phase, event.nbytes)

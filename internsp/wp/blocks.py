@@ -1,4 +1,7 @@
-"""Reads a model into blocks, anchors, embedding and head (WP-7: patterns, never a guess)."""
+"""Reads a model into blocks, prefetch triggers, embedding and head (WP-7: patterns.
+
+Never a guess).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from internsp.errors import StructureError
 
 BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
 HEADS = ("head", "lm_head", "output", "output_layer", "unembed")
-ANCHORS: dict[str, tuple[str, ...]] = {
+TRIGGERS: dict[str, tuple[str, ...]] = {
     "attention": ("attend", "core_attention", "inner_attention", "attn_core", "inner_attn"),
     "out_proj": ("out_proj", "wo", "o_proj", "c_proj", "dense", "proj", "to_out"),
     "mlp": ("w1", "gate_proj", "fc1", "c_fc", "up_proj", "dense_h_to_4h", "fc_in", "gate_up_proj"),
@@ -25,8 +28,8 @@ class Block:
 
     name: str
     module: nn.Module
-    anchor_name: str | None
-    anchor: nn.Module | None
+    trigger_name: str | None
+    trigger_module: nn.Module | None
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,24 @@ def read(
     model: nn.Module,
     trigger: str = "out_proj",
     blocks: Sequence[str] = (),
-    anchors: Sequence[str] = (),
+    prefetch_triggers: Sequence[str] = (),
 ) -> Structure:
     """Find the parts of ``model``.
 
     Args:
-        trigger: which anchor to look for; ``"qkv"``, the block's entry, and ``"rolling"`` need
-            none.
+        trigger: which prefetch trigger to look for; ``"qkv"``, the block's entry, and ``"rolling"``
+            need none.
         blocks: glob patterns of block names (``layers.*``); empty: children of module lists with
             usual names.
-        anchors: glob patterns, matched against names within a block; empty: usual names.
+        prefetch_triggers: glob patterns, matched against names within a block; empty: usual names.
 
     Raises:
-        StructureError: when no block, or in a block no anchor, is found; lists candidates.
+        StructureError: when no block, or in a block no prefetch trigger, is found; lists
+            candidates.
     """
     found = _blocks(model, blocks)
-    parts = tuple(_with_anchor(name, module, trigger, anchors) for name, module in found)
-    require_anchors_matched([module for _, module in found], anchors)
+    parts = tuple(_with_trigger(name, module, trigger, prefetch_triggers) for name, module in found)
+    require_triggers_matched([module for _, module in found], prefetch_triggers)
     inside = {id(m) for _, block in found for m in block.modules()}
     outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
@@ -104,8 +108,8 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
     return list(first.values())
 
 
-def anchor_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
-    """Whether an anchor's pattern names some module of one of the blocks."""
+def trigger_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
+    """Whether an prefetch trigger's pattern names some module of one of the blocks."""
     return any(
         _matches(name, pattern) or _matches(name.split(".")[-1], pattern)
         for block in blocks
@@ -114,21 +118,22 @@ def anchor_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
     )
 
 
-def require_anchors_matched(blocks: Sequence[nn.Module], patterns: Sequence[str]) -> None:
-    """Each of a user's anchors matches something (WP-7).
+def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str]) -> None:
+    """Each of a user's prefetch triggers matches something (WP-7).
 
     Raises:
         StructureError: one matches no module of any block; lists candidates.
     """
     for pattern in patterns:
-        if not anchor_matches(pattern, blocks):
+        if not trigger_matches(pattern, blocks):
             raise StructureError(
-                f"weight_parallel.anchors: {pattern!r} matches no module of any block; candidates: "
-                f"{_anchor_candidates(blocks[0])}"
+                f"weight_parallel.prefetch_triggers: {pattern!r} matches no module of any block; "
+                "candidates: "
+                f"{_trigger_candidates(blocks[0])}"
             )
 
 
-def _anchor_candidates(block: nn.Module) -> str:
+def _trigger_candidates(block: nn.Module) -> str:
     named = [(n, m) for n, m in block.named_modules() if n]
     linear = [n for n, m in named if any(True for _ in m.parameters(recurse=False))]
     return ", ".join(linear) or "none"
@@ -159,35 +164,36 @@ def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
     )
 
 
-def _with_anchor(
+def _with_trigger(
     block: str, module: nn.Module, trigger: str, patterns: Sequence[str]
 ) -> Block:
     if trigger in ("qkv", "rolling") and not patterns:
         return Block(block, module, None, None)
-    usual = ANCHORS.get(trigger, ())
+    usual = TRIGGERS.get(trigger, ())
     named = [(n, m) for n, m in module.named_modules() if n]
     for pattern in patterns or usual:
         for name, child in named:
             if _matches(name, pattern) or _matches(name.split(".")[-1], pattern):
                 return Block(block, module, name, child)
     raise StructureError(
-        f"no anchor for trigger {trigger!r} in block {block}: none of its modules is named "
-        f"{', '.join(patterns or usual)}; set weight_parallel.anchors, candidates: "
-        f"{_anchor_candidates(module)}"
+        f"no prefetch trigger {trigger!r} in block {block}: none of its modules is named "
+        f"{', '.join(patterns or usual)}; set weight_parallel.prefetch_triggers, candidates: "
+        f"{_trigger_candidates(module)}"
     )
 
 
-def anchor_position(block: Block, owners: Sequence[str], trigger: str) -> int:
-    """Position of the first weight used after the anchor among ``owners`` (in order of use).
+def trigger_position(block: Block, owners: Sequence[str], trigger: str) -> int:
+    """Position of the first weight used after the prefetch trigger among ``owners`` (in order of
+    use).
 
     Args:
         owners: for each sharded weight of the block, the name of its module within the block.
     """
-    if block.anchor_name is None:
+    if block.trigger_name is None:
         return -1
-    names = [block.anchor_name]
+    names = [block.trigger_name]
     if trigger == "attention":  # owns no weight itself; the out-projection follows it
-        names += list(ANCHORS["out_proj"])
+        names += list(TRIGGERS["out_proj"])
     for name in names:
         for position, owner in enumerate(owners):
             if owner == name or owner.startswith(name + ".") or owner.split(".")[-1] == name:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from internsp.wp.message import BLOCK, Message
-from internsp.wp.pool import MemoryPool
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedParameter
+from internsp.wp.slots import MemoryPool
 from internsp.wp.streams import SlotStreams
 
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
@@ -38,16 +38,16 @@ class Codec:
     """
 
     def __init__(
-        self, kind: str, coded: frozenset[ShardedWeight], device: torch.device, reuse: bool
+        self, kind: str, coded: frozenset[ShardedParameter], device: torch.device, reuse: bool
     ) -> None:
         self.dtype, self.largest = CODES[kind]
         self.coded = coded
         self.buffers = MemoryPool((), device, reuse)
-        self._flying: dict[ShardedWeight, tuple[Message, Tensor, Tensor, Tensor, SlotStreams]]
+        self._flying: dict[ShardedParameter, tuple[Message, Tensor, Tensor, Tensor, SlotStreams]]
         self._flying = {}
 
     def encode(
-        self, weight: ShardedWeight, place: Tensor, streams: SlotStreams
+        self, weight: ShardedParameter, place: Tensor, streams: SlotStreams
     ) -> tuple[Tensor, Tensor]:
         """Where a gather of ``weight`` receives, and what it sends; both uint8, flat.
 
@@ -65,7 +65,7 @@ class Codec:
         self._flying[weight] = (message, sent, received, place, streams)
         return received, sent
 
-    def arrived(self, weight: ShardedWeight) -> None:
+    def arrived(self, weight: ShardedParameter) -> None:
         """The gather has been waited for: decode into the slot. Runs on the current stream."""
         message, sent, received, place, streams = self._flying.pop(weight)
         streams.before_overwrite(weight)  # readers of what the slot held when the gather began

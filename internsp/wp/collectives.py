@@ -1,6 +1,6 @@
 """The only file of ``wp`` that moves tensors by ``torch.distributed``: gathers and reductions.
 
-A reduction is an all-to-all of the whole gradient's pieces and a local sum: on gloo that sends
+A reduction is an all-to-all of the unsharded gradient's pieces and a local sum: on gloo that sends
 half of what its ``reduce_scatter`` sends, and on every backend the pieces travel in the
 gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and
 the synchronous form issue the same messages in the same order; only the wait differs (WP-12).
@@ -25,11 +25,13 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from internsp.trace import Trace
 from internsp.wp.ledger import Counters, Ledger
+from internsp.wp.standstill import Wait
 from internsp.wp.streams import Stream, current_stream
 from internsp.wp.works import Watcher, Work, Works, when_over
 
 CPU = torch.device("cpu")
 _NO_TAG = 0x7FFFFFFF  # of no message
+_UNCOUNTED = Wait()
 MOST_DIRECT = 8
 """Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
 
@@ -44,6 +46,8 @@ class Handle:
     """Tensors the collective reads or writes: kept until the wait (WP-6)."""
     carries: Sequence[Any] = ()
     """The weights that come with it: for whoever launched it."""
+    launch: Wait | None = None
+    """Which one it is, where the ledger counts it."""
     stream: Stream | None = None
     """The stream it was launched from, on a device that has streams."""
 
@@ -81,8 +85,9 @@ class Collectives:
         self.trace = trace
         self.counters = counters
         self.ledger = ledger or Ledger()
-        self._index = self.ledger.register()
+        self._index = self.ledger.register(group.group_name)
         self._tag = 0  # of the launch at hand
+        self._names = (group.group_name,)
         self._device = device
         self._current = current_stream(device)
         # On device tensors, gloo's threads copy through the host and its waits block the host.
@@ -98,7 +103,9 @@ class Collectives:
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
         self._gather_options.asyncOp = self._exchange_options.asyncOp = True
 
-    def gather(self, output: Tensor, shard: Tensor, unit: str, weight: str, phase: str) -> Handle:
+    def all_gather(
+        self, output: Tensor, shard: Tensor, unit: str, weight: str, phase: str
+    ) -> Handle:
         """All-gather ``shard`` ``[rows, ...]`` into ``output`` ``[size * rows, ...]``.
 
         Does not block unless ``overlap`` is off. ``output`` must be a ``.data`` alias of its slot:
@@ -108,15 +115,21 @@ class Collectives:
         self.counters.gathered_bytes += nbytes
         self.counters.gathers += 1
         self._tag = self.ledger.launch(self._index, weight, shard.numel())
-        event = self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)
+        events = []
+        if self.trace.enabled:
+            events = [self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)]
         if self.size == 1:
             output.copy_(shard)
-            self.trace.finish(event)
+            for event in events:
+                self.trace.finish(event)
             return Handle(None)
-        work = self._send_gather(output, shard)
-        return self._launched(work, [event], (output, shard), unit, weight, phase)
+        try:
+            work = self._send_all_gather(output, shard)
+        except RuntimeError as error:  # another rank has closed the connection
+            raise self.ledger.failed(f"{weight} ({phase})", error) from error
+        return self._launched(work, events, (output, shard), unit, weight, phase)
 
-    def gather_together(
+    def all_gather_coalesced(
         self,
         outputs: list[Tensor],
         shards: list[Tensor],
@@ -124,7 +137,7 @@ class Collectives:
         weights: Sequence[str],
         phase: str,
     ) -> Handle:
-        """:meth:`gather` for several small weights in one launch (DESIGN 8)."""
+        """:meth:`all_gather` for several small weights in one launch (DESIGN 8)."""
         others = self.size - 1
         self.counters.gathered_bytes += others * sum([shard.nbytes for shard in shards])
         self.counters.gathers += len(shards)
@@ -134,10 +147,13 @@ class Collectives:
             if self.trace.enabled
         ]
         self._tag = self.ledger.launch(self._index, weights[0], len(shards))
-        work = self._send_gathers(outputs, shards)
+        try:
+            work = self._send_all_gathers(outputs, shards)
+        except RuntimeError as error:
+            raise self.ledger.failed(f"{weights[0]} ({phase})", error) from error
         return self._launched(work, events, (*outputs, *shards), unit, weights[0], phase)
 
-    def reduce(
+    def reduce_scatter(
         self, output: Tensor, pieces: Tensor, unit: str, weights: Mapping[str, int], phase: str
     ) -> Handle:
         """Send piece ``p`` of ``pieces`` ``[size * piece]`` to rank ``p``; receive into ``output``.
@@ -145,7 +161,7 @@ class Collectives:
         A piece may hold shards of several small ``weights``, one after another; the values of
         ``weights`` are the shards' elements.
 
-        After the wait, :meth:`total` is this rank's reduced shard. Does not block unless
+        After the wait, :meth:`sum_received` is this rank's reduced shard. Does not block unless
         ``overlap`` is off.
         """
         others = (self.size - 1) * pieces.element_size()
@@ -161,11 +177,16 @@ class Collectives:
             for event in events:
                 self.trace.finish(event)
             return Handle(None, keep=(output, pieces))
-        work = self._send_exchange(output, pieces)
-        return self._launched(work, events, (output, pieces), unit, next(iter(weights)), phase)
+        first = next(iter(weights))
+        try:
+            work = self._send_all_to_all(output, pieces)
+        except RuntimeError as error:
+            raise self.ledger.failed(f"{first} ({phase})", error) from error
+        return self._launched(work, events, (output, pieces), unit, first, phase)
 
-    def total(self, received: Tensor, pieces: Tensor) -> Tensor:
-        """The sum of what :meth:`reduce` has brought, ``[piece]`` in fp32 or wider (DESIGN 8).
+    def sum_received(self, received: Tensor, pieces: Tensor) -> Tensor:
+        """The sum of what :meth:`reduce_scatter` has brought, ``[piece]`` in fp32 or wider (DESIGN
+        8).
 
         After the wait. Of messages row by row: torch would first make all of them wide.
         """
@@ -193,36 +214,42 @@ class Collectives:
         if handle.work is None:
             return
         work, handle.work = handle.work, None
+        ledger = self.ledger
         start = self.trace.now()
+        ledger.waiting = handle.launch or _UNCOUNTED, unit, weight, phase
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.ledger.failed(f"{weight or unit} ({phase})", error) from error
+            raise ledger.failed(f"{weight or unit} ({phase})", error) from error
+        finally:
+            ledger.waiting = None
         end = self.trace.now()
         self.trace.waited(start, end)
-        self._outlive(handle)
-        self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
+        if handle.stream is not None:
+            self._outlive(handle)
         if not self.trace.enabled:
             return
+        self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
         for event in handle.events:
             self.trace.finish(event, end)
 
     # What really sends: another link overrides these three. They do not block; the transfer
     # begins behind what the current stream has queued, and so does whoever waits behind it.
 
-    def _send_gather(self, output: Tensor, shard: Tensor) -> Work:
+    def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, *shard.shape).unbind()
             places[self.rank].copy_(shard)
             return send_pairs(self.group, places, [shard] * self.size, self._tag)
         return self._gather(output, shard, self._gather_options)
 
-    def _send_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
+    def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
         if self._blocking_waits:  # gloo's coalesced form reads from the host what is on the device
-            return Works([self._send_gather(o, s) for o, s in zip(outputs, shards, strict=True)])
+            pairs = zip(outputs, shards, strict=True)
+            return Works([self._send_all_gather(output, shard) for output, shard in pairs])
         return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
 
-    def _send_exchange(self, output: Tensor, pieces: Tensor) -> Work:
+    def _send_all_to_all(self, output: Tensor, pieces: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, -1).unbind()
             sent = pieces.view(self.size, -1).unbind()
@@ -272,7 +299,9 @@ class Collectives:
     ) -> Handle:
         if self.trace.enabled:
             work = self._stamped(work, events)
-        handle = Handle(work, events, keep)
+        number = self.ledger.counts[self._index]
+        launch = Wait(self._names, self._index, number, self._tag)
+        handle = Handle(work, events, keep, launch=launch)
         if self._current is not None:
             handle.stream = self._current()
         if not self.overlap:
@@ -359,12 +388,15 @@ def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> No
     Raises:
         CollectiveError: when one failed.
     """
+    ledger.waiting = _UNCOUNTED, what, "", ""
     try:
         for work in works:
             if work is not None:
                 work.wait()
     except RuntimeError as error:
         raise ledger.failed(what, error) from error
+    finally:
+        ledger.waiting = None
 
 
 def is_wide(dtype: torch.dtype) -> bool:

@@ -1,374 +1,583 @@
-"""``WPCommunicator``: what a parallel layer asks of weight communication (InternEvo's interface).
+"""How weights travel: the interface that layers see, and its three implementations.
 
-:class:`UnitCommunicator` implements it over one chunk's :class:`ChunkState`; head, embedding and
-transformer blocks differ in which units they own and when they gather them.
+:class:`WPCommunicator` (InternEvo's interface) is what a parallel layer asks: unshard a weight for
+use, release it, prepare its backward, take its ready gradient. The blocks of a chunk, its embedding
+and its head implement it over the same parts, which a :class:`Chunk` holds: the gather queue says
+what to do (:mod:`internsp.wp.schedule`), slots and reducer do it. *When* an event happens is
+:mod:`internsp.wp.hooks`' business.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from internsp.mesh import WeightAxis
-from internsp.trace import Trace
-from internsp.wp.codec import Codec
-from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.ledger import Counters
-from internsp.wp.pending import Born, PendingGradients, Split
-from internsp.wp.pool import MemoryPool, Slot, Unit
-from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Policy
-from internsp.wp.shard import ShardedWeight, Tag, stale
-
-
-def in_backward() -> bool:
-    """Whether an autograd graph task runs on this thread: the phase, from where we are (WP-9)."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, (dict, Mapping)):  # the first answers at once
-        for item in value.values():
-            yield from tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors(getattr(value, name))
-
-
-def _alike(one: ShardedWeight, other: ShardedWeight) -> bool:
-    """Whether small weights may share a gather: gloo's coalesced one takes the first's dtype."""
-    return one.axis is other.axis and one.compute_dtype == other.compute_dtype
+from internsp.autograd import in_backward
+from internsp.errors import OrderError, StaleWeightError
+from internsp.mesh import ParallelMesh
+from internsp.wp.chunk import ChunkPlan
+from internsp.wp.collect import collect
+from internsp.wp.contents import Contents
+from internsp.wp.last_words import EndOfBackward
+from internsp.wp.perform import Chunk
+from internsp.wp.recovery import Recovery
+from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
+from internsp.wp.shard import ShardedParameter, Tag
+from internsp.wp.slots import Unit
+from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
 class WPCommunicator(ABC):
-    """Gathers weights and reduces their gradients on behalf of layers.
-
-    ``mode`` says what travels: ``"weight"`` for all implementations of this project.
-    """
-
-    mode: str = "weight"
+    """Gathers weights and reduces their gradients on behalf of layers."""
 
     @abstractmethod
-    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
-        """The whole weight, for use now. Waits for this weight's gather only."""
+    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """The unsharded weight, for use now. Waits for this weight's gather only."""
 
     @abstractmethod
-    def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
+    def release(self, unit: Unit, weight: ShardedParameter) -> None:
         """The layer's forward is over."""
 
     @abstractmethod
-    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
+    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
         """The layer's backward is about to run with the view that carried ``tag``."""
 
     @abstractmethod
-    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
-        """The whole gradient is born: start its reduction. Never blocks on that reduction."""
+    def on_grad_ready(self, unit: Unit, weight: ShardedParameter, gradient: Tensor) -> None:
+        """The unsharded gradient is ready: start its reduction. Never blocks on that reduction."""
 
 
-@dataclass
-class ChunkState:
-    """What the communicators of one model chunk share (WP-8: an object that is passed in).
+class EmbeddingWeightParallelCommunicator(WPCommunicator):
+    """A unit beside the blocks: the embedding, or any large weight that no block owns.
+
+    It is gathered at the model's entry, used or not, and reduced at the end of backward, with zeros
+    where this rank has no gradient, so that all ranks send the same messages (WP-2). The backward
+    of a lookup needs the indices, not the table, so nothing is gathered for it.
+    """
+
+    def __init__(self, chunk: Chunk, unit: Unit) -> None:
+        self._chunk, self.unit = chunk, unit
+
+    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """See :meth:`WPCommunicator.unshard`."""
+        return self._chunk.unshard(unit, weight, RECOMPUTE if in_backward() else FORWARD)
+
+    def release(self, unit: Unit, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.release`."""
+        if not in_backward():
+            self._chunk.perform(self._chunk.queue.release(unit, weight))
+
+    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+        """See :meth:`WPCommunicator.before_backward`."""
+        self._chunk.restore(weight, tag)
+        self._chunk.perform(self._chunk.queue.use(unit, weight, BACKWARD))
+
+    def on_grad_ready(self, unit: Unit, weight: ShardedParameter, gradient: Tensor) -> None:
+        """See :meth:`WPCommunicator.on_grad_ready`; kept until the unit's reductions are due."""
+        self._chunk.began()
+        self._chunk.reducer.on_grad_ready(weight, gradient)
+        self._chunk.perform(self._chunk.queue.grad_ready(unit, weight))
+
+
+OUTPUTS = ("local", "gather", "vocabulary")
+
+
+class HeadWeightParallelCommunicator(WPCommunicator):
+    """The output projection: its weight has a slot of its own, gathered after the last block.
+
+    Its gradient is reduced where backward comes to the blocks: once, however often a rank used it.
+
+    Args:
+        unit: the head's weight (the embedding's unit where the two are tied).
+        output: what becomes of the logits ``[B, S/sp, V]`` of a sequence shard: ``"local"`` keeps
+            them, ``"gather"`` gathers the sequence (``[B, S, V]``), ``"vocabulary"`` exchanges
+            them into vocabulary shards ``[B, S, V/sp]`` for a vocabulary-parallel loss. The
+            exchange itself belongs to :mod:`internsp.sp`; the trainer hands it this choice.
+    """
+
+    def __init__(self, chunk: Chunk, unit: Unit, output: str = "local") -> None:
+        if output not in OUTPUTS:
+            raise ValueError(f"head output {output!r}: choose one of {', '.join(OUTPUTS)}")
+        self.unit, self.output = unit, output
+        self._beside = EmbeddingWeightParallelCommunicator(chunk, unit)
+
+    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """See :meth:`WPCommunicator.unshard`."""
+        return self._beside.unshard(unit, weight)
+
+    def release(self, unit: Unit, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.release`."""
+        self._beside.release(unit, weight)
+
+    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+        """See :meth:`WPCommunicator.before_backward`."""
+        self._beside.before_backward(unit, weight, tag)
+
+    def on_grad_ready(self, unit: Unit, weight: ShardedParameter, gradient: Tensor) -> None:
+        """See :meth:`WPCommunicator.on_grad_ready`."""
+        self._beside.on_grad_ready(unit, weight, gradient)
+
+
+class ISPCommunicator(WPCommunicator):
+    """Weights of a chunk's transformer blocks, and the chunk's passes from begin to end.
 
     Attributes:
-        collectives: of the dense axis; waits, ledger and trace are the same for every axis.
-        gathers: of each axis, ``collectives`` among them.
+        state: the parts that all communicators of the chunk share.
+        blocks: units in the declared order.
+        replicated: parameters that every rank holds unsharded.
+        head, embedding: communicators beside this one, or ``None``.
+        others: communicators of large weights that belong to none of these.
+        recovery: what happens after an exception.
+        contents: whether what is in the slots may be used again.
+        places: which parameter each module holds under which name.
+        unfinished: gradients whose sums wait for a later backward, in a plain loop.
+        strict_order: whether blocks must run in the declared order.
     """
 
-    collectives: Collectives
-    gathers: Mapping[WeightAxis, Collectives]
-    pool: MemoryPool
-    pending: PendingGradients
-    policy: Policy
-    counters: Counters
-    trace: Trace
-    codec: Codec | None = None
-    """Codes the weights of blocks for their gathers, where asked for."""
-    handles: dict[ShardedWeight, Handle] = field(default_factory=dict)
-    touched: dict[ShardedWeight, bool] = field(default_factory=dict)
-    """Weights with a reduction in this backward, in launch order; whether this rank had a birth."""
-    split: Split | None = None
-    """The part of a backward that runs, where a pipeline schedule computes it in two."""
-    in_blocks: bool = False
-    """Whether the backward that runs has come to the blocks: what lies above them is over."""
-    began: Callable[[], None] = lambda: None
-    """Called at each birth: no output of the model may have shown that a backward runs."""
+    def __init__(
+        self,
+        state: Chunk,
+        mesh: ParallelMesh,
+        blocks: list[Unit],
+        replicated: ReplicatedParameters,
+        strict_order: bool = True,
+        mean: bool = False,
+    ) -> None:
+        self.state, self.queue = state, state.queue
+        self.mesh, self.blocks, self.replicated = mesh, blocks, replicated
+        self.strict_order, self.mean = strict_order, mean
+        self.head: HeadWeightParallelCommunicator | None = None
+        self.embedding: EmbeddingWeightParallelCommunicator | None = None
+        self.others: list[EmbeddingWeightParallelCommunicator] = []
+        self.hooks: object | None = None
+        self.plan: ChunkPlan | None = None
+        self.places: dict[tuple[nn.Module, str], ShardedParameter | ReplicatedParameter] = {}
+        self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)
+        self.more_to_come = False  # micro-batches whose sums replicas exchange together
+        self.after_backward: list[Callable[[], None]] = []
+        self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
+        self.recovery = Recovery(mesh, state.collectives.ledger)
+        self.unfinished = UnfinishedGradients(partial(discard_sums, state, replicated), mesh.rank)
+        self.contents = Contents(state, self.units, replicated.everyone, mesh.rank)
+        state.began = replicated.began = self._ensure_callback
+        self._next = 0  # the block that a forward must run next
+        self.forwards = 0  # that have begun; one backward may go through the graphs of several
+        self._forward: int | None = None  # in whose graph the backward that runs is, if known
+        self._forward_open = False  # begun, and not come to its end
+        self._inside = False  # the model's forward runs
+        self._backward_task = -1
+        self._nested = False  # that task may be an inner one
+        self._recomputed = False  # whether the open block has recomputed in this backward
 
-    def arrived(self, weight: ShardedWeight) -> None:
-        """A gather of ``weight`` was waited for: what came coded is decoded into its slot."""
-        if self.codec is not None and weight in self.codec.coded:
-            self.codec.arrived(weight)
+    def root(self) -> list[EmbeddingWeightParallelCommunicator]:
+        """Those of the units beside blocks and head."""
+        return [*([self.embedding] if self.embedding is not None else []), *self.others]
 
+    def units(self) -> list[Unit]:
+        """All of the chunk: blocks, embedding, others, head."""
+        beside = [communicator.unit for communicator in self.root()]
+        head = [self.head.unit] if self.head is not None else []
+        return [*self.blocks, *beside, *(unit for unit in head if unit not in beside)]
 
-class WeightSite:
-    """One module's use of one sharded weight (:class:`internsp.layers.access.Site`)."""
+    # weights of blocks, for layers
 
-    guarded = True
+    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """See :meth:`WPCommunicator.unshard`."""
+        recompute = in_backward()
+        if recompute:
+            self.recomputes(unit)
+        return self.state.unshard(unit, weight, RECOMPUTE if recompute else FORWARD)
 
-    def __init__(self, communicator: UnitCommunicator, unit: Unit, weight: ShardedWeight) -> None:
-        self.communicator = communicator
-        self.unit = unit
-        self.weight = weight
-        self.parameter = weight.parameter
-        self.tag: Tag = (-1, weight.compute_dtype)
-
-    @property
-    def name(self) -> str:
-        """The weight's."""
-        return self.weight.name
-
-    def acquire(self) -> Tensor:
-        """See :meth:`WPCommunicator.weight_hook`."""
-        tensor = self.communicator.weight_hook(self.unit, self.weight)
-        self.tag = self.communicator.shown(self.unit, self.weight)
-        return tensor
-
-    def release(self) -> None:
-        """See :meth:`WPCommunicator.release_hook`."""
-        self.communicator.release_hook(self.unit, self.weight)
-
-    @property
-    def apart(self) -> bool:
-        """Whether the weight part of a split backward runs."""
-        split = self.communicator.state.split
-        return split is not None and split.weights
-
-    def before_backward(self, tag: Tag) -> None:
-        """See :meth:`WPCommunicator.backward_hook`; a weight part needs no weight."""
-        split = self.communicator.state.split
-        if split is None or not split.weights:
-            self.communicator.backward_hook(self.unit, self.weight, tag)
-
-    def before_nodes(self, tag: Tag) -> None:
-        """See :meth:`UnitCommunicator.nodes_hook`; a weight part needs no weight."""
-        split = self.communicator.state.split
-        if split is None or not split.weights:
-            self.communicator.nodes_hook(self.unit, self.weight, tag)
-
-    def at_hand(self) -> bool:
-        """In backward: whether the weight may be used without a message of this rank alone."""
-        return self.weight.resident or self.communicator.at_hand(self.unit, self.weight)
-
-    def spoiled(self) -> None:
-        """A forward wrote into the whole weight: gather it anew."""
-        self.weight.invalidate()
-
-    def born(self, gradient: Tensor, tag: Tag) -> None:
-        """See :meth:`WPCommunicator.gradient_hook`."""
-        split = self.communicator.state.split
-        if split is None:
-            self.communicator.gradient_hook(self.unit, self.weight, gradient)
-            return
-        self.communicator.restore(self.weight, tag)
-        split.born(self.unit, self.weight, gradient)
-
-
-class UnitCommunicator(WPCommunicator):
-    """Gathers, uses and frees the weights of units; starts their reductions."""
-
-    def __init__(self, state: ChunkState) -> None:
-        self.state = state
-
-    def fetch(self, unit: Unit, weights: Sequence[ShardedWeight], phase: str) -> None:
-        """Launch the gathers of those of ``weights`` whose right values are not in the slot.
-
-        Does not block. Leases the slot (WP-4); what is there with the right tag is not gathered
-        again (WP-11).
-        """
-        state = self.state
-        moving = [w for w in weights if not w.resident]
-        if not moving:
-            return
-        slot = self._lease(unit, moving, phase)
-        together: list[ShardedWeight] = []  # small weights next to each other: one launch
-        last = False
-        for weight in moving:
-            tag = weight.tag()
-            if slot.tags.get(weight) == tag:
-                continue
-            if weight in state.handles:  # an older version is still arriving at the same place
-                self.await_gather(unit, weight, phase)
-            slot.tags[weight] = tag
-            small = state.policy.small(weight.slot_nbytes) and weight.layout.size > 1
-            if together and not (small and last and _alike(together[0], weight)):
-                self._gather(unit, slot, together, phase)
-                together = []
-            together.append(weight)
-            last = small
-        if together:
-            self._gather(unit, slot, together, phase)
-
-    def _lease(self, unit: Unit, weights: Sequence[ShardedWeight], purpose: str) -> Slot:
-        """Take the right to fill the places of ``weights``: here the unit's whole slot (WP-4)."""
-        slot = self.state.pool.slots[unit.slot]
-        if slot.owner is not None and slot.owner is not unit:
-            self.settle(slot.owner)
-        return self.state.pool.lease(unit, purpose)
-
-    def _gather(self, unit: Unit, slot: Slot, weights: list[ShardedWeight], phase: str) -> None:
-        slot.streams.before_overwrite(*weights)
-        outputs = [slot.flat(unit, w) for w in weights]
-        state, codec = self.state, self.state.codec
-        collectives = state.gathers[weights[0].axis]
-        if codec is not None and weights[0] in codec.coded:  # a large one: it travels by itself
-            received, sent = codec.encode(weights[0], outputs[0], slot.streams)
-            handle = collectives.gather(received, sent, unit.name, weights[0].name, phase)
-            if handle.done:
-                state.arrived(weights[0])
-        elif len(weights) == 1:
-            shard, name = weights[0].to_send(), weights[0].name
-            handle = collectives.gather(outputs[0], shard, unit.name, name, phase)
-        else:
-            shards = [w.to_send() for w in weights]
-            names = [w.name for w in weights]
-            handle = collectives.gather_together(outputs, shards, unit.name, names, phase)
-        if not handle.done:
-            handle.carries = weights
-            state.handles.update(dict.fromkeys(weights, handle))
-
-    def settle(self, unit: Unit) -> None:
-        """Wait for gathers of ``unit`` that nobody used: its slot is about to be overwritten."""
+    def unshard_all(self, unit: Unit) -> None:
+        """:meth:`unshard` for a block that takes all its weights at its entry."""
+        recompute = in_backward()
+        if recompute:
+            self.recomputes(unit)
         for weight in unit.weights:
-            self.await_gather(unit, weight, "settle")
+            if weight.autocasts:
+                weight.follow_autocast()
+        phase = RECOMPUTE if recompute else FORWARD
+        self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
+        self.state.slot(unit).streams.read(*unit.weights)
 
-    def weight_hook(self, unit: Unit, weight: ShardedWeight) -> Tensor:
-        """See :meth:`WPCommunicator.weight_hook`."""
-        if weight.autocasts:
-            weight.follow_autocast()
-        self._present(unit, weight, RECOMPUTE if in_backward() else FORWARD)
-        return self.view(unit, weight)
+    def release(self, unit: Unit, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.release`."""
+        if not in_backward():
+            self.state.perform(self.queue.release(unit, weight))
 
-    def release_hook(self, unit: Unit, weight: ShardedWeight) -> None:
-        """See :meth:`WPCommunicator.release_hook`."""
-        trace = self.state.trace
-        if trace.enabled and not in_backward():
-            trace.record("FREE", unit.name, weight.name, FORWARD)
-        self.used(unit)
+    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+        """A recomputed block waits in its recompute, and only there: one gather serves both.
 
-    def backward_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
-        """See :meth:`WPCommunicator.backward_hook`."""
-        self.restore(weight, tag)
-        self._present(unit, weight, BACKWARD)
+        torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
+        waiting here would hold the recompute's first layer up for the whole block.
+        """
+        self.state.restore(weight, tag)
+        if unit is self.queue.open and self.queue.is_reduced(weight):
+            return  # an output of its module that no weight had a part in
+        if not unit.recomputed or (
+            self._recomputed and unit is self.queue.open and not self.queue.holds(weight)
+        ):
+            self.state.perform(self.queue.use(unit, weight, BACKWARD))
 
-    def nodes_hook(self, unit: Unit, weight: ShardedWeight, tag: Tag) -> None:
-        """:meth:`backward_hook` for nodes of any kind, which may read the weight by themselves."""
-        self.backward_hook(unit, weight, tag)
+    def before_nodes(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+        """:meth:`before_backward` for a function that keeps a weight by itself.
 
-    def at_hand(self, unit: Unit, weight: ShardedWeight) -> bool:
+        torch's non-reentrant form would recompute only when it is asked for a saved tensor, and
+        such a function may ask for none.
+        """
+        self.before_backward(unit, weight, tag)
+        if not unit.recomputed or not weight.moves or self.queue.is_reduced(weight):
+            return
+        if not self.queue.holds(weight):
+            self.state.perform(self.queue.use(unit, weight, BACKWARD))
+        else:  # a gather in flight is the recompute's, which uses it next
+            self.state.perform(self.queue.arrive(unit, weight, RECOMPUTE))
+        self.state.slot(unit).streams.read(weight)
+
+    def before_all(self, unit: Unit, tags: Sequence[tuple[ShardedParameter, Tag]]) -> None:
+        """:meth:`before_backward` for a block that took all its weights at its entry."""
+        for weight, tag in tags:
+            self.state.restore(weight, tag)
+        self.state.perform(self.queue.use_all(unit, BACKWARD, self.state.trace.enabled))
+        self.state.slot(unit).streams.read(*unit.weights)
+
+    def at_hand(self, unit: Unit, weight: ShardedParameter) -> bool:
         """In backward: whether a use of ``weight`` is in step with the other ranks."""
-        return self.state.pool.slots[unit.slot].tags.get(weight) == weight.tag()
+        return unit is self.queue.open if unit.block >= 0 else self.queue.holds(weight)
 
-    def restore(self, weight: ShardedWeight, tag: Tag) -> None:
-        """What the view with ``tag`` showed is to be shown again: check that it can (WP-14)."""
-        version, weight.compute_dtype = tag
-        if version != weight.version():
-            raise stale(weight.name, dist.get_rank())
+    def on_grad_ready(
+        self, unit: Unit, weight: ShardedParameter, gradient: Tensor, last: bool = False
+    ) -> None:
+        """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2).
 
-    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
-        """See :meth:`WPCommunicator.gradient_hook`."""
+        Args:
+            last: ``weight`` will have no other gradient from this pass through its block.
+        """
         self.state.began()
-        self.reduce(unit, weight, gradient)
-        self.used(unit)
+        self._refuse_other_way(unit)
+        self.state.reducer.on_grad_ready(weight, gradient)
+        self.state.perform(self.queue.grad_ready(unit, weight, last))
 
-    def reduce(self, unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
-        """Launch one reduction; ``None`` stands for zeros, so that ranks stay in step (WP-2)."""
-        self.reduce_all(unit, ((weight, gradient),))
-
-    def reduce_all(self, unit: Unit, born: Sequence[Born]) -> None:
-        """:meth:`reduce` for several weights of a unit, in that order."""
-        state = self.state
-        for weight, gradient in born:
-            state.pending.launch(unit, weight, gradient)
-            state.touched[weight] = gradient is not None or state.touched.get(weight, False)
-            if state.trace.enabled:
-                state.trace.record("FREE", unit.name, weight.name, BACKWARD)
-
-    def used(self, unit: Unit) -> None:
-        """A use of a unit outside the blocks has ended: nobody holds its slot."""
-        self.state.pool.slots[unit.slot].release(unit)
-
-    def view(self, unit: Unit, weight: ShardedWeight) -> Tensor:
-        """The whole weight, aliasing its slot (or its storage where no gather is needed)."""
-        if weight.resident:
-            # Under a version counter of its own, and for autograd no view of anything.
-            return weight.layout.whole_view(weight.to_send()).data
-        return self.state.pool.slots[unit.slot].whole(unit, weight)
-
-    def shown(self, unit: Unit, weight: ShardedWeight) -> Tag:
-        """The tag of what :meth:`view` shows."""
-        if weight.resident:
-            return weight.tag()
-        return self.state.pool.slots[unit.slot].tags[weight]
-
-    def verified(self, unit: Unit, weight: ShardedWeight) -> bool:
-        """Whether the slot is known to hold, or to be getting, the right values."""
-        slot = self.state.pool.slots[unit.slot]
-        return slot.holder is unit and slot.tags.get(weight) == weight.tag()
-
-    def follow(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
-        """With prefetch per module: launch what comes after ``weight``. Blocks override it."""
-
-    def _present(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
-        state = self.state
-        if not self.verified(unit, weight):
-            self.fetch(unit, (weight,), phase)
-        if weight in state.handles:
-            self.await_gather(unit, weight, phase)
-        if not weight.resident:
-            state.pool.slots[unit.slot].streams.read(weight)
-        if state.trace.enabled:
-            state.trace.record("USE", unit.name, weight.name, phase)
-        self.follow(unit, weight, phase)
-
-    def await_gather(self, unit: Unit, weight: ShardedWeight, phase: str) -> None:
-        """Wait for what ``weight``'s last gather brings, once; others may come with it."""
-        handle = self.state.handles.get(weight)
-        if handle is not None:
-            for other in handle.carries:
-                self.state.handles.pop(other, None)
-            self.state.collectives.wait(handle, unit.name, weight.name, phase)
-            self.state.arrived(weight)
-
-
-class OuterCommunicator(UnitCommunicator):
-    """A unit beside the blocks, which a rank's data may leave idle.
-
-    So that all ranks send the same messages all the same (WP-2), it is gathered at the model's
-    entry, used or not, and reduced at the end of backward, with zeros where nothing was born.
-    """
-
-    def __init__(self, state: ChunkState, unit: Unit) -> None:
-        super().__init__(state)
-        self.unit = unit
-        self._born: dict[ShardedWeight, Tensor] = {}
-
-    def prefetch(self) -> None:
-        """Launch the gather, if the slot does not hold the right values already (WP-11)."""
-        self.fetch(self.unit, self.unit.weights, FORWARD)
-
-    def gradient_hook(self, unit: Unit, weight: ShardedWeight, gradient: Tensor) -> None:
-        """Keep the gradient until :meth:`flush`."""
+    def on_grads_ready(
+        self, unit: Unit, ready: Sequence[tuple[ShardedParameter, Tensor]]
+    ) -> None:
+        """:meth:`on_grad_ready` for weights of a block that are ready together, each with its last
+        gradient from this pass.
+        """
         self.state.began()
-        born = self._born.get(weight)
-        self._born[weight] = gradient if born is None else born + gradient
-        self.used(unit)
+        self._refuse_other_way(unit)
+        for weight, gradient in ready:
+            self.state.reducer.on_grad_ready(weight, gradient)
+        self.state.perform(self.queue.grads_ready(unit, [weight for weight, _ in ready]))
 
-    def flush(self) -> None:
-        """Launch the reductions of what was born, zeros where nothing was."""
-        for weight in self.unit.weights:
-            if weight.requires_grad:
-                self.reduce(self.unit, weight, self._born.pop(weight, None))
+    def _refuse_other_way(self, unit: Unit) -> None:
+        if unit.at_entry and unit is not self.queue.open and not self.queue.split:
+            raise StaleWeightError(
+                f"backward entered block {unit.name} on rank {self.mesh.rank} through a tensor "
+                "that left it by another way than its output, so that its weights may not have "
+                "been whole: return that tensor from the block, or set "
+                "weight_parallel.coalesce_bytes = 0 and compile = false"
+            )
 
-    def forget(self) -> None:
-        """After a failure."""
-        self._born.clear()
+    def recomputes(self, unit: Unit) -> None:
+        """A weight is used in backward: the recompute of its block has begun."""
+        if unit is self.queue.open and unit.recomputed:
+            self._recomputed = True
+
+    # forward
+
+    def begin_forward(self) -> None:
+        """The model is entered: recover from a failed pass, launch the first gathers."""
+        self.recover()
+        self.recovery.lookout.begin()
+        self._forward_open = self._inside = True
+        self._next = 0
+        self.forwards += 1
+        self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
+
+    def recover(self) -> None:
+        """No effect unless a pass has failed: then rest, or raise the first cause (WP-10)."""
+        self.recovery.check()
+        ledger, doom = self.state.collectives.ledger, self.recovery.lookout.doom
+        if ledger.failure or doom or self._forward_open or self._backward_task >= 0:
+            self.recovery.agree()
+            self.rest()
+
+    def forward_failed(self, error: BaseException) -> None:
+        """The model's forward has raised: tell the ranks that will wait for this one (WP-10)."""
+        if self._forward_open:
+            self.recovery.failed(f"{type(error).__name__} in forward: {error}")
+        else:
+            self.recovery.refused(error)
+        self.recovery.annotate(error)
+
+    def leave_forward(self) -> None:
+        """The model's forward is left, at its end or by an exception: then it stays open."""
+        self._inside = False
+
+    def end_forward(self) -> None:
+        """The model's forward is over."""
+        if self.strict_order and self.blocks and self._next != len(self.blocks):
+            raise OrderError(  # the forward stays open: all ranks recover together
+                f"only {self._next} of {len(self.blocks)} blocks ran in this forward on rank "
+                f"{self.mesh.rank}: the next in order was {self.blocks[self._next].name}. "
+                "Set weight_parallel.unexpected_order = 'gather' for models that skip blocks"
+            )
+        self._forward_open = False
+
+    def enter_block(self, unit: Unit) -> None:
+        """A block's forward or recompute begins."""
+        if in_backward():
+            self.enter_backward(unit)
+        else:
+            self._check_order(unit)
+            self.state.perform(self.queue.enter(unit))
+
+    def leave_block(self, unit: Unit) -> None:
+        """A block's forward is over: its bytes may be overwritten. Not called in recompute."""
+        self.state.perform(self.queue.leave(unit))
+
+    def on_trigger(self, unit: Unit) -> None:
+        """The trigger inside a block fires: gather what comes next."""
+        self.state.perform(self.queue.trigger(unit, recompute=in_backward()))
+
+    # backward
+
+    def begin_backward(self, forward: int) -> None:
+        """A gradient entered the graph of ``forward``; idempotent within one backward.
+
+        Queues the end-of-backward callback, from the outermost graph task (WP-9).
+        """
+        task = torch._C._current_graph_task_id()
+        if self._weight_part():
+            return
+        if task == self._backward_task:
+            self._come_to(forward)
+            return
+        self.recovery.check()
+        if self._backward_task >= 0 and not self._nested:  # the one before this never ended
+            self.recovery.agree()
+            self.rest()
+        self._backward_task, self._forward = task, forward
+        self._nested = self._recomputed = False
+        self.unfinished.look()
+        self.queue.begin_backward()
+        self.contents.check()
+        self._queue_end()
+
+    def expect_last_block(self) -> None:
+        """Backward enters at the model's output: the last block comes first (usually there)."""
+        if not self._weight_part():
+            self.state.perform(self.queue.at_output())
+
+    def enter_backward(self, unit: Unit) -> None:
+        """The gradient of a block's output has arrived (or its recompute begins)."""
+        if self.queue.open is unit or self._weight_part():
+            return
+        self._recomputed = False
+        self.state.perform(self.queue.enter_backward(unit, self._everywhere()))
+
+    def end_backward(self) -> None:
+        """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
+        self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
+        self._recomputed = False
+        if self.queue.split:  # an input backward: no weight has a gradient
+            self.queue.end_pass()
+            self._backward_task = -1
+            return
+        self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Every gradient is ready: reduce the rest, complete ``.grad`` unless an optimizer does."""
+        if not self.queue.reductions.accumulating:
+            self.state.reduce_accumulated()  # of what this backward has passed over
+        self.queue.end_pass()
+        if self.collects_itself and (self.queue.reductions.accumulating or self.more_to_come):
+            self.unfinished.show(with_sums(self.state, self.replicated))
+        elif self.collects_itself:
+            self.unfinished.take()
+            collect(self.state, self.replicated, self.mesh, self.mean)
+        self._backward_task = -1
+        for callback in self.after_backward:
+            callback()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Full accumulation: backwards inside sum unsharded gradients on this rank, send nothing.
+
+        The first backward outside takes the sums along, so that a loop over micro-batches reduces
+        once: put all but the last inside (as with torch's DDP). ``.grad`` is complete again after
+        that one, or finished by a ZeroOptimizer's next step, which takes what is left; in between,
+        reading it raises, and `zero_grad()` and `.grad = None` drop the sums. Costs the memory of
+        every unsharded gradient in fp32 or wider.
+        """
+        queue = self.queue
+        before, queue.reductions.accumulating = queue.reductions.accumulating, True
+        try:
+            yield
+        finally:
+            queue.reductions.accumulating = before
+
+    @contextmanager
+    def no_replica_sync(self) -> Iterator[None]:
+        """Sharded accumulation: backwards inside reduce within the weight group only.
+
+        Sums stay on this rank, of the size of a shard. The first backward outside takes them along
+        and exchanges them with the replicas and, for replicated parameters, with all ranks, once;
+        until then ``.grad`` is as in :meth:`no_sync` (WP-9). A ZeroOptimizer does so by itself.
+        """
+        before, self.more_to_come = self.more_to_come, True
+        try:
+            yield
+        finally:
+            self.more_to_come = before
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A promise that nothing writes weights inside: see :meth:`Contents.unchanged`."""
+        with self.contents.unchanged():
+            yield
+
+    # for pipelines
+
+    def expect(self, phase: str) -> None:
+        """A schedule runs this chunk's forward or backward next: start its first gathers."""
+        self.state.perform(self.queue.expect(phase))
+
+    def begin_part(self, weights: bool) -> None:
+        """One part of a backward that is computed in two begins.
+
+        Args:
+            weights: the weight gradients; else those of the chunk's inputs.
+        """
+        self.recovery.check()
+        self.queue.begin_part(weights)
+        self.replicated.apart = weights
+
+    def end_part(self) -> None:
+        """It is over; after the weights' own, gradients are as after any backward."""
+        weights = self._weight_part()
+        self.state.perform(self.queue.end_part())
+        self.replicated.apart = False
+        if weights:
+            self.finish_backward()
+
+    # at rest
+
+    def invalidate(self) -> None:
+        """Weights were written where nothing can see it: gather them anew (WP-11).
+
+        Between two passes this is not needed. Between a forward and its backward it makes the
+        backward an error.
+        """
+        for member in self.replicated.everyone():
+            member.invalidate()
+
+    def publish(self) -> None:
+        """Wait until every shard is what the optimizer made of it (WP-3)."""
+        for member in self.replicated.everyone():
+            if member.ready is not None:
+                ready, member.ready = member.ready, None
+                ready.wait()
+
+    def settle_gathers(self) -> None:
+        """Let gathers that were not used arrive: the shards they read are about to be written."""
+        self.state.perform(self.queue.settle())
+
+    def forget_slots(self) -> None:
+        """Let gathers in flight arrive; nothing that is unsharded now will be reused."""
+        self.settle_gathers()
+        self.queue.contents.clear()
+        self.queue.end_pass()
+
+    def rest(self) -> None:
+        """Let everything in flight arrive and forget it: no bytes held, no reduced gradient."""
+        self.settle_gathers()
+        self.queue.reset()
+        self.state.reducer.discard()
+        self.replicated.apart = False
+        for weight in self.replicated.sharded:
+            weight.drop_reduced_grad()
+        self.replicated.reset()
+        self.unfinished.take()  # now that there is no sum left
+        self._forward_open, self._backward_task, self._nested = False, -1, False
+        self._recomputed, self._next = False, 0
+        for callback in self.after_rest:
+            callback()
+
+    # inside
+
+    def _come_to(self, forward: int) -> None:
+        """Backward is in the graph of ``forward``. If it was in another's, that is over."""
+        if self._forward not in (None, forward):
+            self.state.perform(self.queue.come_to_earlier(self._everywhere(), self._last_trained()))
+        self._forward = forward
+
+    def _everywhere(self) -> bool:
+        """Whether all ranks go through all blocks, those whose data skip some as if they did."""
+        return self.strict_order and not self._nested and not self.queue.split
+
+    def _weight_part(self) -> bool:
+        return self.queue.split == "weights"
+
+    def _last_trained(self) -> int:
+        """The block at which every rank's backward ends: a frozen one below is nowhere entered."""
+        if not self.queue.lowest:
+            return 0
+        if any(w.requires_grad for beside in self.root() for w in beside.unit.weights):
+            return 0
+        names = [m.name for m in self.replicated.members if m.requires_grad]
+        for unit in self.blocks:
+            small = any(name.startswith(f"{unit.name}.") for name in names)
+            if small or any(weight.requires_grad for weight in unit.weights):
+                return unit.block
+        return len(self.blocks)
+
+    def _check_order(self, unit: Unit) -> None:
+        if not self._inside:  # blocks run by themselves, without the model's forward
+            self.recover()
+            self._next %= len(self.blocks)
+            if unit.block < self._next or not self._next:
+                self.recovery.lookout.begin()
+                self.forwards += 1
+                self.queue.begin_blocks(self.contents.begin_pass())
+            self._forget_older(unit)
+        if self.strict_order and unit.block != self._next:
+            expected = self.blocks[self._next].name if self._next < len(self.blocks) else "the end"
+            raise OrderError(
+                f"block {unit.name} ran on rank {self.mesh.rank} where {expected} was expected: "
+                "the prefetch order would be wrong. Declare the blocks in the order in which they "
+                "run (weight_parallel.blocks), or set weight_parallel.unexpected_order = 'gather'"
+            )
+        self._next = unit.block + 1
+
+    def _forget_older(self, unit: Unit) -> None:
+        """Of a block that runs by itself: what has changed since it was gathered is gathered anew.
+
+        Decided by the versions of this rank, as all that a plain loop over blocks can be.
+        """
+        tags = self.state.slot(unit).tags
+        for weight in unit.weights:
+            if tags.get(weight) != weight.tag():
+                self.queue.contents.pop(weight, None)
+
+    def _ensure_callback(self) -> None:
+        """A gradient is ready though no output of the model was hooked: finish at this task's end.
+
+        Under reentrant checkpointing that task is an inner one: early, but complete.
+        """
+        if self._backward_task < 0 and not self.queue.split:
+            self._backward_task = torch._C._current_graph_task_id()
+            self._nested, self._forward = True, None
+            self.unfinished.look()
+            self._queue_end()
+
+    def _queue_end(self) -> None:
+        end = EndOfBackward(self.end_backward, self.recovery.backward_failed)
+        torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -3,9 +3,10 @@
 Between two passes a user's program runs and may have written weights by any way (``.data``, foreach
 operations, numpy, on one rank only), so a forward takes nothing over from the pass before it, and
 all ranks gather the same. Within a pass, from the start of a forward to the end of its backward,
-and within :meth:`internsp.wp.isp.ISPCommunicator.unchanged`, contents are used again by their
-version (WP-11). What raises no version is found there by comparing this rank's own rows with those
-in the slot, on the host's memory only: on a device the host would have to wait for the answer.
+and within :meth:`internsp.wp.communicator.ISPCommunicator.unchanged`, contents are used again by
+their version (WP-11). What raises no version is found there by comparing this rank's own rows with
+those in the slot, on the host's memory only: on a device the host would have to wait for the
+answer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from internsp.errors import StaleWeightError
-from internsp.wp.communicator import ChunkState
 from internsp.wp.parameter import same_bits
-from internsp.wp.pool import Slot, Unit
+from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedParameter
+from internsp.wp.slots import Slot, Unit
 
-Member = ShardedWeight | ReplicatedParameter
+Member = ShardedParameter | ReplicatedParameter
 
 
 class Contents:
@@ -33,7 +34,7 @@ class Contents:
 
     def __init__(
         self,
-        state: ChunkState,
+        state: Chunk,
         units: Callable[[], Sequence[Unit]],
         members: Callable[[], Sequence[Member]],
         rank: int,
@@ -56,18 +57,20 @@ class Contents:
         if self._promised is not None:  # within another
             yield
             return
-        self._forget()
+        self._state.queue.contents.clear()
         self._promised = [(member, member.version()) for member in self._members()]
         try:
             yield
         finally:
             self._promised = None
 
-    def begin_pass(self) -> None:
-        """A user's program may have run since the last pass: take nothing over, unless promised."""
+    def begin_pass(self) -> bool:
+        """Whether this pass may use what the slots hold.
+
+        A user's program may have run since the last one: only where it has promised (WP-11).
+        """
         if self._promised is None:
-            self._forget()
-            return
+            return False
         for member, version in self._promised:
             if member.version() != version:
                 raise StaleWeightError(
@@ -76,6 +79,7 @@ class Contents:
                     "outside of it"
                 )
         self.check()
+        return True
 
     def check(self) -> None:
         """Before contents are used again: the shards in memory are those that were gathered.
@@ -85,10 +89,12 @@ class Contents:
         """
         if self._state.pool.device.type != "cpu":
             return
+        held = self._state.queue.contents
         for unit in self._units():
             slot = self._state.pool.slots[unit.slot]
             for weight in unit.weights:
-                reused = slot.tags.get(weight) == weight.tag() and self._comparable(weight)
+                reused = held.get(weight) == weight.compute_dtype and self._comparable(weight)
+                reused = reused and slot.tags.get(weight) == weight.tag()
                 if reused and not _holds(slot, unit, weight):
                     raise StaleWeightError(
                         f"{weight.name} was written on rank {self._rank} between a forward and its "
@@ -97,18 +103,14 @@ class Contents:
                         "forward"
                     )
 
-    def _forget(self) -> None:
-        for slot in self._state.pool.slots:
-            slot.tags.clear()
-
-    def _comparable(self, weight: ShardedWeight) -> bool:
+    def _comparable(self, weight: ShardedParameter) -> bool:
         """Not one that is on its way, to its slot or from an optimizer, nor one that is rounded."""
         state = self._state
         coded = state.codec is not None and weight in state.codec.coded
         return not coded and weight not in state.handles and weight.ready is None
 
 
-def _holds(slot: Slot, unit: Unit, weight: ShardedWeight) -> bool:
+def _holds(slot: Slot, unit: Unit, weight: ShardedParameter) -> bool:
     count = weight.layout.shard_numel
     own = slot.flat(unit, weight)[weight.rank * count : (weight.rank + 1) * count]
     shard = weight.fresh()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from internsp.wp.schedule import WeightPlan
+from internsp.wp.chunk import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Data:
     Attributes:
         uses: how often a weight is used, by name; once where it is not named, 0 where it is idle.
         most: how often it was used in an earlier forward, where that was more.
-        silent: blocks in whose passes the anchor does not run.
+        silent: blocks in whose passes the prefetch trigger does not run.
         skipped: blocks through which no gradient comes.
         top: whether one comes through the head.
         exchanges: in every block, positions of weights before which ranks exchange sequences or

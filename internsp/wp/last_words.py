@@ -34,18 +34,19 @@ class EndOfBackward:
             self._failed()
 
 
-def when_process_fails(owner: Any, tell: Callable[[Any, BaseException], None]) -> None:
-    """Call ``tell(owner, error)`` when this process ends by an uncaught exception.
+def when_process_ends(owner: Any, tell: Callable[[Any, BaseException | None], None]) -> None:
+    """Call ``tell(owner, error)`` when this process ends by an uncaught exception, or by none.
 
     It runs while connections are still open, in a process of :mod:`multiprocessing` too. ``owner``
-    is held weakly, and nothing is left once it has gone.
+    is held weakly, and nothing is left once it has gone. A plain program's ``sys.exit`` leaves no
+    trace, so that it looks like the program's last line.
     """
     reference = weakref.ref(owner)
 
     def ending() -> None:
-        alive, error = reference(), uncaught()
-        if alive is not None and error is not None:
-            tell(alive, error)
+        alive = reference()
+        if alive is not None:
+            tell(alive, uncaught())
 
     last = Finalize(None, ending, exitpriority=100)
     # It has no more to say once the owner has gone; at the process's end it shall speak first.

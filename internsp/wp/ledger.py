@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
+from internsp.wp.standstill import Wait
+
+_RECENT = 32  # launches whose tags are kept: more than a rank ever has in flight beyond another
 
 
 @dataclass
@@ -29,6 +34,10 @@ def _unknown() -> str:
     return ""
 
 
+def _ignored(message: str) -> None:
+    """No other rank is told."""
+
+
 @dataclass
 class Ledger:
     """What all collectives of a model's weights and gradients have in common.
@@ -41,15 +50,26 @@ class Ledger:
         counts: launches, ever, of each kind and group in the order in which they were registered.
         failure: the message of the first that failed; afterwards the groups are lost.
         first_cause: which rank failed first and why, as far as the ranks have said; else empty.
+        lost: called with the message of the first that failed.
+        waiting: the collective that this rank waits for: unit, weight and phase. Another object
+            each time.
+        groups: names of those whose launches are counted.
+        recent: tags of the last launches of each kind and group.
     """
 
     model: int = 0
     counts: list[int] = field(default_factory=list)
     failure: str = ""
     first_cause: Callable[[], str] = _unknown
+    lost: Callable[[str], None] = _ignored
+    waiting: tuple[Wait, str, str, str] | None = None
+    groups: set[str] = field(default_factory=set)
+    recent: list[deque[int]] = field(default_factory=list)
 
-    def register(self) -> int:
+    def register(self, group: str = "") -> int:
         """The index in ``counts`` of one more kind and group."""
+        self.groups.add(group)
+        self.recent.append(deque(maxlen=_RECENT))
         self.counts.append(0)
         return len(self.counts) - 1
 
@@ -61,11 +81,27 @@ class Ledger:
         """
         self.counts[index] += 1
         text = f"{self.model} {index} {self.counts[index]} {weight} {numel}"
-        return crc32(text.encode()) >> 1  # a tag has 31 bits
+        tag = crc32(text.encode()) >> 1  # a tag has 31 bits
+        self.recent[index].append(tag)
+        return tag
 
     def place(self) -> str:
         """Where a rank is: those that failed with equal places are at the same point (WP-10)."""
         return " ".join(map(str, self.counts))
+
+    @contextmanager
+    def launching(self, what: str) -> Iterator[None]:
+        """Inside, collectives are launched: on connections that another rank has closed it raises.
+
+        Raises:
+            CollectiveError: one could not be launched.
+        """
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self.failed(what, error) from error
 
     def failed(self, what: str, error: RuntimeError) -> CollectiveError:
         """Note a failure and make the error to raise."""
@@ -73,5 +109,7 @@ class Ledger:
         message = f"a collective for {what} failed on rank {dist.get_rank()}: {error}. " + (
             cause or "Another rank has stopped or taken another path; its log has the cause"
         )
-        self.failure = self.failure or message
+        if not self.failure:
+            self.failure = message
+            self.lost(message)
         return CollectiveError(message)

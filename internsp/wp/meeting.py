@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from internsp.errors import CollectiveError, StructureError
+from internsp.wp.lookout import Lookout
 from internsp.wp.recovery import default_store
 from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedParameter
 
-Member = ShardedWeight | ReplicatedParameter
+Member = ShardedParameter | ReplicatedParameter
 
 
 class Meeting:
@@ -20,10 +21,14 @@ class Meeting:
     Args:
         name: the same on these ranks, and of no other meeting.
         seconds: after which those who wait give up.
+        lookout: knows when they wait in vain.
     """
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], seconds: float) -> None:
+    def __init__(
+        self, name: str, rank: int, ranks: Sequence[int], seconds: float, lookout: Lookout
+    ) -> None:
         self._name, self._rank, self._ranks, self._seconds = name, rank, list(ranks), seconds
+        self._lookout = lookout
         self._held: dict[str, int] = defaultdict(int)  # by topic
 
     def meet(self, topic: str, value: str) -> dict[int, str]:
@@ -31,13 +36,23 @@ class Meeting:
 
         Raises:
             CollectiveError: some rank did not come in time. Nothing was sent, so that groups stay
-                usable, and this rank is not waited for.
+                usable, and this rank is not waited for. Or some rank can never come, as it waits
+                elsewhere for this one: then the groups are lost.
         """
+        with self._lookout.meets(value, self._ranks):
+            return self._meet(topic, value)
+
+    def _meet(self, topic: str, value: str) -> dict[int, str]:
         store, number = default_store(), self._held[topic]
         keys = {rank: f"{self._name}/{topic}/{number}/{rank}" for rank in self._ranks}
         store.set(keys[self._rank], value)
         deadline, pause = time.monotonic() + self._seconds, 0.0002
         while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+            if self._lookout.doom:
+                raise CollectiveError(
+                    f"rank {self._rank} came to {value}, which all ranks {self._ranks} must do "
+                    f"together, and waited for ranks {missing} in vain: {self._lookout.doom}"
+                )
             if time.monotonic() > deadline:
                 store.delete_key(keys[self._rank])
                 raise CollectiveError(
@@ -53,7 +68,9 @@ class Meeting:
         return found
 
 
-def guard_reads(weights: Sequence[ShardedWeight], name: str, seconds: float) -> None:
+def guard_reads(
+    weights: Sequence[ShardedParameter], name: str, seconds: float, lookout: Lookout
+) -> None:
     """``full_tensor()`` of a weight on some ranks only is an error there, and aborts nothing."""
     meetings: dict[object, Meeting] = {}
     for weight in weights:
@@ -65,7 +82,7 @@ def guard_reads(weights: Sequence[ShardedWeight], name: str, seconds: float) -> 
         if axis not in meetings:
             rank = ranks[axis.expert_rank * axis.size + axis.rank]
             place = f"internsp/{name}/{axis.name}/{axis.replica_rank}"
-            meetings[axis] = Meeting(place, rank, ranks, seconds)
+            meetings[axis] = Meeting(place, rank, ranks, seconds, lookout)
         weight.meet = _reader(meetings[axis])
 
 

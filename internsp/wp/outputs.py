@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.wp.communicator import tensors
+from internsp.autograd import tensors
 
 Given = dict[int, tuple[Tensor, Any]]
 
@@ -140,7 +140,7 @@ def cloned(value: Any, wanted: Callable[[Tensor], bool]) -> Any:
 
 
 def _end(tensor: Tensor) -> int:
-    """The byte behind the last one; a whole weight lies in one piece, transposed or not."""
+    """The byte behind the last one; an unsharded weight lies in one piece, transposed or not."""
     return tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 

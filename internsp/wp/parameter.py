@@ -3,7 +3,7 @@
 torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows what is
 written through it, and ignores ``p.data = x`` (its local tensor stays; seen with torch 2.13). Here
 ``p.data`` is ``p.detach()``, which shares the counter, and ``p.data = x`` copies ``x`` into the
-shard. A plain subclass of ``DTensor`` keeps its fast C++ path; nothing else of it changes.
+shard. What operations outside of a forward make of it keeps its name (:mod:`internsp.wp.mixed`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from internsp.errors import StructureError
+from internsp.wp.mixed import OfParameters, ParameterValue
 
 Aliases = dict[int, "weakref.ref[Any]"]
 
@@ -42,10 +43,15 @@ class Member(Protocol):
     """What ``detach`` gave out, while it lives, by identity."""
 
 
-class ShardParameter(DTensor):
-    """A model's parameter. What is made of it by an operation is an ordinary ``DTensor``."""
+class ShardParameter(OfParameters):
+    """A model's parameter."""
 
     _member: Member
+
+    @property
+    def of(self) -> str:
+        """Its name."""
+        return self._member.name
 
     def detach(self) -> ShardParameter:
         """Shares memory and version counter, and is watched as this is (``state_dict`` holds it).
@@ -151,5 +157,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # As torch does for DTensor itself, so that its optimizers take their foreach path on a device.
 for _module in (torch_optimizer, _foreach_utils):
-    if ShardParameter not in _module._foreach_supported_types:
-        _module._foreach_supported_types.append(ShardParameter)
+    for _type in (ShardParameter, ParameterValue):
+        if _type not in _module._foreach_supported_types:
+            _module._foreach_supported_types.append(_type)

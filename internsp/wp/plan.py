@@ -11,12 +11,13 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.mesh_shape import MeshShape
 from internsp.wp.assign import Assignment, require_experts
-from internsp.wp.blocks import Structure, anchor_position
+from internsp.wp.blocks import Structure, trigger_position
+from internsp.wp.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
 from internsp.wp.message import Message, buffer_bytes
-from internsp.wp.pool import aligned
 from internsp.wp.resident import fitting, spread
-from internsp.wp.schedule import ChunkPlan, Policy, Schedule, UnitPlan, WeightPlan, slot_bytes
+from internsp.wp.schedule import Policy
 from internsp.wp.shard import ShardLayout
+from internsp.wp.slots import aligned
 
 DTYPES = {
     "float32": torch.float32,
@@ -33,16 +34,16 @@ def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
         ConfigError: the trigger "rolling" together with what it takes the place of.
     """
     rolling = config.trigger == "rolling"
-    if rolling and (config.granularity == "module" or config.anchors):
+    if rolling and (config.granularity == "module" or config.prefetch_triggers):
         raise ConfigError(
             'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
-            'set granularity = "block" and no anchors'
+            'set granularity = "block" and no prefetch_triggers'
         )
     return Policy(
         blocks,
         config.prefetch_depth,
         config.granularity == "module",
-        together_bytes=0 if config.granularity == "module" else config.together_bytes,
+        coalesce_bytes=0 if config.granularity == "module" else config.coalesce_bytes,
         accumulate_whole=config.accumulation == "full",
         rolling=rolling,
     )
@@ -52,7 +53,7 @@ def resident(config: WeightParallelConfig, sizes: Sequence[int]) -> frozenset[in
     """The blocks of a chunk that stay whole until the optimizer step.
 
     Args:
-        sizes: bytes of each block's whole weights.
+        sizes: bytes of each block's unsharded weights.
 
     Raises:
         ConfigError: two settings say which.
@@ -115,15 +116,16 @@ def chunk_plan(
             i for i, b in enumerate(structure.blocks) if b.name == name
         )
         weights = weights_of[name]
-        anchor = -1
+        trigger_at = -1
         if block >= 0:
             inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
-            anchor = anchor_position(structure.blocks[block], inside, config.trigger)
+            trigger_at = trigger_position(structure.blocks[block], inside, config.trigger)
         where = policy.slot(block) if block >= 0 else slot
         slot += block < 0
         small = block >= 0 and bool(weights) and all(w.small for w in weights)
         at_entry = block >= 0 and (config.compile or (small and not split))
-        units[name] = UnitPlan(name, weights, where, block, block in recomputed, anchor, at_entry)
+        again = block in recomputed
+        units[name] = UnitPlan(name, weights, where, block, again, trigger_at, at_entry)
     embedding = units.get(structure.embedding[0]) if structure.embedding else None
     head = _head(structure, assignments, units)
     return ChunkPlan(
@@ -211,5 +213,6 @@ def _weight(
         expert=assignment.expert and shape.separate,
         gather_dtype=compute,
         reduce_dtype=sent,
+        autocasts=assignment.autocasts,
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

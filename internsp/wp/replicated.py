@@ -1,4 +1,7 @@
-"""Small parameters: replicated on every rank, their gradients reduced in one flat collective."""
+"""Replicated parameters: replicated on every rank.
+
+Their gradients reduced in one flat collective.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from internsp.wp.ledger import Counters
 from internsp.wp.parameter import Aliases, own, part
 from internsp.wp.shard import (
     Ready,
-    ShardedWeight,
+    ShardedParameter,
     dtensor_like,
     local_of,
     stale,
@@ -60,7 +63,10 @@ class ReplicatedParameter:
         return dtensor_like(self.parameter, storage)
 
     def relocate(self, storage: Tensor) -> None:
-        """Move the values into ``storage`` (same shape): an optimizer packs small parameters."""
+        """Move the values into ``storage`` (same shape).
+
+        An optimizer packs replicated parameters.
+        """
         storage.copy_(self.storage)
         self.storage = storage
         # `.data =` on a DTensor leaves its local tensor where it was.
@@ -101,18 +107,18 @@ class ReplicatedParameter:
         )
 
 
-Parameter = ReplicatedParameter | ShardedWeight
+Parameter = ReplicatedParameter | ShardedParameter
 
 
 class ReplicatedSite:
-    """One module's use of one small parameter (:class:`internsp.layers.access.Site`)."""
+    """One module's use of one replicated parameter (:class:`internsp.layers.access.Site`)."""
 
-    guarded = False  # nothing overwrites it but a user, whom the birth of its gradient catches
+    guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
 
-    def __init__(self, small: SmallParameters, index: int) -> None:
-        self._small = small
+    def __init__(self, replicated: ReplicatedParameters, index: int) -> None:
+        self._replicated = replicated
         self._index = index
-        self._member = small.members[index]
+        self._member = replicated.members[index]
         self.parameter = self._member.parameter
         self.tag = -1
 
@@ -133,7 +139,7 @@ class ReplicatedSite:
     @property
     def apart(self) -> bool:
         """Whether the weight part of a split backward runs."""
-        return self._small.apart
+        return self._replicated.apart
 
     def before_backward(self, tag: int) -> None:
         """Nothing to gather."""
@@ -149,41 +155,41 @@ class ReplicatedSite:
         """A forward wrote into it: what was computed with it is not right any more."""
         self._member.invalidate()
 
-    def born(self, gradient: Tensor, tag: int) -> None:
+    def on_grad_ready(self, gradient: Tensor, tag: int) -> None:
         """Add this rank's part to the flat sum."""
         if tag != self._member.version():
-            raise stale(self._member.name, self._small.rank)
-        self._small.began()
-        self._small.add(self._index, gradient)
+            raise stale(self._member.name, self._replicated.rank)
+        self._replicated.began()
+        self._replicated.add(self._index, gradient)
 
 
-class SmallParameters:
-    """All small parameters of a chunk and one flat gradient for them.
+class ReplicatedParameters:
+    """All replicated parameters of a chunk and one flat gradient for them.
 
     The flat vector ends with one flag a gradient (small and sharded ones), so that after the
     reduction every rank knows which parameters were used by some rank: an unused one keeps
     ``grad = None``, as on one process.
     """
 
-    def __init__(self, mesh: ParallelMesh, sharded: list[ShardedWeight]) -> None:
+    def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
         self.rank = mesh.rank
-        self.began: Callable[[], None] = lambda: None  # called at each birth
+        self.began: Callable[[], None] = lambda: None  # called at each ready gradient
         self.apart = False
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
         self.numel = 0
         self._values: Sequence[Tensor] = ()  # views of the flat sum
-        self._births: set[int] = set()
+        self._with_gradient: set[int] = set()
         self._mine: list[bool] = []  # what this rank used, as last flagged
 
-    def everyone(self) -> list[ReplicatedParameter | ShardedWeight]:
+    def everyone(self) -> list[ReplicatedParameter | ShardedParameter]:
         """All parameters of the chunk, small and sharded."""
         return [*self.members, *self.sharded]
 
     def append(self, member: ReplicatedParameter) -> ReplicatedSite:
-        """Take in a parameter; the flat gradient is made at the first birth."""
+        """Take in a parameter; the flat gradient is made at the first ready gradient."""
         self.members.append(member)
         self.numel += member.shape.numel()
         return self.site(len(self.members) - 1)
@@ -206,25 +212,25 @@ class SmallParameters:
         return self.flat
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add a birth to the flat sum (no message)."""
+        """Add a ready gradient to the flat sum (no message)."""
         self.value(index).add_(gradient)
-        self._births.add(index)
+        self._with_gradient.add(index)
 
-    def born(self) -> list[ReplicatedParameter]:
+    def with_gradient(self) -> list[ReplicatedParameter]:
         """Those of which this rank has a sum."""
-        return [self.members[index] for index in self._births]
+        return [self.members[index] for index in self._with_gradient]
 
     def discard(self, member: ReplicatedParameter, used: bool) -> None:
         """Forget one parameter's sum on this rank, but not, if ``used``, that there was one."""
         index = self.members.index(member)
-        if index in self._births:
+        if index in self._with_gradient:
             self.value(index).zero_()
             if not used:
-                self._births.remove(index)
+                self._with_gradient.remove(index)
 
-    def flag(self, touched: dict[ShardedWeight, bool]) -> None:
-        """Note which parameters had a birth on this rank (the sharded ones: ``touched``)."""
-        flags = [i in self._births for i in range(len(self.members))]
+    def flag(self, touched: dict[ShardedParameter, bool]) -> None:
+        """Note which parameters had a gradient on this rank (the sharded ones: ``touched``)."""
+        flags = [i in self._with_gradient for i in range(len(self.members))]
         flags += [touched.get(weight, False) for weight in self.sharded]
         self._mine = flags
         place = self.gradient()[self.numel :]
@@ -273,6 +279,6 @@ class SmallParameters:
 
     def reset(self) -> None:
         """Forget the sum."""
-        self._births.clear()
+        self._with_gradient.clear()
         if self.flat is not None:
             self.flat.zero_()

@@ -31,7 +31,7 @@ def fitting(sizes: Sequence[int], depth: int, budget: int) -> tuple[int, ...]:
     """As many blocks as ``budget`` bytes hold beside the slots that the chunk needs anyway.
 
     Args:
-        sizes: bytes of each block's whole weights.
+        sizes: bytes of each block's unsharded weights.
     """
     if not any(sizes):
         return ()  # whole at rest: nothing is ever gathered

@@ -1,45 +1,178 @@
-"""Pure: blocks + phase -> ordered actions. What the hooks perform, `internsp plan` prints.
+"""Pure: the words of a schedule, and its limits (WP-1, WP-2).
 
-:class:`Policy` holds every decision about order, and both the running hooks
-(:mod:`internsp.wp.prefetch`) and :mod:`internsp.wp.simulate` ask it, so that the printed schedule
-and the recorded trace of a step can be compared line by line (WP-2).
+Three orders make up a pass. Forward gathers by first use: what lies beside the blocks, the blocks,
+the head. Backward gathers by reverse last use, a block that recomputes in its forward order.
+Reductions go by the reverse of use. All ranks keep them, whatever their data leave unused.
+:class:`internsp.wp.queue.GatherQueue` follows gathers through a pass,
+:class:`internsp.wp.reductions.Reductions` the gradients; both answer events with :class:`Action`.
+
+Nothing here imports torch: weights and units are what has the attributes of :class:`Weight` and
+:class:`Unit`, in a plan or at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import torch
-
-from internsp.wp.line import launches
-from internsp.wp.message import Message
 from internsp.wp.resident import reach, slot_of, slot_sizes
 
-T = TypeVar("T")
-Step = tuple[str, int] | None
+FORWARD, RECOMPUTE, BACKWARD, FINISH = "forward", "recompute", "backward", "finish"
 
-FORWARD, RECOMPUTE, BACKWARD, DRAIN = "forward", "recompute", "backward", "drain"
+ALL_GATHER, WAIT, USE, FREE = "AG", "WAIT", "USE", "FREE"
+REDUCE_SCATTER, ACCUMULATE, FINISH_OLDEST, NEXT_PASS = "RS", "ACCUMULATE", "FINISH", "NEXT"
+
+
+class Weight(Protocol):
+    """A weight as the schedule sees it."""
+
+    @property
+    def name(self) -> str:
+        """Fully qualified."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is gathered at all: false where the shard is the unsharded weight."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether its collectives take time: false in a weight group of one."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient, now: a user may freeze and thaw it."""
+
+    @property
+    def compute_dtype(self) -> Hashable:
+        """What a slot must hold of it, now: autocast may decide it."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its unsharded gradient as it travels, padded."""
+
+
+W = TypeVar("W", bound=Weight)
+
+
+class Group(Generic[W]):
+    """What travels in one collective: one large weight, or small neighbours of one kind.
+
+    Attributes:
+        weights: in the order of use.
+        start, end: its bytes in the slot of its unit.
+    """
+
+    __slots__ = ("end", "start", "weights")
+
+    def __init__(self, weights: Sequence[W], start: int, end: int) -> None:
+        self.weights = tuple(weights)
+        self.start, self.end = start, end
+
+    @property
+    def name(self) -> str:
+        """Its first weight's."""
+        return self.weights[0].name
+
+
+class Unit(Protocol[W]):
+    """Groups that come and go together: a block, the embedding, the head."""
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+
+    @property
+    def slot(self) -> int:
+        """Index of its slot."""
+
+    @property
+    def block(self) -> int:
+        """Index among the chunk's blocks; -1 beside them."""
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether activation checkpointing recomputes it, so that backward gathers in its order."""
+
+    @property
+    def has_trigger(self) -> bool:
+        """Whether a module inside it is the prefetch trigger; else its entry is."""
+
+    @property
+    def groups(self) -> Sequence[Group[W]]:
+        """In the order of use."""
+
+
+U = TypeVar("U", bound=Unit[Any])
+
+
+class Action(NamedTuple):
+    """One element of a schedule; ``kind`` as in :mod:`internsp.trace`.
+
+    ``AG``: gather ``weights`` in one launch, into bytes that the ``others`` had. ``WAIT``: for the
+    gather that brings ``weights`` and all ``others`` of its launch. ``RS``: reduce their
+    gradients in one launch, zeros where there is none. ``ACCUMULATE``: add their unsharded
+    gradients to their sums. ``FINISH``: wait for the oldest reduction. ``NEXT``: the pass gathers
+    nothing more, so that a pipeline may begin the next one's gathers.
+    """
+
+    kind: str
+    phase: str
+    unit: Any
+    weights: Sequence[Any]
+    others: Sequence[Any] = ()
+
+
+def groups_of(
+    weights: Sequence[W],
+    small: Callable[[W], bool],
+    alike: Callable[[W], object],
+    extent: Callable[[W], tuple[int, int]],
+) -> tuple[Group[W], ...]:
+    """``weights`` as they travel: neighbours that are ``small`` and ``alike`` together (DESIGN 8).
+
+    This is the one place that states the rule.
+
+    Args:
+        small: whether a weight is small.
+        alike: what those that travel together have in common, of a weight.
+        extent: first and last byte (excluded) of a weight in its slot.
+    """
+    found: list[list[W]] = []
+    for weight in weights:
+        last = found[-1][-1] if found else None
+        if last is not None and small(last) and small(weight) and alike(last) == alike(weight):
+            found[-1].append(weight)
+        else:
+            found.append([weight])
+    return tuple(Group(g, extent(g[0])[0], extent(g[-1])[1]) for g in found)
+
+
+def runs_of(weights: Sequence[W], alike: Callable[[W], object]) -> list[list[W]]:
+    """``weights`` of one group as their messages have them: neighbours that are ``alike`` together.
+
+    One run, but where autocast is on for a part of the group only: a message has one dtype.
+    """
+    if len(weights) == 1:
+        return [[weights[0]]]
+    return [list(run) for _, run in groupby(weights, alike)]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When what is gathered.
+    """The limits of a chunk's gathers, and who has which slot.
 
     Attributes:
         blocks: transformer blocks of the chunk.
         depth: blocks gathered ahead; the chunk has ``depth + 1`` slots.
-        per_module: in forward, gather the next weight at each weight's use instead of the next
-            block at the anchor (InternEvo's prefetch per module). A backward gathers a block's
-            weights at its entry, and the first of the block before: between a block's reductions,
-            whose moments data decide, no gather is launched (WP-2).
-        resident: blocks with slots of their own, that stay whole until the optimizer step.
-        together_bytes: whole weights up to this size are small: neighbours share one launch.
-        accumulate_whole: sum whole gradients and reduce them in the last micro-batch only.
-        rolling: gather each weight as soon as its place in its slot is free, instead of the next
-            block at the anchor (:mod:`internsp.wp.line`).
+        per_module: in forward the limit is the next group after each use (InternEvo's prefetch per
+            module). A backward gathers a block at its entry, and the first group of the block
+            before: between a block's reductions, whose moments data decide, no gather is launched.
+        resident: blocks with slots of their own, that stay unsharded until the optimizer step.
+        coalesce_bytes: weights up to this size unsharded are small: neighbours share a launch.
+        accumulate_whole: sum unsharded gradients and reduce them in the last micro-batch only.
+        rolling: no limit but the bytes: a group is gathered as soon as those it takes are free.
         one_order: passes hold exchanges of sequences or tokens, and launches of all groups must
             have one order on all ranks, whatever data leave idle: on a device, whose groups share
             its queues, and where each launch is waited for at once. Then no gather and no
@@ -51,18 +184,18 @@ class Policy:
     depth: int = 1
     per_module: bool = False
     resident: frozenset[int] = frozenset()
-    together_bytes: int = 0
+    coalesce_bytes: int = 0
     accumulate_whole: bool = False
     rolling: bool = False
     one_order: bool = False
 
     def one_by_one(self, phase: str) -> bool:
-        """Whether a block's gathers come weight by weight, each at the use of the one before."""
+        """Whether a block's gathers come group by group, each at the use of the one before."""
         return self.per_module and phase == FORWARD and not self.one_order
 
     def small(self, nbytes: int) -> bool:
-        """Whether a whole weight of so many bytes travels together with its small neighbours."""
-        return nbytes <= self.together_bytes
+        """Whether a weight of so many bytes unsharded travels together with small neighbours."""
+        return nbytes <= self.coalesce_bytes
 
     @property
     def slots(self) -> int:
@@ -73,7 +206,7 @@ class Policy:
         """The slot of a block, fixed: saved views alias it (DESIGN 4.1)."""
         return slot_of(block, self.blocks, self.depth, self.resident)
 
-    def ahead(self, block: int, phase: str) -> list[int]:
+    def targets(self, block: int, phase: str) -> list[int]:
         """Blocks to have in flight once ``block``'s trigger fires, nearest first.
 
         ``blocks`` itself stands for what follows the last block in forward: the head.
@@ -83,176 +216,7 @@ class Policy:
         coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
         return reach(coming, self.depth, self.resident)
 
-    def onward(self, block: int, phase: str) -> Sequence[int]:
-        """The blocks from ``block`` on, in the order of a pass."""
-        return range(block, self.blocks) if phase == FORWARD else range(block, -1, -1)
-
-    def at_boundary(self, block: int, phase: str) -> bool:
-        """Whether ``block`` is the pass's last: what follows its trigger is another pass's."""
-        return block == (self.blocks - 1 if phase == FORWARD else 0)
-
-    def exhausted(self, position: int, count: int, block: int, phase: str) -> bool:
-        """With prefetch per module: whether a pass gathers nothing after weight ``position``."""
-        last = position + 1 == count and self.at_boundary(block, phase)
-        return self.one_by_one(phase) and block >= 0 and last
-
-    def follow(self, position: int, count: int, block: int, phase: str) -> Step:
-        """With prefetch per module: what to gather once weight ``position`` of the order is used.
-
-        Returns:
-            ``("weight", p)``: position ``p`` of the same unit's order; ``("block", b)``: the
-            first weight of block ``b`` (``blocks`` stands for the head); ``None``: nothing.
-        """
-        if not self.one_by_one(phase) or block < 0:
-            return None
-        return ("weight", position + 1) if position + 1 < count else ("block", block + 1)
-
-    def begins(self, block: int, phase: str) -> int | None:
-        """With prefetch per module, of a block gathered whole: of which the first weight follows.
-
-        ``blocks`` itself stands for the head.
-        """
-        if not self.per_module or self.one_by_one(phase):
-            return None
-        other = block + (1 if phase == FORWARD else -1)
-        return other if other >= 0 else None
-
     @staticmethod
-    def order(weights: Sequence[T], phase: str, recomputed: bool) -> list[T]:
+    def order(groups: Sequence[Any], phase: str, recomputed: bool) -> Sequence[Any]:
         """Order of a unit's gathers: of use in forward and recompute, else its exact reverse."""
-        if phase == BACKWARD and not recomputed:
-            return list(reversed(weights))
-        return list(weights)
-
-
-@dataclass(frozen=True)
-class WeightPlan:
-    """One weight as the schedule sees it; bytes are per rank and message payload."""
-
-    name: str
-    gather_bytes: int
-    reduce_bytes: int
-    slot_bytes: int
-    shard_bytes: int
-    trainable: bool = True
-    resident: bool = False
-    """Whole at rest (weight group of one, same dtype): never gathered."""
-    small: bool = False
-    """Travels together with its small neighbours."""
-    coded: Message | None = None
-    """What is gathered of each shard, where a codec codes it."""
-    expert: bool = False
-    """Travels over the experts' weight group, which is not the dense weights'."""
-    gather_dtype: torch.dtype | None = None
-    """What it is gathered in; what travels together has one dtype."""
-    reduce_dtype: torch.dtype | None = None
-    """What its gradient travels in."""
-    gradient_bytes: int = 0
-    """Of its whole gradient as it travels, padded."""
-    sum_bytes: int = 0
-    """Of its whole gradient, summed over micro-batches in fp32 or wider."""
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """One unit as the schedule sees it; ``block`` is -1 outside the blocks."""
-
-    name: str
-    weights: tuple[WeightPlan, ...]
-    slot: int
-    block: int = -1
-    recomputed: bool = False
-    anchor: int = -1
-    """Position of the first weight used after the anchor; -1: the block's entry triggers."""
-    at_entry: bool = False
-    """Whether the block takes all its weights at its entry."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the unit's whole weights in a slot."""
-        return slot_bytes(self.weights)
-
-    def extent(self, weight: WeightPlan) -> tuple[int, int]:
-        """First and last byte (excluded) of a weight in the slot."""
-        start = slot_bytes(self.weights[: self.weights.index(weight)])
-        return start, start + weight.slot_bytes
-
-
-def slot_bytes(weights: Sequence[WeightPlan]) -> int:
-    """Bytes of whole weights in a slot."""
-    return sum(w.slot_bytes for w in weights if not w.resident)
-
-
-@dataclass(frozen=True)
-class Action:
-    """One line of a schedule: ``kind`` as in :mod:`internsp.trace`."""
-
-    kind: str
-    phase: str
-    weight: str
-    nbytes: int = 0
-
-    def line(self) -> str:
-        """As :meth:`internsp.trace.Event.line`."""
-        return f"{self.kind} {self.phase} {self.weight}"
-
-
-@dataclass
-class Schedule:
-    """The ordered actions of one optimizer step."""
-
-    actions: list[Action] = field(default_factory=list)
-
-    def lines(self, kinds: Sequence[str] | None = None) -> list[str]:
-        """The actions as text, optionally only some kinds."""
-        return [a.line() for a in self.actions if kinds is None or a.kind in kinds]
-
-    def nbytes(self, kind: str) -> int:
-        """Payload bytes of all actions of a kind."""
-        return sum(a.nbytes for a in self.actions if a.kind == kind)
-
-    def count(self, kind: str) -> int:
-        """Number of actions of a kind."""
-        return sum(a.kind == kind for a in self.actions)
-
-
-@dataclass(frozen=True)
-class ChunkPlan:
-    """Everything :func:`internsp.wp.simulate.simulate` needs to know about a chunk."""
-
-    policy: Policy
-    blocks: tuple[UnitPlan, ...]
-    embedding: UnitPlan | None
-    head: UnitPlan | None
-    pending_units: int
-    others: tuple[UnitPlan, ...] = ()
-
-    @property
-    def outer(self) -> tuple[UnitPlan, ...]:
-        """Gathered at the model's entry and reduced at the end of backward."""
-        return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
-
-    @cached_property
-    def pending_bytes(self) -> int:
-        """Whole gradients that may be in flight: those of the ``pending_units`` largest units."""
-        sizes = [sum(w.gradient_bytes for w in u.weights if w.trainable) for u in self.units]
-        return sum(sorted(sizes, reverse=True)[: self.pending_units])
-
-    @property
-    def units(self) -> tuple[UnitPlan, ...]:
-        """All of them, each once (a tied head is the embedding)."""
-        head = () if self.head is None or self.head is self.embedding else (self.head,)
-        return (*self.blocks, *self.outer, *head)
-
-    def launches(self, unit: UnitPlan, phase: str) -> list[list[WeightPlan]]:
-        """A block's gathers in the order of a pass, as they are launched."""
-        order = self.policy.order(unit.weights, phase, unit.recomputed)
-        return launches([w for w in order if not w.resident], lambda w: w.small)
-
-    def slots(self) -> list[int]:
-        """Bytes of each slot: the pool's exact size (WP-1)."""
-        policy = self.policy
-        own = slot_sizes([u.slot_bytes for u in self.blocks], policy.depth, policy.resident)
-        sizes = dict(enumerate(own))
-        sizes |= {unit.slot: unit.slot_bytes for unit in self.units if unit.block < 0}
-        return [sizes[i] for i in sorted(sizes)]
+        return groups[::-1] if phase == BACKWARD and not recomputed else groups

@@ -33,7 +33,7 @@ class ShardLayout:
     """Pure arithmetic of one cut weight.
 
     Attributes:
-        shape: of the whole weight.
+        shape: of the unsharded weight.
         dim: the dimension that is cut (not negative).
         size: ranks in the weight group.
     """
@@ -80,7 +80,7 @@ class ShardLayout:
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of the padded whole weight: what a slot holds and a gather moves."""
+        """Elements of the padded unsharded weight: what a slot holds and a gather moves."""
         return self.size * self.shard_numel
 
     def valid_rows(self, rank: int) -> int:
@@ -92,19 +92,19 @@ class ShardLayout:
         start = min(rank * self.rows, self.shape[self.dim])
         return whole.movedim(self.dim, 0).narrow(0, start, self.valid_rows(rank))
 
-    def whole_view(self, padded: Tensor) -> Tensor:
-        """The whole weight as a view of the flat, padded, gathered elements."""
+    def unsharded_view(self, padded: Tensor) -> Tensor:
+        """The unsharded weight as a view of the flat, padded, gathered elements."""
         rows = padded[: self.padded_numel].view(self.size * self.rows, *self.front[1:])
         return rows[: self.shape[self.dim]].movedim(0, self.dim)
 
     def pack(self, gradient: Tensor, out: Tensor) -> None:
-        """Write a whole gradient into ``out`` (flat, padded) with a zero tail."""
+        """Write an unsharded gradient into ``out`` (flat, padded) with a zero tail."""
         flat = out.view(self.size * self.rows, *self.front[1:])
         flat[: self.shape[self.dim]].copy_(gradient.movedim(self.dim, 0))
         flat[self.shape[self.dim] :].zero_()
 
     def add(self, gradient: Tensor, out: Tensor) -> None:
-        """Add a whole gradient to ``out``, as :meth:`pack` has made it."""
+        """Add an unsharded gradient to ``out``, as :meth:`pack` has made it."""
         flat = out.view(self.size * self.rows, *self.front[1:])
         flat[: self.shape[self.dim]].add_(gradient.movedim(self.dim, 0))
 
@@ -120,26 +120,28 @@ class ShardLayout:
         return front.view(-1) if front.is_contiguous() else None
 
 
-class ShardedWeight:
+class ShardedParameter:
     """A parameter at rest as this rank's rows.
 
     ``storage`` is the padded shard ``[rows, ...]``, contiguous, cut dimension first; the module's
     parameter is a ``DTensor`` whose local tensor is a view of its valid rows.
 
-    Where ranks own different experts, ``layout`` is of this rank's whole weight, and the
+    Where ranks own different experts, ``layout`` is of this rank's unsharded weight, and the
     ``DTensor`` is of all ranks' weights of that name, one after another on dimension 0.
 
     Attributes:
         name: fully qualified, of the first owner when several modules share the weight.
         axis: along which it is cut; dense weights and experts may have different ones.
-        partial: the gradient sum drained so far in this backward, like ``storage`` but fp32 or
-            wider (unless ``lent``); ``None`` before the first drain.
-        lent: ``partial`` is autograd's own tensor; see :meth:`own_partial`.
+        reduced_grad: the gradient summed from finished reductions so far in this backward, like
+            ``storage`` but fp32 or wider (unless ``borrowed``); ``None`` before the first reduction
+            is finished.
+        borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
         sent_as: what its gradient is reduced in; ``None``: in the compute dtype.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
         device_type: where it computes.
+        moves: whether it is gathered: false where the shard is the unsharded weight already.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
     """
 
@@ -163,11 +165,12 @@ class ShardedWeight:
         self.base_compute_dtype = self.compute_dtype
         self.sent_as: torch.dtype | None = None
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
+        self.moves = layout.size > 1 or self.compute_dtype != self.dtype
         # A weight that is whole at rest is autocast by torch itself, as on one process.
-        self.autocasts = autocasts and self.compute_dtype == torch.float32 and not self.resident
+        self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.moves
         self.device_type = device.type
-        self.partial: Tensor | None = None
-        self.lent = False
+        self.reduced_grad: Tensor | None = None
+        self.borrowed = False
         self.ready: Ready | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
@@ -216,6 +219,21 @@ class ShardedWeight:
         """Whether it is trained, now: a user may freeze and thaw it."""
         return self.parameter.requires_grad
 
+    @property
+    def trained(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.parameter.requires_grad
+
+    @property
+    def travels(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.layout.size > 1
+
+    @property
+    def gradient_bytes(self) -> int:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.layout.padded_numel * self.reduce_dtype.itemsize
+
     def version(self) -> int:
         """A number that changes whenever the shard's values may have (see :func:`version_of`)."""
         return version_of(self.parameter) + self._generation
@@ -245,11 +263,6 @@ class ShardedWeight:
         if self.sent_as is None or self.layout.size == 1:
             return self.compute_dtype
         return self.sent_as
-
-    @property
-    def resident(self) -> bool:
-        """Whether the shard is the whole weight already, so that nothing needs to be gathered."""
-        return self.layout.size == 1 and self.compute_dtype == self.dtype
 
     def to_send(self) -> Tensor:
         """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
@@ -288,28 +301,29 @@ class ShardedWeight:
         with torch.no_grad():
             self.local(self.storage).copy_(local.detach())
 
-    def add_partial(self, total: Tensor) -> None:
+    def add_reduced_grad(self, total: Tensor) -> None:
         """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""
-        self.partial = total if self.partial is None else self.own_partial().add_(total)
+        before = self.reduced_grad
+        self.reduced_grad = total if before is None else self.own_reduced_grad().add_(total)
 
-    def lend_partial(self, gradient: Tensor) -> None:
-        """:meth:`add_partial` of autograd's own tensor, not copied until it is changed."""
-        if self.partial is not None:
-            self.own_partial().add_(gradient.view(self.layout.shard_shape))
+    def borrow_grad(self, gradient: Tensor) -> None:
+        """:meth:`add_reduced_grad` of autograd's own tensor, not copied until it is changed."""
+        if self.reduced_grad is not None:
+            self.own_reduced_grad().add_(gradient.view(self.layout.shard_shape))
             return
-        self.partial, self.lent = gradient.view(self.layout.shard_shape), True
+        self.reduced_grad, self.borrowed = gradient.view(self.layout.shard_shape), True
 
-    def own_partial(self) -> Tensor:
-        """``partial``, to be changed in place: fp32 or wider, and nobody else's memory."""
-        assert self.partial is not None, "the caller has looked"
-        if self.lent:
-            wide = torch.promote_types(self.partial.dtype, torch.float32)
-            self.partial, self.lent = self.partial.to(wide, copy=True), False
-        return self.partial
+    def own_reduced_grad(self) -> Tensor:
+        """``reduced_grad``, to be changed in place: fp32 or wider, and memory of its own."""
+        assert self.reduced_grad is not None, "the caller has looked"
+        if self.borrowed:
+            wide = torch.promote_types(self.reduced_grad.dtype, torch.float32)
+            self.reduced_grad, self.borrowed = self.reduced_grad.to(wide, copy=True), False
+        return self.reduced_grad
 
-    def drop_partial(self) -> None:
+    def drop_reduced_grad(self) -> None:
         """Forget the sum."""
-        self.partial, self.lent = None, False
+        self.reduced_grad, self.borrowed = None, False
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -34,12 +34,16 @@ def current_stream(device: torch.device) -> CurrentStream | None:
 class SlotStreams:
     """The streams that touch one slot. On a device without streams every method does nothing.
 
+    Attributes:
+        active: whether the device has streams.
+
     Args:
         current: see :func:`current_stream`.
     """
 
     def __init__(self, current: CurrentStream | None) -> None:
         self._current = current
+        self.active = current is not None
         self._readers: set[Stream] = set()
         self._arrived: dict[Hashable, set[Stream]] = {}
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from internsp.autograd import in_backward
 from internsp.errors import GradientError
-from internsp.wp.communicator import ChunkState, in_backward
-from internsp.wp.replicated import ReplicatedParameter, SmallParameters
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.perform import Chunk
+from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.shard import ShardedParameter
 
-Member = ShardedWeight | ReplicatedParameter
+Member = ShardedParameter | ReplicatedParameter
 
 _aten: Any = torch.ops.aten
 
@@ -117,7 +118,7 @@ class UnfinishedGradients:
         self._discard = discard
         self._rank = rank
         self._shown: dict[Member, UnfinishedGradient] = {}
-        self._before: dict[Member, Tensor | None] = {}  # whole gradients of earlier backwards
+        self._before: dict[Member, Tensor | None] = {}  # unsharded gradients of earlier backwards
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -195,13 +196,13 @@ class UnfinishedGradients:
         return self._before.pop(member)
 
 
-def with_sums(state: ChunkState, small: SmallParameters) -> list[Member]:
+def with_sums(state: Chunk, replicated: ReplicatedParameters) -> list[Member]:
     """The parameters that have sums on this rank."""
-    return [*small.born(), *state.touched]
+    return [*replicated.with_gradient(), *state.reducer.touched]
 
 
 def discard_sums(
-    state: ChunkState, small: SmallParameters, member: Member, used: bool
+    state: Chunk, replicated: ReplicatedParameters, member: Member, used: bool
 ) -> None:
     """Forget ``member``'s sums on this rank; waits for what is in flight. No message.
 
@@ -211,14 +212,14 @@ def discard_sums(
         used: whether its gradient is zeros rather than none, where this rank had one: a gradient
             that was set to zero in place exists, and optimizers step with it.
     """
-    state.pending.drain()
+    state.finish_reductions()
     if isinstance(member, ReplicatedParameter):
-        small.discard(member, used)
+        replicated.discard(member, used)
         return
-    state.pending.whole.drop(member)
-    if member.partial is not None:
-        wide = torch.promote_types(member.partial.dtype, torch.float32)
-        member.drop_partial()
-        member.partial = torch.zeros_like(member.storage, dtype=wide)
-    if member in state.touched:
-        state.touched[member] &= used
+    state.reducer.whole.drop(member)
+    if member.reduced_grad is not None:
+        wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
+        member.drop_reduced_grad()
+        member.reduced_grad = torch.zeros_like(member.storage, dtype=wide)
+    if member in state.reducer.touched:
+        state.reducer.touched[member] &= used

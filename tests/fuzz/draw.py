@@ -30,7 +30,7 @@ ZERO_OPTIMIZERS = ("zero_adamw", "zero_sgd", "zero_momentum", "zero_groups", "ze
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "trigger": ("qkv", "attention", "mlp", "rolling", "rolling"),
     "granularity": ("module",),
-    "together_bytes": (200, 400, 1000, 65536),
+    "coalesce_bytes": (200, 400, 1000, 65536),
     "min_shard_elements": (0, 1, 30, 100, 2048),
     "prefetch_depth": (2, 3, 9),
     "memory_pool": (False,),
@@ -46,7 +46,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "experts": (["experts", "fc1"], ["fc2"]),
 }
 STAY = ("resident_blocks", "resident_bytes", "keep_between_micro_batches")
-DEFAULTS = {"min_shard_elements": 20, "together_bytes": 0}
+DEFAULTS = {"min_shard_elements": 20, "coalesce_bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -240,6 +240,10 @@ def fitted(case: Case) -> Case:
         # through its backward together only where blocks run in the declared order.
         beside = tuple(b for b in beside if b != "frozen_embedding")
         program = tuple(op for op in program if op[0] != "freeze")
+    if "frozen_embedding" in beside or any(op[0] == "freeze" for op in program):
+        # A loss of hidden states that need no gradient has no backward, and the sums of quiet
+        # micro-batches before it would stay unfinished: by then gradients cannot be looked at.
+        program = tuple(_with_the_head(op) for op in program)
     if "tied" in beside and "tied_functional" in beside:
         beside = tuple(b for b in beside if b != "tied")
     if "tied_functional" in beside and "bag" in beside:
@@ -247,6 +251,12 @@ def fitted(case: Case) -> Case:
     return replace(
         case, options=options, checkpoint=checkpoint, beside=beside, clip=clip, program=program
     )
+
+
+def _with_the_head(op: Op) -> Op:
+    if op[0] not in ("accumulate", "thrown"):
+        return op
+    return (*op[:2], tuple("with_middle" if k == "middle" else k for k in op[2]), *op[3:])
 
 
 def simpler(case: Case) -> Iterator[Case]:

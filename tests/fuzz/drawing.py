@@ -185,7 +185,7 @@ def _extreme(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
         ("model", "head_dim"), ("model", "intermediate_size"), ("data", "sequence_length"),
         ("train", "global_batch"), ("train", "micro_batches"), ("train", "steps"),
         ("launch", "processes"), ("weight_parallel", "prefetch_depth"),
-        ("weight_parallel", "together_bytes"), ("weight_parallel", "resident_bytes"),
+        ("weight_parallel", "coalesce_bytes"), ("weight_parallel", "resident_bytes"),
     ), 2):  # fmt: skip
         values.setdefault(name, {})[key] = 1 << rng.randrange(34)
     drawn.told.append("extreme sizes")

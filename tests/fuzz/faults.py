@@ -10,13 +10,12 @@ from typing import Any
 
 import internsp.wp.collect
 from internsp.optim import reduction, zero
-from internsp.wp.accumulation import WholeGradients
-from internsp.wp.communicator import UnitCommunicator
 from internsp.wp.contents import Contents
-from internsp.wp.pending import PendingGradients
-from internsp.wp.replicated import SmallParameters
+from internsp.wp.perform import Chunk
+from internsp.wp.reduce import GradientReducer, UnshardedSums
+from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import BACKWARD
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedParameter
 
 
 def put_in(name: str, rank: int) -> None:
@@ -27,57 +26,55 @@ def put_in(name: str, rank: int) -> None:
 
 def scaled_gradient(rank: int) -> None:
     """One weight's gradient is 1.001 times too large, on rank 0 alone."""
-    launch = PendingGradients.launch
+    ready = GradientReducer.on_grad_ready
 
-    def wrong(self: Any, unit: Any, weight: Any, gradient: Any) -> None:
-        if rank == 0 and gradient is not None and weight.name.endswith("fc2.weight"):
+    def wrong(self: Any, weight: Any, gradient: Any) -> None:
+        if rank == 0 and weight.name.endswith("fc2.weight"):
             gradient = gradient * 1.001
-        launch(self, unit, weight, gradient)
+        ready(self, weight, gradient)
 
-    PendingGradients.launch = wrong  # type: ignore[method-assign]
+    GradientReducer.on_grad_ready = wrong  # type: ignore[method-assign]
 
 
 def skipped_regather(rank: int) -> None:
-    """The first block's weights are taken to be whole in backward."""
-    fetch = UnitCommunicator.fetch
+    """The first block's weights are taken to be unsharded in backward."""
+    gather = Chunk._all_gather
 
-    def wrong(self: Any, unit: Any, weights: Any, phase: str) -> None:
-        moving = [w for w in weights if not w.resident]
-        if phase != BACKWARD or unit.block != 0 or not moving:
-            fetch(self, unit, weights, phase)
-            return
-        slot = self._lease(unit, moving, phase)
-        slot.tags.update({w: w.tag() for w in moving})
+    def wrong(self: Any, action: Any) -> None:
+        if action.phase != BACKWARD or action.unit.block != 0:
+            gather(self, action)
+        else:
+            self.slot(action.unit).tags.update({w: w.tag() for w in action.weights})
 
-    UnitCommunicator.fetch = wrong  # type: ignore[method-assign]
+    Chunk._all_gather = wrong  # type: ignore[method-assign]
 
 
 def stale_reuse(rank: int) -> None:
-    """Whole weights are kept although the optimizer has written the shards."""
-    Contents._forget = lambda self: None  # type: ignore[method-assign]
-    ShardedWeight.version = lambda self: 0  # type: ignore[method-assign]
-    ShardedWeight.tag = lambda self: (0, self.compute_dtype)  # type: ignore[method-assign]
+    """Unsharded weights are kept although the optimizer has written the shards."""
+    Contents.begin_pass = lambda self: True  # type: ignore[method-assign]
+    ShardedParameter.version = lambda self: 0  # type: ignore[method-assign]
+    ShardedParameter.tag = lambda self: (0, self.compute_dtype)  # type: ignore[method-assign]
 
 
 def lost_accumulation(rank: int) -> None:
     """A second micro-batch's reduced gradient takes the first one's place."""
 
     def wrong(self: Any, total: Any) -> None:
-        self.partial = total
+        self.reduced_grad = total
 
-    ShardedWeight.add_partial = wrong  # type: ignore[method-assign]
+    ShardedParameter.add_reduced_grad = wrong  # type: ignore[method-assign]
 
 
 def lost_whole_sum(rank: int) -> None:
     """Inside ``no_sync`` the last gradient takes the place of the sum."""
-    add = WholeGradients.add
+    add = UnshardedSums.add
 
     def wrong(self: Any, unit: Any, weight: Any, gradient: Any) -> None:
         if gradient is not None:
             self._sums.pop(weight, None)
         add(self, unit, weight, gradient)
 
-    WholeGradients.add = wrong  # type: ignore[method-assign]
+    UnshardedSums.add = wrong  # type: ignore[method-assign]
 
 
 def no_replica_sum(rank: int) -> None:
@@ -91,14 +88,14 @@ def no_zero_replica_sum(rank: int) -> None:
 
 
 def small_once(rank: int) -> None:
-    """A small parameter that is used twice keeps its last gradient."""
-    add = SmallParameters.add
+    """A replicated parameter that is used twice keeps its last gradient."""
+    add = ReplicatedParameters.add
 
     def wrong(self: Any, index: int, gradient: Any) -> None:
         self.value(index).zero_()
         add(self, index, gradient)
 
-    SmallParameters.add = wrong  # type: ignore[method-assign]
+    ReplicatedParameters.add = wrong  # type: ignore[method-assign]
 
 
 def clip_off(rank: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import internsp
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from tests.fuzz.draw import Case
 from tests.fuzz.shapes import Drawn, PlannedError, loss_of
 

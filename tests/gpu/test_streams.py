@@ -104,7 +104,7 @@ def parity(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, f
 def test_gradients_of_ranks_that_share_the_device_equal_one_process() -> None:
     cases = [
         Case(weight=2),
-        Case(weight=2, weights={"together_bytes": 0}),
+        Case(weight=2, weights={"coalesce_bytes": 0}),
         Case(weight=1, sequence=2, micro_batches=2),
         Case(weight=2, sequence=2, weights={"prefetch_depth": 2}),
         Case(weight=2, checkpoint={"mode": "full"}),
@@ -142,7 +142,7 @@ def test_a_wait_of_the_device_is_timed_by_the_device() -> None:
         parallelize(
             blocks,
             mesh,
-            WeightParallelConfig(min_shard_elements=513, together_bytes=0),
+            WeightParallelConfig(min_shard_elements=513, coalesce_bytes=0),
             trace=trace,
             collectives=partial(EmulatedCollectives, link=link),
         )

@@ -1,4 +1,7 @@
-"""Full accumulation: whole gradients are summed over micro-batches and reduced once, exactly."""
+"""Full accumulation: unsharded gradients are summed over micro-batches and reduced once.
+
+Exactly.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def plain_loop(rank: int, world_size: int, weight: int) -> None:
     mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
     for config, checkpoint in CASES:
         twin = Twin(Tiny, mesh, checkpoint, accumulation="full", **config)
-        communicator, kinds = twin.communicator, ("AG", "RS", "DRAIN")
+        communicator, kinds = twin.communicator, ("AG", "RS", "FINISH")
         assert communicator.plan is not None
         planned = simulate(communicator.plan, 3, config.get("overlap", True)).lines(kinds)
         pool = communicator.state.pool
@@ -57,12 +60,12 @@ def plain_loop(rank: int, world_size: int, weight: int) -> None:
             if number == 0:
                 assert twin.lines(*kinds) == planned, config
             allocations.append(pool.buffer_allocations)
-            assert not communicator.state.pending.whole.nbytes
+            assert not communicator.state.reducer.whole.nbytes
             twin.zero_grad()
             communicator.invalidate()
         if pool.reuse:
             assert allocations[2] == allocations[1], "a step allocates nothing after the second"
-        cut = sum(weight.requires_grad for weight in communicator.small.sharded)
+        cut = sum(weight.requires_grad for weight in communicator.replicated.sharded)
         assert sum(line.startswith("RS") for line in planned) == cut
 
 
@@ -93,7 +96,7 @@ def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]
             twin.zero_grad()
             twin.communicator.invalidate()
         found.append((counters.reductions, counters.reduced_bytes))
-        cut = len(twin.communicator.small.sharded)
+        cut = len(twin.communicator.replicated.sharded)
     return [*found, (cut, 0)]
 
 
@@ -143,7 +146,7 @@ def optimized(rank: int, world: int) -> tuple[float, float, int]:
     mine, theirs = whole.optimizer.gather_gradients(), plain.optimizer.gather_gradients()
     assert mine.keys() == theirs.keys()
     gap = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
-    return furthest(wanted, found), gap, whole.communicator.state.pending.whole.nbytes
+    return furthest(wanted, found), gap, whole.communicator.state.reducer.whole.nbytes
 
 
 def test_an_optimizer_reduces_the_sums_that_no_backward_has_reduced() -> None:
@@ -171,11 +174,11 @@ Row = tuple[float, int, int, dict[int, int], dict[int, int]]
 def pipelined(rank: int, world_size: int, case: PipelineCase) -> Row:
     trace, most = Trace(enabled=True), _Most()
     pipeline, plain = make(case, hooks=[most], trace=trace)
-    most.pending = [communicator.state.pending for communicator in pipeline.communicators]
+    most.pending = [communicator.state.reducer for communicator in pipeline.communicators]
     losses = pipeline.step(batches(case, pipeline.mesh))
-    assert trace.lines(("AG", "RS", "DRAIN")) == pipeline.planned().lines(("AG", "RS", "DRAIN"))
+    assert trace.lines(("AG", "RS", "FINISH")) == pipeline.planned().lines(("AG", "RS", "FINISH"))
     found = compare(case, pipeline, plain, losses)
-    cut = sum(len(communicator.small.sharded) for communicator in pipeline.communicators)
+    cut = sum(len(communicator.replicated.sharded) for communicator in pipeline.communicators)
     told = {}
     for chunk, communicator in enumerate(pipeline.communicators):
         assert communicator.plan is not None
@@ -210,13 +213,14 @@ def summed(rank: int, world_size: int) -> list[float]:
     state, unit = twin.communicator.state, twin.communicator.blocks[0]
     weight = unit.weights[0]
     one = torch.ones(weight.layout.shape, dtype=torch.bfloat16)
-    with twin.communicator.no_sync():
-        state.pending.launch(unit, weight, 256 * one)
-        state.pending.launch(unit, weight, one)
-    state.pending.launch(unit, weight, one)
-    state.pending.drain()
-    assert weight.partial is not None
-    values: list[float] = weight.partial.unique().tolist()
+    for value in (256 * one, one):
+        state.reducer.on_grad_ready(weight, value)
+        state.reducer.accumulate(unit, [weight])
+    state.reducer.on_grad_ready(weight, one)
+    state.perform(state.queue.reduce(unit, weight))
+    state.finish_reductions()
+    assert weight.reduced_grad is not None
+    values: list[float] = weight.reduced_grad.unique().tolist()
     return values
 
 

@@ -19,7 +19,7 @@ from tests.support.meshes import mesh_of
 from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 
-SMALL = {"min_shard_elements": CUT, "together_bytes": 0}
+SMALL = {"min_shard_elements": CUT, "coalesce_bytes": 0}
 
 
 def tiny(width: int = 6) -> Tiny:
@@ -75,10 +75,14 @@ def different_models(rank: int, world_size: int) -> None:
         without.layers[2].wo = nn.Identity()
         without.layers[2].other = nn.Linear(6, 6)
         del without.layers[2].wo
-    refused(rank, without, StructureError, "no anchor" if odd else "layers.2")
+    refused(rank, without, StructureError, "no prefetch trigger" if odd else "layers.2")
+    bounded = tiny()  # alike in all that is compared
+    bounded.embed.max_norm = 1.0 if odd else None
+    words = ("max_norm",) if odd else ("rank 1 refused its model (this is rank 0)", "max_norm")
+    refused(rank, bounded, StructureError, *words)
     patterns = ("wo", "nothing") if odd else ("wo",)
-    text = refused(rank, tiny(), ConfigError if not odd else StructureError, "anchors",
-                   anchors=patterns)  # fmt: skip
+    text = refused(rank, tiny(), ConfigError if not odd else StructureError, "prefetch_triggers",
+                   prefetch_triggers=patterns)  # fmt: skip
     assert "nothing" in text
 
 
@@ -283,13 +287,15 @@ def test_a_sequence_degree_needs_an_attention_that_knows_of_it() -> None:
     run_ranks(cut_sequences, 2)
 
 
-@pytest.mark.parametrize("key", ["anchors", "experts", "blocks"])
+@pytest.mark.parametrize("key", ["prefetch_triggers", "experts", "blocks"])
 def test_every_single_pattern_must_match_something(key: str) -> None:
     run_ranks(unmatched, 1, key)
 
 
 def unmatched(rank: int, world_size: int, key: str) -> None:
-    right = {"anchors": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)}[key]
+    right = {
+        "prefetch_triggers": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)
+    }[key]
     parallelize(tiny(), mesh_of(1), WeightParallelConfig(**SMALL, **{key: right}))
     wrong = (*right, "nowhere")
     refused(rank, tiny(), StructureError, "nowhere", "candidates", "w", mesh=mesh_of(1),

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Collectives
+from internsp.wp.slots import aligned
 from internsp.wp.works import Works
 from tests.support.models import ROLLING, SOME, Block, Tiny, Twin
 from tests.support.ranks import run_ranks
@@ -50,9 +51,9 @@ def without_copies(collectives: Collectives) -> None:
 
     def send_all(outputs: list[Tensor], shards: list[Tensor]) -> Works:
         pairs = zip(outputs, shards, strict=True)
-        return Works([collectives._send_gather(o, s) for o, s in pairs])
+        return Works([collectives._send_all_gather(o, s) for o, s in pairs])
 
-    collectives._send_gathers = send_all  # type: ignore[method-assign]
+    collectives._send_all_gathers = send_all  # type: ignore[method-assign]
 
 
 def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]:
@@ -76,6 +77,9 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]
         first = allocated(step)
         ours = {numel * dtype.itemsize for numel, dtype in pool._free} if pool.reuse else set()
         ours |= {slot.nbytes for slot in pool.slots}
+        if not pool.reuse:  # each weight has memory of its own
+            weights = [w for unit in twin.communicator.blocks for w in unit.weights]
+            ours |= {aligned(weight.slot_nbytes) for weight in weights}
         step()
         later = allocated(lambda step=step: [step() for _ in range(3)])
         found.append((
@@ -93,4 +97,4 @@ def test_after_the_second_step_no_slot_packed_input_or_received_piece_is_allocat
         for what, first, later in pooled:
             assert first > 0, f"{what}: the first step fills the pool, and the profiler sees it"
             assert later == {}, f"{what}: (bytes: times) {later}"
-        assert without[2], "without the pool, blocks are allocated again and again"
+        assert without[2], "without the pool, weights are allocated again and again"

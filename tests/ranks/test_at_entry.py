@@ -12,7 +12,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
-from internsp.pipeline.apart import begin_part, end_part
 from internsp.pipeline.stage import _Sink
 from tests.support.models import ALL, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
@@ -111,11 +110,11 @@ def in_parts(rank: int, world_size: int) -> None:
         given = both[rank].clone().requires_grad_()
         twin.plain(both).square().sum().backward()
         outputs = [twin.ours(given)]
-        begin_part(twin.communicator, weights=False)
+        twin.communicator.begin_part(weights=False)
         (arrived,), groups = stage_backward_input(
             outputs, [2 * outputs[0].detach()], [given], map(_Sink, twin.ours.parameters())
         )
-        end_part(twin.communicator)
+        twin.communicator.end_part()
         assert all(p.grad is None for p in twin.ours.parameters())
         alone = both[rank].clone().requires_grad_()
         twin.plain(alone).square().sum().backward(inputs=[alone])
@@ -123,9 +122,9 @@ def in_parts(rank: int, world_size: int) -> None:
         assert alone.grad is not None
         close(arrived, alone.grad, f"step {step}: gradient of the input")
         gathers = state.counters.gathers
-        begin_part(twin.communicator, weights=True)
+        twin.communicator.begin_part(weights=True)
         stage_backward_weight(map(_Sink, twin.ours.parameters()), groups)
-        end_part(twin.communicator)
+        twin.communicator.end_part()
         twin.check_gradients(f"step {step}, in two parts")
         assert state.counters.gathers == gathers, "a weight part needs no weight"
         twin.zero_grad()

@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 WIDE = partial(Tiny, partial(Block, 22), layers=4, width=22)  # 128 does not divide its shards
-KINDS = ("AG", "WAIT", "USE", "FREE", "RS", "DRAIN")
+KINDS = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
 CODED = {"codec_min_elements": 600}  # w1 and w2 of a block, but neither q nor wo
 
 
@@ -177,9 +177,9 @@ def bfloat16(rank: int, world_size: int) -> list[float]:
             unit = twin.communicator.blocks[3]
             weight = next(w for w in unit.weights if w.name == "layers.3.w1.weight")
             slot = twin.communicator.state.pool.slots[unit.slot]
-            twin.communicator.fetch(unit, (weight,), "forward")
-            twin.communicator.settle(unit)
-            whole = slot.whole(unit, weight)
+            state = twin.communicator.state
+            state.perform(state.queue.use(unit, weight, "forward"))
+            whole = slot.unsharded(unit, weight)
             assert whole.dtype == torch.bfloat16
             error = (whole.float() - before).abs().amax() / before.abs().amax()
             assert float(error) < {"int8": 0.008, "fp8": 0.04}[kind]
@@ -215,7 +215,7 @@ def piped(rank: int, world_size: int, case: Case) -> tuple[float, float, bool]:
 def test_a_pipelines_weights_travel_coded(schedule: str) -> None:
     case = Case(
         schedule, chunks=2 if schedule == "ZBVZeroBubble" else 1, weight=2,
-        weights={"codec": "int8", "codec_min_elements": 200, "together_bytes": 0},
+        weights={"codec": "int8", "codec_min_elements": 200, "coalesce_bytes": 0},
     )  # fmt: skip
     for loss, gradient, right in run_ranks(piped, 4, case):
         assert loss < 1e-10
@@ -227,7 +227,7 @@ def reduced(rank: int, world_size: int) -> None:
     """Gradients in another dtype than weights, with sums of one and of several micro-batches."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2e-2)):
-        for options in ({}, {"together_bytes": 4000}, {"accumulation": "full"}):
+        for options in ({}, {"coalesce_bytes": 4000}, {"accumulation": "full"}):
             twin = Twin(WIDE, mesh, reduce_dtype=dtype, **options)
             assert twin.communicator.plan is not None
             several = twin.communicator.plan.policy.accumulate_whole

@@ -41,11 +41,11 @@ def both_ways(rank: int, world_size: int) -> None:
             # Several in flight, and waited for out of turn.
             handles = []
             for i in range(3):
-                handles.append(collectives.gather(slots[i], shard + i, "u", "w", "forward"))
-                handles.append(collectives.reduce(received[i], sent[i], "u", {"w": 7}, "b"))
+                handles.append(collectives.all_gather(slots[i], shard + i, "u", "w", "forward"))
+                handles.append(collectives.reduce_scatter(received[i], sent[i], "u", {"w": 7}, "b"))
             for handle in reversed(handles):
                 collectives.wait(handle, "u", "w", "forward")
-            totals = [collectives.total(r, s) for r, s in zip(received, sent, strict=True)]
+            totals = [collectives.sum_received(r, s) for r, s in zip(received, sent, strict=True)]
             found.append((torch.stack(slots), torch.stack(totals)))
         for whole, pair in zip(*found, strict=True):
             assert torch.equal(whole, pair), dtype
@@ -65,7 +65,7 @@ def traced(rank: int, world_size: int) -> tuple[float, float, float]:
     dist.barrier()
     time.sleep(0.2 * rank)
     launched = time.perf_counter()
-    handle = collectives.gather(slot, shard, "u", "w", "forward")
+    handle = collectives.all_gather(slot, shard, "u", "w", "forward")
     time.sleep(0.6)
     before = time.perf_counter()
     collectives.wait(handle, "u", "w", "forward")
@@ -84,7 +84,7 @@ def out_of_step(rank: int, world_size: int) -> str:
     collectives = Collectives(group, True, Trace(), Counters())
     collectives.ledger.counts[0] += rank  # rank 1 believes that it has sent one more
     slot = torch.zeros(2 * 15)
-    handle = collectives.gather(slot, torch.ones(SHARD), "u", "wq", "forward")
+    handle = collectives.all_gather(slot, torch.ones(SHARD), "u", "wq", "forward")
     with pytest.raises(CollectiveError, match="wq") as caught:
         collectives.wait(handle, "u", "wq", "forward")
     return str(caught.value)

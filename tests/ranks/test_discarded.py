@@ -97,7 +97,7 @@ def plain(rank: int, world_size: int, weight: int) -> None:
                 one.step()
                 one.zero_grad()
             twin.check_parameters(what)
-            assert not twin.communicator.state.pending.whole.nbytes
+            assert not twin.communicator.state.reducer.whole.nbytes
 
 
 def zero(rank: int, world_size: int, weight: int) -> None:
@@ -114,7 +114,7 @@ def zero(rank: int, world_size: int, weight: int) -> None:
             with sync():
                 twin.backward()
                 if number % 2:
-                    ours.drain()  # into slices
+                    ours.finish_reductions()  # into slices
                 twin.backward()
             drop(twin.ours)
             drop(twin.plain)

@@ -23,12 +23,12 @@ CASES = {
     "idle experts, recomputed": Case(
         1, 2, zero=2, listed=True, number=5, checkpoint={"mode": "full", "fraction": 0.5}
     ),
-    "all weights small": Case(4, 2, 2, config={"together_bytes": 65536}),
-    "some weights small": Case(2, 4, config={"together_bytes": 400, "pending_blocks": 1}),
+    "all weights small": Case(4, 2, 2, config={"coalesce_bytes": 65536}),
+    "some weights small": Case(2, 4, config={"coalesce_bytes": 400, "pending_blocks": 1}),
     "summed whole, a block kept": Case(
         2, 4, micro_batches=2, config={"accumulation": "full", "resident_blocks": 1}
     ),
-    "rolling": Case(4, 2, 2, config={"trigger": "rolling", "together_bytes": 400}),
+    "rolling": Case(4, 2, 2, config={"trigger": "rolling", "coalesce_bytes": 400}),
     "no slots kept": Case(4, 2, 2, number=2, config={"memory_pool": False, "prefetch_depth": 2}),
 }
 
@@ -125,7 +125,7 @@ def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], li
     """What the first step did beside what its plan says."""
     found = []
     for case in cases:
-        kinds = ("AG", "RS", "USE", "FREE", "DRAIN")
+        kinds = ("AG", "RS", "USE", "FREE", "FINISH")
         if case.config.get("trigger") == "rolling":  # whose plan orders the messages alone
             kinds = kinds[:2]
         pair = Pair(case)

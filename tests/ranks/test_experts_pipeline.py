@@ -15,7 +15,7 @@ CASES = [
         "1F1B",
         weight=2,
         expert_weight=1,
-        weights={**EXPERTS, "together_bytes": 0},
+        weights={**EXPERTS, "coalesce_bytes": 0},
         checkpoint={"mode": "full", "fraction": 0.5},
     ),
 ]

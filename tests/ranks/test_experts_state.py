@@ -194,7 +194,7 @@ def small_ones(rank: int, world: int) -> list[bool]:
     found = []
     for case in (CUT, OWNERS):
         pair = Pair(Case(**{**case.__dict__, "config": {"min_shard_elements": 60}}))
-        names = {w.name: w.axis is pair.mesh.experts for w in pair.communicator.small.sharded}
+        names = {w.name: w.axis is pair.mesh.experts for w in pair.communicator.replicated.sharded}
         bias, up = (f"layers.0.experts.{name}.weight" for name in ("bias", "up"))
         whole = pair.ours.get_parameter(bias).full_tensor()  # type: ignore[operator]
         found += [bias in names, names[up], gap(whole, pair.plain.get_parameter(bias)) == 0]

@@ -62,14 +62,15 @@ def test_a_rank_that_waits_is_told_that_anothers_backward_failed(where: str) -> 
     assert "rank 0 failed first: its backward raised" in told, told
 
 
-def life(rank: int, port: int, where: str, told: Connection) -> None:
-    """A process of its own: rank 0's ends by an exception, the other tells what it met."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+def life(rank: int, world_size: int, port: int, holds: bool, where: str, told: Connection) -> None:
+    """A process of its own: rank 0's ends by an exception, the others tell what they met."""
+    master = holds and rank == 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     try:
-        mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=60)
+        mesh = ParallelMesh.create(weight=world_size, device_type="cpu", timeout_seconds=60)
         twin = Twin(Other, mesh)
         twin.backward()
         layer: Any = twin.ours.layers[1]  # type: ignore[index]
@@ -78,6 +79,8 @@ def life(rank: int, port: int, where: str, told: Connection) -> None:
         if rank == 0 and where == "loss":
             raise Boom("in the loss")
         loss.backward()
+        if rank == 0 and where == "leaves":
+            sys.exit(3)
         if rank == 0:
             raise Boom("between two steps")
         twin.ours(*twin.batch()[1])
@@ -88,33 +91,45 @@ def life(rank: int, port: int, where: str, told: Connection) -> None:
             sys.exit(1)  # as torch.multiprocessing does
         raise
     finally:
-        dist.destroy_process_group()  # before the process says why it ends
+        if where != "leaves" and not master:
+            dist.destroy_process_group()  # before the process says why it ends
 
 
 @pytest.mark.unmeasured
 @pytest.mark.parametrize(
-    ("where", "cause"),
+    ("where", "cause", "world_size", "holds"),
     [
-        ("middle", "Boom in forward: in the middle"), ("backward", "Boom: in backward"),
-        ("loss", "Boom: in the loss"), ("step", "Boom: between two steps"),
-        ("exit", "Boom: between two steps"),
+        ("middle", "rank 0 failed first: Boom in forward: in the middle", 2, False),
+        ("backward", "rank 0 failed first: Boom: in backward", 3, False),
+        ("loss", "rank 0 failed first: Boom: in the loss", 2, True),
+        ("step", "rank 0 failed first: Boom: between two steps", 3, True),
+        ("exit", "rank 0 failed first: Boom: between two steps", 2, False),
+        ("leaves", "rank 0's program has ended (sys.exit", 2, False),
+        ("leaves", "The process that held the ranks' store has ended", 2, True),
     ],
-)  # fmt: skip
-def test_a_process_that_ends_by_an_exception_leaves_its_cause(where: str, cause: str) -> None:
+)
+def test_a_process_that_ends_leaves_its_cause(
+    where: str, cause: str, world_size: int, holds: bool
+) -> None:
+    """Also where it takes the ranks' store with it (``holds``)."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if holds:
+        del store  # rank 0 takes its port
     mine, theirs = context.Pipe(duplex=False)
+    given = world_size, port, holds, where, theirs
     ranks = [
-        context.Process(target=life, args=(rank, store.port, where, theirs), daemon=True)
-        for rank in range(2)
+        context.Process(target=life, args=(rank, *given), daemon=True) for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
     try:
-        assert mine.poll(50), "the other must not wait for the groups' timeout"
-        told = mine.recv()
-        assert f"rank 0 failed first: {cause}" in told, told
+        for _ in ranks[1:]:
+            assert mine.poll(50), "the others must not wait for the groups' timeout"
+            told = mine.recv()
+            assert cause in told, told
     finally:
         for process in ranks:
             process.kill()
@@ -122,17 +137,18 @@ def test_a_process_that_ends_by_an_exception_leaves_its_cause(where: str, cause:
 
 
 PROGRAM = """
-from internsp.wp.last_words import when_process_fails
+from internsp.wp.last_words import when_process_ends
 class Owner: pass
 owner, gone = Owner(), Owner()
-when_process_fails(owner, lambda owner, error: print(f"told {error!r}"))
-when_process_fails(gone, lambda owner, error: print("told of what has gone"))
+when_process_ends(owner, lambda owner, error: print(f"told {error!r}"))
+when_process_ends(gone, lambda owner, error: print("told of what has gone"))
 del gone
 """
 
 
 @pytest.mark.parametrize(
-    ("end", "said"), [("raise ValueError(7)", "told ValueError(7)"), ("raise SystemExit(3)", "")]
+    ("end", "said"),
+    [("raise ValueError(7)", "told ValueError(7)"), ("raise SystemExit(3)", "told None")],
 )
 def test_a_program_says_why_it_ends(end: str, said: str) -> None:
     done = subprocess.run(

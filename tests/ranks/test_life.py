@@ -22,7 +22,7 @@ def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
     model = model_zoo.build(config, dtype=torch.float64)
     mesh = ParallelMesh.create(weight=world_size, device_type="cpu", timeout_seconds=30)
     trace = Trace(enabled=True)
-    config_wp = WeightParallelConfig(min_shard_elements=64, together_bytes=0)
+    config_wp = WeightParallelConfig(min_shard_elements=64, coalesce_bytes=0)
     parallelize(model, mesh, config_wp, trace=trace)
     ids = torch.randint(0, 32, (2, 8))
     loss, _ = model(ids, labels=ids)
@@ -36,10 +36,11 @@ def recorded(rank: int, world_size: int) -> dict[str, list[str]]:
 
 def table_events() -> list[str]:
     """The events column of the table, in order."""
-    rows = re.findall(r"^\| (\w+) \|.*\| ([A-Z -]+) \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z ]+) \|.*\| ([A-Z -]+) \|$", README.read_text(), re.MULTILINE)
     stages = [stage for stage, _ in rows]
     assert stages == [
-        "rest", "prefetch", "use", "release", "regather", "birth", "drain", "step",
+        "sharded", "prefetch", "use", "release", "prefetch again", "gradient ready", "finish",
+        "step",
     ]  # fmt: skip
     return [e for _, events in rows for e in events.split() if e != "-"]
 
@@ -50,5 +51,5 @@ def test_the_life_of_a_weight_table_is_what_a_step_records() -> None:
         for name in ("attention.wq", "attention.wo", "feed_forward.w1", "feed_forward.w2"):
             assert lives[f"layers.1.{name}.weight"] == table
         # Of the last block nothing is gathered again: its weights are still in their slot.
-        again = ["AG", "WAIT", "USE", "FREE", "USE", "RS", "FREE", "WAIT", "DRAIN"]
+        again = ["AG", "WAIT", "USE", "FREE", "USE", "RS", "FREE", "WAIT", "FINISH"]
         assert lives["layers.3.attention.wq.weight"] == again

@@ -105,7 +105,7 @@ def inside(rank: int, world: int) -> list[Any]:
     hook = s.model.layers[0].register_forward_hook(spoil)
     s.model(ids, labels).backward()
     hook.remove()
-    s.optimizer.drain()
+    s.optimizer.finish_reductions()
     s.model(ids, labels).backward()
     s.optimizer.step()
     found = [s.optimizer.not_finite]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +38,14 @@ def started(tmp_path: Path) -> Iterator[list[Run]]:
             run.wait()
     for process in processes(tmp_path):
         os.kill(process, signal.SIGKILL)
+    shutil.rmtree(temporary_of(tmp_path), ignore_errors=True)
 
 
 def launch(
     folder: Path, runs: list[Run], launcher: tuple[str, ...] = LOCAL, nohup: bool = False
 ) -> list[int]:
     """Start two ranks in a session and a temporary folder of their own; their process ids."""
-    temporary = folder / "tmp"
+    temporary = temporary_of(folder)
     temporary.mkdir()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
     environment |= {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
@@ -61,9 +65,14 @@ def launch(
     return [int(file.read_text()) for file in files]
 
 
+def temporary_of(folder: Path) -> Path:
+    """Not in ``folder``, whose name may be longer than sockets' addresses hold."""
+    return Path(tempfile.gettempdir()) / f"orphans-{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
+
+
 def processes(folder: Path) -> list[int]:
     """Every process with the run's temporary folder in its environment."""
-    mark = f"TMPDIR={folder / 'tmp'}".encode()
+    mark = f"TMPDIR={temporary_of(folder)}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -83,7 +92,7 @@ def eventually(true: object, folder: Path, seconds: float = 10.0) -> None:
 
 def left(folder: Path, held: set[Path]) -> list[str]:
     """Files that stayed; torchrun never removes its folder of logs, torch keeps its cache."""
-    own = (file.name for file in (folder / "tmp").iterdir())
+    own = (file.name for file in temporary_of(folder).iterdir())
     files = [name for name in own if not name.startswith(("torchelastic_", "torchinductor_"))]
     return files + [str(path) for path in held if path.exists()]
 

@@ -149,7 +149,7 @@ def idle(rank: int, world_size: int, case: Case) -> list[str]:
 def test_a_weight_that_no_micro_batch_uses_has_no_gradient_under_a_split_backward(
     together: int,
 ) -> None:
-    case = Case("ZBVZeroBubble", chunks=2, weight=2, weights={"together_bytes": together})
+    case = Case("ZBVZeroBubble", chunks=2, weight=2, weights={"coalesce_bytes": together})
     assert run_ranks(idle, 4, case) == [[]] * 4
 
 
@@ -199,7 +199,7 @@ def hopeless(rank: int, world_size: int, case: Case, two: bool) -> str:
 @pytest.mark.parametrize(
     ("two", "why"),
     [
-        (True, r"layers\.\d+\.one\.weight.* gets its gradient through .* needs a whole weight"),
+        (True, r"layers\.\d+\.one\.weight.* gets its gradient through .* an unsharded weight"),
         (False, r"\(and 12 more\) is behind an output to which no gradient of the chunk's input"),
     ],
     ids=["a weight behind another", "no way to the input"],

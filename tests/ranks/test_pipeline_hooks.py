@@ -13,7 +13,7 @@ from torch import Tensor
 from internsp.optim import ZeroOptimizer
 from internsp.pipeline import Place, SchedulerHook
 from internsp.trace import Trace
-from internsp.wp.communicator import ChunkState
+from internsp.wp.perform import Chunk
 from tests.support.pipeline import BOUND, Case, batches, compare, make
 from tests.support.ranks import run_ranks
 
@@ -88,23 +88,23 @@ class _Rest(SchedulerHook):
     """What a chunk still has in flight, or holds, when our own hook is done with a pass."""
 
     def __init__(self) -> None:
-        self.states: list[ChunkState] = []
+        self.states: list[Chunk] = []
         self.flying: list[int] = []
         self.held: list[int] = []
 
     def after_backward(self, place: Place) -> None:
-        self.flying.append(len(self.states[place.chunk].pending))
+        self.flying.append(len(self.states[place.chunk].reducer))
 
     def after_last_micro_batch(self, place: Place) -> None:
         state = self.states[place.chunk]
-        assert state.split is None
-        self.held.append(sum(slot.holder is not None for slot in state.pool.slots))
+        assert not state.queue.split
+        self.held.append(len(state.queue.held))
 
 
 def rests(rank: int, world_size: int, case: Case) -> tuple[set[int], list[int]]:
     rest = _Rest()
     pipeline, _ = make(case, hooks=[rest])
-    for communicator in pipeline.communicators:  # with it nobody but the hook drains
+    for communicator in pipeline.communicators:  # with it only the hook finishes reductions
         ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
         rest.states.append(communicator.state)
     pipeline.step(batches(case, pipeline.mesh))
@@ -163,13 +163,14 @@ def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
     trace = Trace(enabled=True)
     pipeline, _ = make(case, trace=trace)
     pipeline.step(batches(case, pipeline.mesh))
-    found: dict[str, Any] = {"events": trace.lines(("AG", "RS", "USE", "DRAIN"))}
+    found: dict[str, Any] = {"events": trace.lines(("AG", "RS", "USE", "FINISH"))}
     for chunk, communicator in enumerate(pipeline.communicators):
         state = communicator.state
         found[f"{chunk} counters"] = vars(state.counters)
-        found[f"{chunk} leases"] = [slot.holder for slot in state.pool.slots]
-        found[f"{chunk} tags"] = [sorted(w.name for w in slot.tags) for slot in state.pool.slots]
-        found[f"{chunk} in flight"] = (len(state.handles), len(state.pending), len(state.touched))
+        found[f"{chunk} held"] = [group.name for group in state.queue.held]
+        found[f"{chunk} contents"] = sorted(weight.name for weight in state.queue.contents)
+        flying = (len(state.handles), len(state.reducer), len(state.reducer.touched))
+        found[f"{chunk} in flight"] = flying
     return found
 
 
@@ -205,10 +206,10 @@ def rehearsed(rank: int, world_size: int) -> list[bool]:
     return [
         not trace.events,
         set(vars(state.counters).values()) == {0},
-        all(slot.holder is None and not slot.tags for slot in state.pool.slots),
-        not state.handles and not len(state.pending) and not state.touched,
+        not state.queue.held and not state.queue.contents,
+        not state.handles and not len(state.reducer) and not state.reducer.touched,
         all(p.grad is None for p in stage.submod.parameters()),
-        pipeline.communicators[0].small.flat is None,
+        pipeline.communicators[0].replicated.flat is None,
     ]
 
 

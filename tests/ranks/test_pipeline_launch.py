@@ -26,11 +26,11 @@ TIMEOUT = 30  # seconds: the groups'
 
 
 def started(name: str, output: Path, *options: str) -> subprocess.Popen[str]:
-    """The command with 20 steps of a configuration of this repository."""
+    """The command with 20 steps of a configuration of this repository, on shorter sequences."""
     words = [
         sys.executable, "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
-        "--train.steps", "20", "--train.eval_batches", "0", "--train.sample_bytes", "0",
-        "--checkpoint.save", "false", *options,
+        "--train.steps", "20", "--data.sequence_length", "128", "--train.eval_batches", "0",
+        "--train.sample_bytes", "0", "--checkpoint.save", "false", *options,
     ]  # fmt: skip
     output.mkdir()
     with (output / "log").open("w") as log:

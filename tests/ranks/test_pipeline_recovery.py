@@ -108,13 +108,15 @@ def recovers(rank: int, world_size: int, case: Case, places: list[tuple[str, int
             _fails(lambda call=call: call(given[::-1]), what)
             assert time.monotonic() - start < TIMEOUT / 2, what
         where, hook.where = hook.where, ""
-        for optimizer in optimizers:
+        # Sums of a step that has not come to its end are gone, without zero_grad().
+        for optimizer in optimizers if where == "after_last_micro_batch" else ():
             optimizer.zero_grad()
         found = compare(case, pipeline, plain, pipeline.step(given))
         assert found.loss < BOUND, (where, found)
         assert found.gradient < BOUND, (where, found)
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
 
 
 PLACES = [

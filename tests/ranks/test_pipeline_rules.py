@@ -70,10 +70,10 @@ def alone(rank: int, world_size: int) -> list[tuple[bool, bool, str]]:
         hidden = torch.ones(1, case.length, 12, dtype=torch.float64, requires_grad=True)
         entry = given[0].inputs[0] if chunk.first else hidden
         chunk(entry).sum().backward()
-        own = {weight.name for weight in communicator.small.sharded}
+        own = {weight.name for weight in communicator.replicated.sharded}
         gathered = {event.weight for event in trace.events if event.kind == "AG"}
         ready = all(parameter.grad is not None for parameter in chunk.parameters())
-        small = communicator.small.members[0].parameter
+        small = communicator.replicated.members[0].parameter
 
         def ask(at: Any = chunk, x: Any = entry, parameter: Any = small) -> None:
             torch.autograd.grad(at(x).sum(), [parameter])

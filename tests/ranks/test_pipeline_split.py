@@ -103,7 +103,7 @@ def ours(
     pipeline, plain = make(case, hooks=[watch], trace=trace)
     losses = pipeline.step(batches(case, pipeline.mesh))
     found = compare(case, pipeline, plain, losses)
-    cut = [len(communicator.small.sharded) for communicator in pipeline.communicators]
+    cut = [len(communicator.replicated.sharded) for communicator in pipeline.communicators]
     return found.loss, found.gradient, watch.seen, cut
 
 
@@ -139,7 +139,7 @@ def test_a_weight_part_is_right_when_its_weights_memory_is_gone(
     schedule: str, together: int
 ) -> None:
     # Three blocks in every split chunk: between its two parts others have taken their slots.
-    weights = {"memory_pool": False, "together_bytes": together}
+    weights = {"memory_pool": False, "coalesce_bytes": together}
     case = Case(schedule, chunks=2, weight=2, layers=14, weights=weights)
     for loss, gradient, *_ in run_ranks(ours, 4, case):
         assert loss < BOUND

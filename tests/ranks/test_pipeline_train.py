@@ -17,7 +17,7 @@ from internsp.stop import StopRequest
 from internsp.train.metrics import StepMetrics, read_metrics
 from internsp.train.pipeline_plan import make_pipeline_plan
 from internsp.train.run import train
-from internsp.wp.schedule import Schedule
+from internsp.wp.chunk import Schedule
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

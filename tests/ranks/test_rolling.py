@@ -91,7 +91,7 @@ class Split(nn.Module):
         self.mix = nn.Parameter(torch.randn(6, 6) / 3)
 
     def forward(self, x: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
-        other = late * 2  # before the weight is used, so that its node runs after the birth
+        other = late * 2  # before the use, so that its node runs after the gradient is ready
         return x @ self.mix, other
 
 
@@ -137,7 +137,9 @@ def moments(rank: int, world_size: int) -> None:
                 continue
             assert before("AG forward layers.2.q.weight") == "FREE forward layers.0.q.weight"
             if block is Repeating:  # its second weight is used by two modules, its last one twice
-                assert lines[over + 1] == "AG forward layers.2.wo.weight"
+                assert before("AG forward layers.2.wo.weight") == "FREE forward layers.0.wo.weight"
+                handed = lines.index("AG forward layers.2.wo.weight")
+                assert lines[:handed].count("FREE forward layers.0.wo.weight") == 2
                 first = "FREE backward layers.3.again.weight"
                 assert before("AG backward layers.1.again.weight") == first
             else:
@@ -180,7 +182,7 @@ def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_af
 
 def refused(rank: int, world_size: int) -> None:
     mesh = mesh_of(1)
-    for config in ({"granularity": "module"}, {"anchors": ("wo",)}):
+    for config in ({"granularity": "module"}, {"prefetch_triggers": ("wo",)}):
         key = next(iter(config))
         raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "rolling", key)
         section = WeightParallelConfig(**ROLLING, **config)

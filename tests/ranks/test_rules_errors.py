@@ -102,6 +102,16 @@ def together(rank: int, world_size: int) -> None:
         twin.zero_grad()
         twin.backward()
         twin.check_gradients("after a failed evaluation")
+        # Blocks by themselves after a failed forward, and after a failed backward.
+        for where in ("middle", "backward"):
+            twin.ours.layers[1].where = where  # type: ignore[index, union-attr, assignment]
+            raises(Boom, lambda twin=twin: twin.ours(*twin.batch()[1]).backward())
+            twin.ours.layers[1].where = ""  # type: ignore[index, union-attr, assignment]
+            twin.zero_grad()
+            x = torch.ones(1, 3, 6, dtype=torch.float64)
+            for model, rows in ((twin.plain, world_size), (twin.ours, 1)):
+                model.blocks(x.expand(rows, -1, -1) * 1.0).square().sum().backward()  # type: ignore[operator]
+            twin.check_gradients(f"{config}, blocks after a failed pass ({where})")
 
 
 @pytest.mark.unmeasured

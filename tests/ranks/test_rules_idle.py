@@ -25,12 +25,8 @@ CHOICES = 6  # what a token's id may ask of a block
 class Choosy(nn.Module):
     """A block whose weights are used as often as the ids say: never, once or twice.
 
-    Row ``b`` of the ids asks for choice ``(b + block) % CHOICES``, of which each skips other
-    weights; the last one skips the whole block.
+    Each row's choice of ``CHOICES`` skips other weights; the last one skips the whole block.
     """
-
-    route: Tensor | None = None
-    number = 0
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -42,10 +38,7 @@ class Choosy(nn.Module):
         self.w2 = nn.Linear(2 * width + 1, width)
         self.last = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.route is not None, "set by the test"
-        choice = (self.route + self.number) % CHOICES
-
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
         def only(*choices: int) -> Tensor | None:
             mask = torch.isin(choice, torch.tensor(choices))
             return mask[:, None, None] if mask.any() else None
@@ -67,15 +60,14 @@ class Choosy(nn.Module):
 class Data(Tiny):
     """Of some ranks all rows have a loss below the top blocks: no gradient comes through these."""
 
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__(Choosy, layers=4, tied=tied)
+    def __init__(self, tied: bool = False, layers: int = 4) -> None:
+        super().__init__(Choosy, layers=layers, tied=tied)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
         early = x
         for number, layer in enumerate(self.layers):
-            layer.route, layer.number = ids[:, 0], number
-            x = layer(x)
+            x = layer(x, (ids[:, 0] + number) % CHOICES)
             early = x if number == 1 else early
         assert labels is not None
         below = ids[:, 1] % 3 == 0  # of these rows the loss knows two blocks, and not the head
@@ -88,48 +80,82 @@ class Data(Tiny):
         return torch.where(below[:, None], 0.0, losses.view(ids.shape)).sum() + extra
 
 
+class Deep(Data):
+    """Every block's output has a loss of its own, through the one head."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        x = self.embed(ids)
+        total = x.new_zeros(())
+        for number, layer in enumerate(self.layers):
+            x = layer(x, (ids[:, 0] + number) % CHOICES)
+            logits = self.head(self.norm(x)).flatten(0, 1)
+            total = total + F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return total
+
+
 Case = tuple[dict[str, Any], ActivationCheckpointConfig | None]
 TRIGGERS: tuple[Case, ...] = tuple(
     (MODULE | more, checkpoint)
     for more, checkpoint in (
         ({"trigger": "out_proj"}, None), ({"trigger": "qkv"}, HALF), ({"trigger": "mlp",
-         "anchors": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
+         "prefetch_triggers": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
         ({"overlap": False}, None), ({"overlap": False, "prefetch_depth": 2}, HALF),
         ({"resident_blocks": 1, "memory_pool": False}, None),
     )
 )  # fmt: skip
 OTHERS: tuple[Case, ...] = (
-    ({"pending_blocks": 1}, None), ({"anchors": ["wide"]}, FULL),
-    ({"anchors": ["wide"], "overlap": False}, HALF), (SOME, None), (ALL, HALF),
+    ({"pending_blocks": 1}, None), ({"prefetch_triggers": ["wide"]}, FULL),
+    ({"prefetch_triggers": ["wide"], "overlap": False}, HALF), (SOME, None), (ALL, HALF),
     (ROLLING, None), (ROLLING | {"overlap": False}, REENTRANT), (ROLLING | SOME, HALF),
 )  # fmt: skip
 
 
-def idle(rank: int, world_size: int, cases: tuple[Case, ...], weight: int, tied: bool) -> None:
+def idle(
+    rank: int,
+    world_size: int,
+    cases: tuple[Case, ...],
+    weight: int,
+    tied: bool,
+    layers: int = 4,
+    forwards: int = 1,
+    kind: type[Data] = Data,
+) -> None:
+    """Args:
+    forwards: so many losses are added up for each backward.
+    """
     mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
     generator = torch.Generator().manual_seed(3)
     for config, checkpoint in cases:
-        twin = Twin(partial(Data, tied), mesh, checkpoint, **config)
+        twin = Twin(partial(kind, tied, layers), mesh, checkpoint, **config)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (twin.plain, twin.ours)]
         for step in range(3):
-            # Each rank asks for one or two choices of its own.
-            rows = torch.randint(0, CHOICES, (world_size, 2), generator=generator)
-            rows[:, 1] = torch.where(rows[:, 1] % 2 == 0, rows[:, 0], rows[:, 1])
-            ids = torch.randint(0, VOCABULARY, (world_size, 2, 3), generator=generator)
-            ids[..., 0] = rows
-            ids[..., 1] = ids[:, :1, 1]  # often a whole rank's
-            labels = (ids + 1) % VOCABULARY
-            twin.plain(ids.flatten(0, 1), labels.flatten(0, 1)).backward()
-            twin.ours(ids[rank], labels[rank]).backward()
+            losses = [one_loss(twin, rank, world_size, generator) for _ in range(forwards)]
+            for total in map(sum, zip(*losses, strict=True)):
+                total.backward()
             for a, b in zip(twin.plain.parameters(), twin.ours.parameters(), strict=True):
                 if b.grad is None and a.grad is not None and not a.grad.any():
                     a.grad = None  # one process masks rows that here are a rank's, who skips them
-            what = f"{config}, {checkpoint}, tied {tied}, step {step}"
+            what = f"{config}, {checkpoint}, tied {tied}, {layers} layers, step {step}"
             twin.check_gradients(what)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             twin.check_parameters(what, 1e-9)
+
+
+def one_loss(
+    twin: Twin, rank: int, world_size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """One process's and this rank's, of new data: each rank asks for one or two choices."""
+    rows = torch.randint(0, CHOICES, (world_size, 2), generator=generator)
+    rows[:, 1] = torch.where(rows[:, 1] % 2 == 0, rows[:, 0], rows[:, 1])
+    ids = torch.randint(0, VOCABULARY, (world_size, 2, 3), generator=generator)
+    ids[..., 0] = rows
+    ids[..., 1] = ids[:, :1, 1]  # often a whole rank's
+    labels = (ids + 1) % VOCABULARY
+    everyone = twin.plain(ids.flatten(0, 1), labels.flatten(0, 1))
+    return everyone, twin.ours(ids[rank], labels[rank])
 
 
 @pytest.mark.unmeasured
@@ -141,6 +167,52 @@ def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers() -> N
 @pytest.mark.unmeasured
 def test_weights_idle_on_some_ranks_are_right_with_replicas() -> None:
     run_ranks(idle, 4, (TRIGGERS[0], TRIGGERS[4], OTHERS[1], OTHERS[5]), 2, True)
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("layers", [4, 2, 1])
+def test_one_backward_through_several_forwards_is_right_where_data_leave_weights_idle(
+    layers: int,
+) -> None:
+    cases = TRIGGERS[1:2] + TRIGGERS[4:5] + OTHERS[:1] + OTHERS[2:3] + OTHERS[4:7]
+    run_ranks(idle, 2, cases if layers == 4 else OTHERS[:1] + OTHERS[4:6], 2, False, layers, 2)
+    run_ranks(idle, 2, OTHERS[:1] + OTHERS[3:6], 2, True, layers, 3)
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_between_blocks_is_right_where_data_leave_weights_and_blocks_idle(
+    tied: bool,
+) -> None:
+    run_ranks(idle, 2, TRIGGERS[4:5] + OTHERS[:1] + OTHERS[4:6], 2, tied, 3, 1, Deep)
+    run_ranks(idle, 2, OTHERS[:1] + OTHERS[5:6], 2, tied, 3, 2, Deep)
+
+
+def captured(rank: int, world_size: int) -> None:
+    """Of two forwards in one backward, a rank takes one's loss from hidden states it has kept."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for config in ({"overlap": False}, {"overlap": False} | MODULE, {"overlap": False} | ROLLING):
+        twin = Twin(Tiny, mesh, **config)
+        kept: list[Tensor] = []
+        for model in (twin.plain, twin.ours):
+            model.layers[1].register_forward_hook(partial(_keep, kept))
+        both = [twin.batch() for _ in range(2)]
+        for model, ranks in ((twin.plain, range(world_size)), (twin.ours, [rank])):
+            total = torch.zeros((), dtype=torch.float64)
+            for number, (everybody, _) in enumerate(both):
+                for one in ranks:
+                    loss = model(*(part[2 * one : 2 * one + 2] for part in everybody))
+                    total = total + (loss if (one, number) != (1, 0) else kept[-1].square().sum())
+            total.backward()
+        twin.check_gradients(f"{config}")
+
+
+def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    kept.append(output)
+
+
+def test_ranks_need_not_take_their_loss_from_the_same_place_of_the_model() -> None:
+    run_ranks(captured, 2)
 
 
 class Sometimes(Tiny):
@@ -163,7 +235,7 @@ def asked(rank: int, world_size: int) -> list[int]:
     """How often each backward made the host wait for every rank's flags."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Sometimes, mesh)
-    small, found = twin.communicator.small, []
+    small, found = twin.communicator.replicated, []
     read, count = small._everyones, [0]
 
     def counted() -> list[bool]:
@@ -208,3 +280,37 @@ def above(rank: int, world_size: int) -> None:
 
 def test_a_backward_that_comes_to_no_block_reduces_the_head_in_any_order_of_blocks() -> None:
     run_ranks(above, 2)
+
+
+class Beside(Tiny):
+    """Weights on both sides of the blocks that only some rows use."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.before = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        if ids[0, 0] % 2 == 0:
+            return self.head(self.norm(self.blocks(x))).square().sum()
+        x = self.before(torch.tanh(self.before(x)))
+        return self.blocks(x).square().sum()
+
+
+def between(rank: int, world_size: int) -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for config in ({}, {"overlap": False}, ROLLING, MODULE):
+        twin = Twin(Beside, mesh, **config)
+        ids = torch.full((2, 1, 3), 2)
+        ids[:, 0, 0] = torch.tensor((1, 0))
+        for part in ids:
+            twin.plain(part).backward()
+        loss = twin.ours(ids[rank])
+        with torch.no_grad():
+            twin.ours.blocks(torch.ones(1, 2, 6, dtype=torch.float64))  # type: ignore[operator]
+        loss.backward()
+        twin.check_gradients(f"{config}")
+
+
+def test_blocks_by_themselves_between_a_forward_and_its_backward_leave_the_rest_in_place() -> None:
+    run_ranks(between, 2)

@@ -1,4 +1,7 @@
-"""WP-1, WP-4, WP-6: whole weights live in slots, slots have one holder, reductions are bounded."""
+"""WP-1, WP-4, WP-6: unsharded weights live in slots, slots have one holder.
+
+Reductions are bounded.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def count_blocks(
     for _ in range(3):
         twin.backward()
     allowed = depth + 1 + resident
-    if trigger == "rolling" and not reuse:
+    if not reuse:
         allowed = 0  # memory of its own for each weight, not for a block
     assert most == allowed, f"{most} whole blocks at depth {depth}, pool {reuse}"
     assert most_bytes == pool.slot_nbytes, "the stated bytes are exact"
@@ -107,9 +110,9 @@ def autocast(rank: int, world_size: int) -> None:
         slots = {
             b.untyped_storage().data_ptr()
             for s in twin.communicator.state.pool.slots
-            for b in s._buffers.values()
+            for b in s._memory()
         }
-        shapes = {tuple(w.layout.shape) for w in twin.communicator.small.sharded}
+        shapes = {tuple(w.layout.shape) for w in twin.communicator.replicated.sharded}
         shapes |= {s[::-1] for s in shapes} | {s[1:] for s in shapes if len(s) == 3}
         shapes.remove((6, 6))  # an activation could have it
         copies: list[Any] = []
@@ -136,7 +139,7 @@ def autocast(rank: int, world_size: int) -> None:
             # Per-rank products in bf16 differ from one process's by its rounding only.
             twin.check_gradients(f"autocast, step {step}", 3e-2)
             twin.zero_grad()
-        assert not copies, f"copies of whole weights are saved: {copies}"
+        assert not copies, f"copies of unsharded weights are saved: {copies}"
         gathered = [
             e.nbytes for e in twin.trace.events if e.kind == "AG" and "layers.0.w1" in e.weight
         ]
@@ -223,15 +226,16 @@ def bounded(rank: int, world_size: int) -> None:
         assert "held by layers.2" in message
     for limit in (1, 2):
         twin = Twin(partial(Tiny, layers=5), mesh, pending_blocks=limit)
-        pending, most = twin.communicator.state.pending, 0
-        launch = pending.launch
+        pending, most = twin.communicator.state.reducer, 0
+        launch = pending.reduce_scatter
 
         def spy(*args: Any, launch: Any = launch, pending: Any = pending) -> None:
             nonlocal most
             launch(*args)
-            most = max(most, sum(p.received.nbytes for p in pending._queue))
+            flying = [reduction for launched in pending._queue for reduction in launched]
+            most = max(most, sum(reduction.received.nbytes for reduction in flying))
 
-        pending.launch = spy  # type: ignore[method-assign]
+        pending.reduce_scatter = spy  # type: ignore[method-assign]
         pool = twin.communicator.state.pool
         for step in range(4):
             twin.backward()

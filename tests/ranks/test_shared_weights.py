@@ -58,7 +58,7 @@ class Tied(Block):
 
 
 def small_ones() -> nn.Module:
-    """Two blocks share a module with small parameters, and a small parameter."""
+    """Two blocks share a module with replicated parameters, and a replicated parameter."""
     model = Tiny(layers=3, tied=True)
     model.layers[2].norm = model.layers[0].norm  # type: ignore[union-attr]
     model.layers[2].q.bias = model.layers[1].q.bias  # type: ignore[union-attr]

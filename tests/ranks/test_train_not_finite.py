@@ -39,7 +39,7 @@ def faulty(session: Session, rank: int, fault: str, steps: tuple[int, ...]) -> N
         now[0] = number + 1
         if session.mesh.rank == rank and fault == "weight" and now[0] in steps:
             for communicator in session.communicators:
-                communicator.small.sharded[1].storage.data.view(-1)[0] = math.nan
+                communicator.replicated.sharded[1].storage.data.view(-1)[0] = math.nan
                 communicator.invalidate()
         return real(self, number, asked)
 

@@ -103,9 +103,9 @@ def test_fifty_steps_in_fp32_equal_one_process_within_1e_5(world: int, cases: li
 
 
 def gradients(rank: int, world: int) -> dict[str, float]:
-    """The largest error of a whole gradient, by way of asking for it."""
+    """The largest error of an unsharded gradient, by way of asking for it."""
     found = {}
-    for name in ("sum", "mean", "drained", "direct", "direct mean", "side", "tied"):
+    for name in ("sum", "mean", "finished", "direct", "direct mean", "side", "tied"):
         config = {"reduction": "mean" if "mean" in name else "sum"}
         s = setup(Case(weight=2, config=config, tied=name == "tied"))
         reference = little(tied=name == "tied")
@@ -118,8 +118,8 @@ def gradients(rank: int, world: int) -> dict[str, float]:
                 reference_loss, loss = reference_loss / ids.numel(), loss / ids[:2].numel()
             reference_loss.backward()
             loss.backward()
-            if name == "drained":
-                s.optimizer.drain()
+            if name == "finished":
+                s.optimizer.finish_reductions()
         if "direct" in name:
             for model in (reference, s.model):
                 terms = [(p * p).sum() for p in model.layers[0].parameters()]
@@ -144,7 +144,7 @@ def one_process_loss(
     return sum(rows[1:], rows[0])
 
 
-def test_whole_gradients_are_those_of_one_process_however_they_are_drained() -> None:
+def test_whole_gradients_are_those_of_one_process_however_their_reductions_are_finished() -> None:
     for found in run_ranks(gradients, 4):
         assert max(found.values()) < 1e-12, found
 

@@ -26,7 +26,7 @@ def memory(rank: int, world: int) -> tuple[int, int, int, int]:
     s.model(share(ids, rank), share(labels, rank), side=True).backward()
     s.optimizer.step()
     entries = [e["exp_avg"] for e in s.optimizer.state_dict()["state"].values()]
-    small = sum(m.storage.numel() for m in s.communicator.small.members)
+    small = sum(m.storage.numel() for m in s.communicator.replicated.members)
     cut = sum(p.numel() for p in s.model.parameters()) - small
     told = dict(s.optimizer.memory())["optimizer state"]
     return sum(e.numel() for e in entries), cut, small, told - 4 * len(entries)
@@ -35,7 +35,7 @@ def memory(rank: int, world: int) -> tuple[int, int, int, int]:
 def test_optimizer_state_exists_for_each_ranks_slice_alone() -> None:
     found = run_ranks(memory, 4)
     cut, small = found[0][1], found[0][2]
-    # Cut weights once in all; small parameters once for each of the two weight ranks.
+    # Cut weights once in all; replicated parameters once for each of the two weight ranks.
     assert sum(elements for elements, *_ in found) == cut + 2 * small
     assert all(told == 2 * 4 * elements for elements, _, _, told in found)
     assert max(elements for elements, *_ in found) < 0.4 * (cut + small)
@@ -46,7 +46,7 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
     s = setup(case)
     ids, labels = batch(0, world)
     s.model(share(ids, rank), share(labels, rank)).backward()
-    s.communicator.state.pending.drain()
+    s.communicator.state.finish_reductions()
     counters = s.communicator.state.counters
     counters.reset()
     summed: list[int] = []
@@ -70,7 +70,7 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
     return {
         "summed": summed,
         "exchanged": exchanged,
-        "flat": s.communicator.small.gradient().numel(),
+        "flat": s.communicator.replicated.gradient().numel(),
         "big": [b.flat.numel() for b in buckets if not b.small],
         "all": [b.flat.numel() for b in buckets],
         "reduced": counters.reduced_bytes,
@@ -126,7 +126,7 @@ def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
     return complaints, quiet
 
 
-def test_an_undrained_gradient_cannot_be_read_or_set_and_can_be_dropped() -> None:
+def test_an_unfinished_gradient_cannot_be_read_or_set_and_can_be_dropped() -> None:
     for rank, (complaints, quiet) in enumerate(run_ranks(reading, 2)):
         assert all(f"on rank {rank}" in c for c in complaints)
         assert complaints[0].startswith("layers.0.wq.weight.grad was read")
@@ -193,7 +193,7 @@ def failing(rank: int, world: int) -> tuple[list[str], float]:
     raised = []
     for where in ("backward", "forward"):
         s.model(*mine).backward()
-        s.optimizer.drain()  # sums in slices must be forgotten too
+        s.optimizer.finish_reductions()  # sums in slices must be forgotten too
         block = s.model.layers[1]
         broken = (
             block.register_full_backward_hook(_explode)
@@ -239,7 +239,7 @@ def refused(rank: int, world: int) -> list[str]:
     ]
     config = WeightParallelConfig(min_shard_elements=20)
     fresh = parallelize(little(), s.communicator.mesh, config)
-    chosen = [w.parameter for w in fresh.small.sharded]
+    chosen = [w.parameter for w in fresh.replicated.sharded]
 
     def make(groups: Any, cls: Any = torch.optim.SGD) -> Any:
         return lambda: ZeroOptimizer(fresh, cls, lr=0.1, param_groups=groups)

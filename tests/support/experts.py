@@ -194,7 +194,7 @@ class Pair:
             self.ours,
             self.mesh,
             WeightParallelConfig(
-                **({"min_shard_elements": 30, "together_bytes": 0} | case.config)
+                **({"min_shard_elements": 30, "coalesce_bytes": 0} | case.config)
             ),
             activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint),
             trace=self.trace,

@@ -19,7 +19,7 @@ from internsp.trace import Trace
 
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
 CUT = 20  # elements from which on these models' parameters are cut
-SOME, ALL = {"together_bytes": 400}, {"together_bytes": 65536}  # small weights that share launches
+SOME, ALL = {"coalesce_bytes": 400}, {"coalesce_bytes": 65536}  # small weights that share launches
 ROLLING = {"trigger": "rolling"}  # leases by weight
 
 
@@ -89,7 +89,7 @@ class Twin:
         self.communicator = parallelize(
             self.ours,
             mesh,
-            WeightParallelConfig(**({"min_shard_elements": CUT, "together_bytes": 0} | config)),
+            WeightParallelConfig(**({"min_shard_elements": CUT, "coalesce_bytes": 0} | config)),
             activation_checkpoint=checkpoint,
             trace=self.trace,
         )

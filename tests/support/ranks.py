@@ -42,6 +42,7 @@ PRELOAD = [
     "model_zoo",
     "coverage",  # which each measured rank would import
     __name__,  # before coverage changes what starts a process, see _Unmeasured
+    "tests.support.frozen",  # the last
 ]
 GROUP_TIMEOUT_SECONDS = 30.0
 STACK_SIGNAL = signal.SIGUSR1

@@ -14,7 +14,7 @@ from internsp.config import WeightParallelConfig
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.parallel import parallelize
 from internsp.trace import Trace
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from tests.support.meshes import mesh_of
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank

@@ -112,10 +112,10 @@ def test_gradients_waited_for_within_backward_and_after_it_are_told_apart() -> N
     events = [
         event("USE", 0, unit="layers.2", phase="backward"),
         event("RS", 1, 4, "layers.2", "backward", MIB),
-        event("WAIT", 3, 4, "layers.2", "drain"),
+        event("WAIT", 3, 4, "layers.2", "finish"),
         event("USE", 6, unit="layers.0", phase="backward"),
         event("RS", 8, 10, "layers.0", "backward", MIB),
-        event("WAIT", 8.5, 10, "layers.0", "drain"),
+        event("WAIT", 8.5, 10, "layers.0", "finish"),
     ]
     after, inside = advise({0: events}, setting(weights={"pending_blocks": 3}, zero=2))
     assert after.startswith("After backward 1.5 s went by")
@@ -170,11 +170,13 @@ TIMES = st.integers(0, 20).map(lambda tenths: tenths / 10)
 EVENTS = st.lists(
     st.builds(
         lambda kind, start, length, unit, phase: event(kind, start, start + length, unit, phase, 8),
-        st.sampled_from(["AG", "RS", "A2A", "PUBLISH", "WAIT", "A2A_WAIT", "USE", "STEP", "DRAIN"]),
+        st.sampled_from(
+            ["AG", "RS", "A2A", "PUBLISH", "WAIT", "A2A_WAIT", "USE", "STEP", "FINISH"]
+        ),
         TIMES,
         TIMES,
         st.sampled_from(["", "embed", "layers.0", "layers.1"]),
-        st.sampled_from(["", "forward", "recompute", "backward", "drain", "publish", "settle"]),
+        st.sampled_from(["", "forward", "recompute", "backward", "finish", "publish", "settle"]),
     ),
     max_size=12,
 )

@@ -55,17 +55,17 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(("together_bytes", "ours"), [(0, APART), (65536, TOGETHER)])
+@pytest.mark.parametrize(("coalesce_bytes", "ours"), [(0, APART), (65536, TOGETHER)])
 def test_all_variants_compute_one_loss_and_only_the_parallel_ones_communicate(
     bench: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    together_bytes: int,
+    coalesce_bytes: int,
     ours: dict[str, int],
 ) -> None:
     path = tmp_path / "overhead.json"
     options = bench.Options(
-        blocks=3, rounds=6, warm_up=1, batches=2, json=path, together_bytes=together_bytes
+        blocks=3, rounds=6, warm_up=1, batches=2, json=path, coalesce_bytes=coalesce_bytes
     )
 
     assert bench.main(options) == 0

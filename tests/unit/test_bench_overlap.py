@@ -82,8 +82,8 @@ def test_a_played_schedule_hides_what_fits_and_shows_its_two_ends() -> None:
         line("RS", "backward", "b", 1.0),  # 5 .. 6
         line("USE", "backward", "a"),  # 5 .. 7
         line("RS", "backward", "a", 1.0),  # 7 .. 8: nor can the last reduction
-        line("WAIT", "drain", "b"),
-        line("WAIT", "drain", "a"),
+        line("WAIT", "finish", "b"),
+        line("WAIT", "finish", "a"),
     ]
     played = play([*forward, *backward], USES, 1.0)
     assert played.step == pytest.approx(8.0)
@@ -112,7 +112,7 @@ def test_messages_queue_for_the_one_link_in_the_order_of_launch() -> None:
         line("AG", "backward", "a", 1.0),  # behind the reduction: 3 .. 4
         line("WAIT", "backward", "a"),
         line("USE", "backward", "a"),
-        line("WAIT", "drain", "b"),
+        line("WAIT", "finish", "b"),
     ]
     assert play(lines, USES, 1.0).step == pytest.approx(6.0)
 
@@ -145,10 +145,10 @@ def test_waits_are_summed_by_block_and_phase() -> None:
     events = [
         ("WAIT", "layers.0", "w", "forward", 0.0, 1.0, 0),
         ("AG", "layers.0", "w", "forward", 0.0, 9.0, 5),
-        ("WAIT", "layers.1", "w", "drain", 2.0, 5.0, 0),
+        ("WAIT", "layers.1", "w", "finish", 2.0, 5.0, 0),
         ("WAIT", "layers.0", "v", "forward", 1.0, 1.5, 0),
     ]
-    assert exposures(events) == [("layers.1", "drain", 3.0), ("layers.0", "forward", 1.5)]
+    assert exposures(events) == [("layers.1", "finish", 3.0), ("layers.0", "forward", 1.5)]
 
 
 def test_a_preset_fills_what_flags_leave_open() -> None:
@@ -244,9 +244,9 @@ def test_chunked_collectives_of_fsdp_keep_every_element_in_place(
     reduction, outputs = ChunkedReduceScatter(), [torch.zeros(19) for _ in range(3)]
     for factor, output in enumerate(outputs, start=1):
         reduction(output, factor * torch.arange(38.0), group, None)
-    assert torch.equal(outputs[0], 2 * shard)  # the oldest was drained for the third
+    assert torch.equal(outputs[0], 2 * shard)  # the oldest was finished for the third
     assert not outputs[2].any()
-    reduction.drain()
+    reduction.finish_reductions()
     assert torch.equal(outputs[2], 6 * shard)
 
 

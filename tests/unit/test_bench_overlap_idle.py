@@ -27,7 +27,7 @@ EVENTS = [
     event("USE", "b", "forward", 3.0, 3.0),
     event("USE", "b", "backward", 4.0, 4.0),
     event("RS", "b", "backward", 6.0, 9.0),
-    event("WAIT", "b", "drain", 7.0, 9.0),
+    event("WAIT", "b", "finish", 7.0, 9.0),
 ]
 
 
@@ -50,7 +50,7 @@ def late(events: list[list[Any]], which: int, seconds: float) -> list[list[Any]]
 
 def test_the_step_is_cut_at_its_marks_and_where_the_last_reduction_leaves() -> None:
     assert idle.phases(MARKS, 6.0) == [
-        (0.0, 4.0, "forward"), (4.0, 6.0, "backward"), (6.0, 9.0, "drain"),
+        (0.0, 4.0, "forward"), (4.0, 6.0, "backward"), (6.0, 9.0, "finish"),
         (9.0, 10.0, "optimizer"),
     ]  # fmt: skip
     assert [name for _, _, name in idle.phases(MARKS, None)] == ["forward", "backward", "optimizer"]
@@ -58,7 +58,7 @@ def test_the_step_is_cut_at_its_marks_and_where_the_last_reduction_leaves() -> N
     assert idle.phases(behind, None)[0] == (0.0, 4.0, "forward"), "no time without a name"
 
 
-def test_a_block_lasts_until_the_next_one_uses_or_waits_and_drains_change_nothing() -> None:
+def test_a_block_lasts_until_the_next_one_uses_or_waits_and_finishing_changes_nothing() -> None:
     found = idle.blocks(EVENTS, 10.0)
     names = {t: next(name for a, b, name in found if a <= t < b) for t in (0.5, 1.5, 2.5, 8.0)}
     assert names == {0.5: "a", 1.5: "a", 2.5: "b", 8.0: "b"}
@@ -85,14 +85,14 @@ def test_what_the_rate_did_not_carry_is_told_by_phase_block_and_cause() -> None:
     assert told["seconds"] == 10.0
     assert told["idle"] == pytest.approx(10.0 - 4.5)
     assert told["phases"] == pytest.approx(
-        {"forward": 1.5, "backward": 2.0, "drain": 1.0, "optimizer": 1.0}
+        {"forward": 1.5, "backward": 2.0, "finish": 1.0, "optimizer": 1.0}
     )
     assert told["causes"] == pytest.approx(
         {idle.BEHIND: 0.5, idle.NOTHING: 1.0 + 2.0 + 1.0, idle.FLYING: 1.0}
     )
     by_block = {(block, phase): s for block, phase, s in told["blocks"]}
     assert by_block == pytest.approx(
-        {("a", "forward"): 0.5, ("b", "forward"): 1.0, ("b", "backward"): 2.0, ("b", "drain"): 1.0,
+        {("a", "forward"): 0.5, ("b", "forward"): 1.0, ("b", "backward"): 2.0, ("b", "finish"): 1.0,
          ("b", "optimizer"): 1.0}
     )
     assert told["blocks"][0] == ("b", "backward", pytest.approx(2.0)), "longest first"

@@ -9,13 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.bench_ranks import STARTED
+from tests.support.ranks import start_server
+from tools import bench_overlap
+from tools.bench import session
 from tools.bench.network import Namespaces, NetworkError, missing
 
 ROOT = Path(__file__).resolve().parents[2]
+Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,6 +33,25 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def within(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Bench]:
+    """:func:`bench` in this process, with ranks from the fork server: nothing is imported anew."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        status = bench_overlap.main(arguments)
+        told = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, status, told.out, told.err)
+
+    kept = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(session, "subprocess", STARTED)
+    start_server()
+    yield run
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
 SMALL = ("--preset", "tiny", "--lr", "10", "--rounds", "1", "--steps", "1")
 
 
@@ -36,8 +61,8 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
     files["picture"] = tmp_path / "out.png"
     levers = (
-        "ours:resident_blocks=2", "ours:codec=int8,together_bytes=0",
-        "ours:codec=fp8,together_bytes=0", "ours:reduce_dtype=float32",
+        "ours:resident_blocks=2", "ours:codec=int8,coalesce_bytes=0",
+        "ours:codec=fp8,coalesce_bytes=0", "ours:reduce_dtype=float32",
     )  # fmt: skip
     wanted = ("ours", *levers, "ddp", "fsdp2:chunked+unshard", "ours:nonsense=1")
     flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
@@ -55,17 +80,19 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
         assert row["whole_bytes"] == row["slot_bytes"], name
     payloads = [summary["variants"][name]["payload"] / ours["payload"] for name in levers]
     assert payloads[1] == payloads[2] < payloads[0] < 1 < payloads[3]
-    assert ours["sent"] is None  # nobody can tell on a shared loopback
+    assert ours["sent"] is None  # not known on a shared loopback
     assert files["picture"].stat().st_size > 1000
     assert "| internsp |" in files["markdown"].read_text()
 
 
 @pytest.mark.unmeasured
 @pytest.mark.ranks
-def test_cut_sequences_compete_for_the_link_and_train_the_same(tmp_path: Path) -> None:
+def test_cut_sequences_compete_for_the_link_and_train_the_same(
+    tmp_path: Path, within: Bench
+) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--sequence-ranks", "2", "--json", str(file))
-    done = bench(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
+    done = within(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
     assert done.returncode == 0, done.stderr
     assert "every sequence cut over 2 ranks" in done.stdout
     summary = json.loads(file.read_text())
@@ -80,13 +107,15 @@ def test_cut_sequences_compete_for_the_link_and_train_the_same(tmp_path: Path) -
 
 @pytest.mark.unmeasured
 @pytest.mark.ranks
-def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(tmp_path: Path) -> None:
+def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(
+    tmp_path: Path, within: Bench
+) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--micro-batches", "2", "--json", str(file))
     full = "ours:accumulation=full"
     wanted = ("ours", full, "ours:gradient_group=shared", "ddp", "fsdp2:full",
               "fsdp2:chunked+last")  # fmt: skip
-    done = bench(*SMALL, *flags, "--variants", *wanted, "zero3")
+    done = within(*SMALL, *flags, "--variants", *wanted, "zero3")
     assert done.returncode == 0, done.stderr
     assert "2 micro-batches of 1 x 16 tokens" in done.stdout
     summary = json.loads(file.read_text())
@@ -102,11 +131,13 @@ def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(tmp_pat
 
 @pytest.mark.unmeasured
 @pytest.mark.ranks
-def test_hybrid_groups_train_the_same_and_send_less_for_gathers(tmp_path: Path) -> None:
+def test_hybrid_groups_train_the_same_and_send_less_for_gathers(
+    tmp_path: Path, within: Bench
+) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--ranks", "4", "--json", str(file))
     wanted = ("ours:weight=2", "fsdp2:hybrid", "fsdp2:chunked+hybrid")
-    done = bench(*SMALL, *flags, "--variants", *wanted)
+    done = within(*SMALL, *flags, "--variants", *wanted)
     assert done.returncode == 0, done.stderr
     summary = json.loads(file.read_text())
     assert set(summary["variants"]) == {"compute", *wanted}
@@ -120,10 +151,10 @@ def test_hybrid_groups_train_the_same_and_send_less_for_gathers(tmp_path: Path) 
 
 @pytest.mark.unmeasured
 @pytest.mark.ranks
-def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path) -> None:
+def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path, within: Bench) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
     flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
-    done = bench(*SMALL, "--network", "loopback", "--probe", "chunks", *flags)
+    done = within(*SMALL, "--network", "loopback", "--probe", "chunks", *flags)
     assert done.returncode == 0, done.stderr
     summary = json.loads(files["json"].read_text())
     cases = {(row["pieces"], row["flying"]) for row in summary["rows"]}

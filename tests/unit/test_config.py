@@ -55,7 +55,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
     sequence = 0
     [weight_parallel]
     overlap = 1
-    anchors = "wo"
+    prefetch_triggers = "wo"
     trigger = "out_porj"
     [activation_checkpoint]
     blocks = [0, -1]
@@ -99,7 +99,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         "weight_parallel.overlap: expected true or false, got 1",
         'weight_parallel.trigger: expected one of "qkv", "attention", "out_proj", "mlp", '
         '"rolling", got "out_porj"; did you mean "out_proj"?',
-        'weight_parallel.anchors: expected a list of texts, got "wo"',
+        'weight_parallel.prefetch_triggers: expected a list of texts, got "wo"',
         "activation_checkpoint.fraction: must be at most 1.0, got 1.5",
         "activation_checkpoint.blocks: must be at least 0, got [0, -1]",
         'optimizer.betas: expected a list of 2 numbers, got [0.9, "x"]',
@@ -227,7 +227,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "[weight_parallel]\ncompile = true",
             1,
             'weight_parallel.trigger: lies inside a compiled block; use trigger = "qkv" or '
-            '"rolling" and no anchors',
+            '"rolling" and no prefetch_triggers',
         ),
         (
             '[weight_parallel]\ncompile = true\noverlap = false\ngranularity = "module"',
@@ -332,7 +332,7 @@ def test_overrides_win_over_the_file_and_texts_take_the_type_of_the_key(tmp_path
 def test_a_configuration_written_as_toml_is_read_back_equal(tmp_path):
     config = Config(
         model=ModelConfig(kv_heads=2, rope_theta=5e5),
-        weight_parallel=WeightParallelConfig(anchors=("*.wo",), compute_dtype="bfloat16"),
+        weight_parallel=WeightParallelConfig(prefetch_triggers=("*.wo",), compute_dtype="bfloat16"),
         activation_checkpoint=ActivationCheckpointConfig(mode="full", blocks=(1, 3)),
         optimizer=OptimizerConfig(max_grad_norm=None, betas=(0.8, 0.99)),
         train=TrainConfig(sample_prompt='class "é"\n\\ ', name="an example"),
@@ -344,7 +344,7 @@ def test_a_configuration_written_as_toml_is_read_back_equal(tmp_path):
     assert load_config(file) != Config()
 
 
-def test_impossible_combinations_raise_at_birth_and_the_mesh_is_checked_later():
+def test_impossible_combinations_raise_when_it_is_made_and_the_mesh_is_checked_later():
     with pytest.raises(ValidationError, match="5 key/value heads do not divide heads = 4"):
         Config(model=ModelConfig(kv_heads=5))
     with pytest.raises(ValidationError, match="valid integer"):

@@ -19,7 +19,8 @@ from internsp.pipeline.hooks import (
 from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
 from internsp.trace import Trace
-from internsp.wp.schedule import ChunkPlan, Policy, UnitPlan, WeightPlan
+from internsp.wp.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.wp.schedule import Policy
 
 
 def order_of(name: str, ranks: int = 2, micro_batches: int = 4) -> tuple[Order, int]:

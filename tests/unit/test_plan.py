@@ -26,7 +26,7 @@ def config(**changes: dict[str, object]) -> Config:
     return Config.model_validate(sections)
 
 
-BLOCK = (4 * 16 * 16 + 3 * 16 * 48) * 4  # bytes of a block's whole weights in fp32
+BLOCK = (4 * 16 * 16 + 3 * 16 * 48) * 4  # bytes of a block's unsharded weights in fp32
 TABLE = 272 * 16 * 4
 
 
@@ -51,14 +51,14 @@ def test_micro_batches_reuse_the_blocks_that_are_still_in_their_slots() -> None:
 
 def test_memory_is_counted_by_component() -> None:
     memory = dict(make_plan(config(), 2).memory)
-    assert memory["whole weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
+    assert memory["unsharded weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
     assert memory["weight shards"] == (4 * BLOCK + 2 * TABLE) // 2
     small = 9 * 16 * 4
-    assert memory["small parameters (replicated)"] == small
+    assert memory["replicated parameters"] == small
     assert memory["gradient sums"] == memory["weight shards"] + small
     assert memory["optimizer state"] == 2 * (memory["weight shards"] + small)
     half = dict(make_plan(config(train={"dtype": "bfloat16"}), 2).memory)
-    assert half["whole weights (slots, exact)"] == BLOCK + TABLE
+    assert half["unsharded weights (slots, exact)"] == BLOCK + TABLE
     assert half["optimizer state"] == 3 * memory["optimizer state"] // 2  # and fp32 masters
 
 
@@ -69,7 +69,7 @@ def test_full_accumulation_costs_every_whole_gradient_and_reduces_once() -> None
             "min_shard_elements": 64, "accumulation": accumulation,
         }), 2)  # fmt: skip
 
-    name = "whole gradient sums (full accumulation)"
+    name = "unsharded gradient sums (full accumulation)"
     once, full = plan("full", 1), plan("full", 3)
     assert full.schedule.nbytes("RS") == once.schedule.nbytes("RS")
     assert full.schedule.count("RS") == once.schedule.count("RS")
@@ -101,7 +101,7 @@ def test_experts_are_planned_over_their_own_groups() -> None:
     shards = (4 * dense + 2 * TABLE) // 2, 4 * experts // 4
     small = 9 * 16 * 4
     assert memory["weight shards"] == sum(shards)
-    assert memory["whole weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
+    assert memory["unsharded weights (slots, exact)"] == 2 * BLOCK + 2 * TABLE
     # Four replicas of a dense shard, two of an expert's; adamw has two moments.
     assert memory["optimizer state"] == 2 * ((shards[0] + small) // 4 + shards[1] // 2)
     two_largest = TABLE + max(BLOCK, TABLE)
@@ -137,7 +137,7 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
     print_plan(config(), 4, Console(file=out, width=120, soft_wrap=True))
     text = out.getvalue()
     assert "Mesh of 4 ranks" in text
-    assert "whole weights (slots, exact)" in text
+    assert "unsharded weights (slots, exact)" in text
     plan = make_plan(config(), 4)
     for action in plan.schedule.actions:
         assert action.weight in text
@@ -151,12 +151,12 @@ def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prin
     assert plan.chunk.policy.resident == {0, 2}
     # Blocks 1 and 3 move and have two slots: all four are whole when backward begins.
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - 2 * BLOCK // 2
-    whole = "whole weights (slots, exact)"
+    whole = "unsharded weights (slots, exact)"
     assert dict(plan.memory)[whole] == dict(usual.memory)[whole] + 2 * BLOCK
     out = io.StringIO()
     print_plan(two, 4, Console(file=out, width=160))
     assert (
-        f"2 resident blocks (layers.0, layers.2): {human(2 * BLOCK)} more whole weights, "
+        f"2 resident blocks (layers.0, layers.2): {human(2 * BLOCK)} more unsharded weights, "
         f"{2 * 7} gathers ({human(BLOCK)}) fewer a step"
     ) in out.getvalue()
     by_memory = {"min_shard_elements": 64, "resident_bytes": 2 * BLOCK - 1}
@@ -164,7 +164,7 @@ def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prin
 
 
 def test_a_codec_changes_what_gathers_carry_and_takes_the_memory_that_is_stated() -> None:
-    large = {"min_shard_elements": 64, "together_bytes": 0}
+    large = {"min_shard_elements": 64, "coalesce_bytes": 0}
     usual = make_plan(config(weight_parallel=large), 2)
     coded = {**large, "codec": "int8", "codec_min_elements": 512}  # w1, w2, w3: 16 x 48
     plan = make_plan(config(weight_parallel=coded), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
 import types
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_no_room_for_temporary_files_or_a_checkpoint_is_told(monkeypatch) -> Non
     monkeypatch.setattr(preflight.tempfile, "gettempdir", nowhere)
     text = told(small(checkpoint={"save": False}), kind=MachineError)
     assert "(No usable temporary directory found): make room, or set TMPDIR" in text
+
+
+def test_a_temporary_folder_in_which_no_socket_can_be_is_told(monkeypatch, tmp_path) -> None:
+    deep = tmp_path / ("l" * (200 - len(str(tmp_path))))
+    deep.mkdir()
+    monkeypatch.setattr(preflight.tempfile, "gettempdir", lambda: str(deep))
+    text = told(small(checkpoint={"save": False}), kind=MachineError)
+    assert "cannot meet by sockets in it: set TMPDIR to a shorter one" in text
+    with socket.socket(socket.AF_UNIX) as listener:  # it is so
+        with pytest.raises(OSError, match="AF_UNIX path too long"):
+            listener.bind(str(deep / "pymp-12345678" / "listener-12345678"))
+    monkeypatch.undo()
+    check_before_start(small(checkpoint={"save": False}), Path("out"))
 
 
 def test_more_memory_than_there_is_is_told_before_it_is_taken(monkeypatch) -> None:

@@ -12,8 +12,8 @@ from internsp.errors import StructureError
 from internsp.mesh_shape import MeshShape
 from internsp.wp.assign import assign
 from internsp.wp.blocks import read
+from internsp.wp.chunk import ChunkPlan
 from internsp.wp.plan import chunk_plan
-from internsp.wp.schedule import ChunkPlan
 from internsp.wp.simulate import simulate
 
 
@@ -76,7 +76,7 @@ def test_owned_experts_are_cut_whatever_their_size() -> None:
 
 
 def plan(shape: MeshShape, **settings: Any) -> ChunkPlan:
-    config = WeightParallelConfig(**{"min_shard_elements": 64, "together_bytes": 0, **settings})
+    config = WeightParallelConfig(**{"min_shard_elements": 64, "coalesce_bytes": 0, **settings})
     made = model()
     structure = read(made)
     assignments = assign(made, structure, config, shape.expert)
@@ -100,7 +100,7 @@ def test_small_weights_of_two_axes_do_not_share_a_launch() -> None:
     """A synchronous step waits once for what was launched together."""
     waits = []
     for size in (2, 4):
-        chunk = plan(MeshShape(8, 2, expert_weight=size), together_bytes=65536)
+        chunk = plan(MeshShape(8, 2, expert_weight=size), coalesce_bytes=65536)
         schedule = simulate(chunk, overlap=False)
         assert schedule.count("AG") == schedule.count("RS") == 2 * 5
         waits.append(schedule.count("WAIT"))

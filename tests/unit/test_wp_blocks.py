@@ -1,4 +1,7 @@
-"""WP-7: blocks and anchors are found by patterns; where none fits, the error lists candidates."""
+"""WP-7: blocks and prefetch triggers are found by patterns; where none fits.
+
+The error lists candidates.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
 from internsp.wp.assign import assign
-from internsp.wp.blocks import anchor_position, read
+from internsp.wp.blocks import read, trigger_position
 from tests.support.models import Block, Tiny
 
 
@@ -32,19 +35,20 @@ class Odd(nn.Module):
 def test_usual_names_are_found_without_configuration() -> None:
     structure = read(Tiny(layers=3))
     assert [b.name for b in structure.blocks] == ["layers.0", "layers.1", "layers.2"]
-    assert [b.anchor_name for b in structure.blocks] == ["wo"] * 3
+    assert [b.trigger_name for b in structure.blocks] == ["wo"] * 3
     assert structure.embedding is not None
     assert structure.embedding[0] == "embed"
     assert structure.head is not None
     assert structure.head[0] == "head"
-    assert [b.anchor_name for b in read(Tiny(), "mlp").blocks] == ["w1"] * 4
-    assert [b.anchor for b in read(Tiny(), "qkv").blocks] == [None] * 4
+    assert [b.trigger_name for b in read(Tiny(), "mlp").blocks] == ["w1"] * 4
+    assert [b.trigger_module for b in read(Tiny(), "qkv").blocks] == [None] * 4
 
 
-def test_patterns_find_blocks_and_anchors_with_any_name() -> None:
-    structure = read(Odd(), blocks=("tower.*",), anchors=("fo*",))  # as the error proposes
+def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
+    # As the error proposes.
+    structure = read(Odd(), blocks=("tower.*",), prefetch_triggers=("fo*",))
     assert [b.name for b in structure.blocks] == ["tower.0", "tower.1"]
-    assert [b.anchor_name for b in structure.blocks] == ["fold", "fold"]
+    assert [b.trigger_name for b in structure.blocks] == ["fold", "fold"]
     assert structure.head is not None
     assert structure.head[0] == "unembed"
 
@@ -54,10 +58,13 @@ def test_patterns_find_blocks_and_anchors_with_any_name() -> None:
     [
         (partial(read, Odd()), ["no transformer blocks", "tower.*", "ModuleDict"]),
         (partial(read, Odd(), blocks=("towr.*",)), ["'towr.*' matches no module", "tower.*"]),
-        (partial(read, Odd(), blocks=("tower.*",)), ["no anchor", "tower.0", "mix", "fold"]),
         (
-            partial(read, Odd(), blocks=("tower.*",), anchors=("fald",)),
-            ["no anchor", "fald", "mix", "fold"],
+            partial(read, Odd(), blocks=("tower.*",)),
+            ["no prefetch trigger", "tower.0", "mix", "fold"],
+        ),
+        (
+            partial(read, Odd(), blocks=("tower.*",), prefetch_triggers=("fald",)),
+            ["no prefetch trigger", "fald", "mix", "fold"],
         ),
         (partial(read, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
         (partial(read, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),
@@ -108,11 +115,11 @@ def test_a_weight_shared_between_blocks_is_refused() -> None:
         ("qkv", ["q", "wo"], -1),
     ],
 )
-def test_the_anchor_lies_before_the_first_weight_used_after_it(
+def test_the_prefetch_trigger_lies_before_the_first_weight_used_after_it(
     trigger: str, owners: list[str], position: int
 ) -> None:
     class Named(Block):
         pass
 
     block = read(Tiny(Named), trigger).blocks[0]
-    assert anchor_position(block, owners, trigger) == position
+    assert trigger_position(block, owners, trigger) == position

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from internsp.wp.chunk import ChunkPlan, WeightPlan
 from internsp.wp.idle import Data
-from internsp.wp.schedule import ChunkPlan
+from internsp.wp.reductions import Reductions
+from internsp.wp.schedule import Group
 from internsp.wp.simulate import simulate
-from internsp.wp.turns import Turns
 from tests.unit.test_wp_schedule import PARTS, chunk, chunks
 
 LAUNCHES = ("AG", "RS", "A2A")
@@ -39,21 +40,37 @@ def data(draw: st.DrawFn, exchanges: tuple[int, ...] = ()) -> Data:
     )
 
 
-def launches(plan: ChunkPlan, overlap: bool, rank: list[Data]) -> list[str]:
+def launches(
+    plan: ChunkPlan, overlap: bool, rank: list[Data], added: bool = False
+) -> list[str]:
     """What a rank launches in a step of several micro-batches, over all groups."""
-    return simulate(plan, len(rank), overlap, rank).lines(LAUNCHES)
+    return simulate(plan, len(rank), overlap, rank, added).lines(LAUNCHES)
 
 
 @settings(max_examples=40)
 @given(plan=chunks, ranks=st.lists(st.lists(data(), min_size=2, max_size=2), min_size=2,
-                                   max_size=3), overlap=st.booleans())  # fmt: skip
+                                   max_size=3), overlap=st.booleans(),
+       added=st.booleans())  # fmt: skip
 def test_all_ranks_launch_gathers_and_reductions_in_one_order_whatever_is_idle(
-    plan: ChunkPlan, ranks: list[list[Data]], overlap: bool
+    plan: ChunkPlan, ranks: list[list[Data]], overlap: bool, added: bool
 ) -> None:
-    first = launches(plan, overlap, ranks[0])
+    first = launches(plan, overlap, ranks[0], added)
     assert any(line.startswith("RS") for line in first)
     for other in ranks[1:]:
-        assert launches(plan, overlap, other) == first
+        assert launches(plan, overlap, other, added) == first
+
+
+@pytest.mark.parametrize("how", [{}, {"per_module": True}, {"rolling": True}, {"depth": 2}])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_a_backward_through_two_forwards_is_one_order_whichever_of_them_leave_what_idle(
+    blocks: int, how: Any
+) -> None:
+    plan = chunk(blocks, **how)
+    usual = launches(plan, False, [Data(), Data()], True)
+    idle = Data(uses={"b0.q": 0, "b0.w2": 0}, skipped=frozenset({blocks - 1}), top=False)
+    for data in ([idle, Data()], [Data(), idle], [idle, idle]):
+        assert launches(plan, False, data, True) == usual
+    assert usual.count("RS backward head.w") == usual.count("RS backward b0.q") == 2
 
 
 @settings(max_examples=40)
@@ -92,17 +109,27 @@ def test_without_that_order_an_idle_weight_does_change_what_comes_first(how: Any
 @settings(max_examples=40)
 @given(
     order=st.lists(st.integers(0, 5), unique=True),
-    births=st.lists(st.integers(0, 5), max_size=12),
+    readied=st.lists(st.integers(0, 5), max_size=12),
     at_close=st.booleans(),
 )
 def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
-    order: list[int], births: list[int], at_close: bool
+    order: list[int], readied: list[int], at_close: bool
 ) -> None:
-    births = [weight for weight in births if weight in order]
-    turns = Turns[int, int](order, lambda w: max(births.count(w), 1), int.__add__, at_close)
-    found: list[tuple[int, int | None]] = []
-    for weight in births:
-        found += turns.ready(weight, 1)
-        assert not (at_close and found)
-    found += turns.close()
-    assert found == [(w, births.count(w) or None) for w in order]
+    weights = {number: WeightPlan(f"w{number}", 0, 0, 0, 0) for number in order}
+    ready = [weights[number] for number in readied if number in weights]
+    most = {weight: max(ready.count(weight), 1) for weight in weights.values()}
+    turns: Reductions[WeightPlan] = Reductions()
+    turns.declare([(None, Group([w], 0, 0), [w]) for w in weights.values()], at_close)
+    found: list[str] = []
+    seen: list[WeightPlan] = []
+    for weight in ready:
+        assert weight in turns
+        turns.ready(weight)
+        seen.append(weight)
+        while (turn := turns.next(most)) is not None:
+            found.append(turn[1].name)
+            assert not at_close
+            assert seen.count(turn[2][0]) == ready.count(turn[2][0]), "all its gradients"
+    while (turn := turns.close()) is not None:
+        found.append(turn[1].name)
+    assert found == [weight.name for weight in weights.values()]

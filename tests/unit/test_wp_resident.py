@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from internsp.wp.chunk import ChunkPlan, UnitPlan, WeightPlan
 from internsp.wp.resident import cost, fitting, reach, slot_of, slot_sizes, spread
-from internsp.wp.schedule import (
-    BACKWARD,
-    FORWARD,
-    ChunkPlan,
-    Policy,
-    UnitPlan,
-    WeightPlan,
-)
+from internsp.wp.schedule import BACKWARD, FORWARD, Policy
 from internsp.wp.simulate import simulate
 from tools.bench.bounds import MBIT, Line, play
 
@@ -33,7 +27,7 @@ def played(blocks: int, resident: tuple[int, ...], slowness: float, micro_batche
             WeightPlan(f"b{index}.{p}", int(1e6 * s), int(1e6 * s), 256, 64)
             for p, s in SIZES.items()
         ]
-        units.append(UnitPlan(f"b{index}", tuple(weights), policy.slot(index), index, anchor=3))
+        units.append(UnitPlan(f"b{index}", tuple(weights), policy.slot(index), index, trigger_at=3))
     schedule = simulate(ChunkPlan(policy, tuple(units), None, None, 2), micro_batches)
     seconds = {
         (phase, f"b{index}.{part}"): times * size / BLOCK

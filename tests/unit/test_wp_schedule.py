@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from internsp.wp.schedule import (
-    BACKWARD,
-    FORWARD,
-    ChunkPlan,
-    Policy,
-    UnitPlan,
-    WeightPlan,
-)
+from internsp.wp.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.wp.schedule import BACKWARD, FORWARD, Policy
 from internsp.wp.simulate import simulate
 
 PARTS = ("q", "wo", "w1", "w2")
@@ -33,7 +27,7 @@ def chunk(
     depth: int = 1,
     per_module: bool = False,
     recomputed: frozenset[int] = frozenset(),
-    anchor: int = 1,
+    trigger_at: int = 1,
     pending: int = 2,
     resident: bool = False,
     kept: frozenset[int] = frozenset(),
@@ -55,7 +49,7 @@ def chunk(
             policy.slot(i),
             i,
             i in recomputed,
-            -1 if rolling else anchor,
+            -1 if rolling else trigger_at,
         )
         for i in range(blocks)
     )
@@ -71,7 +65,7 @@ chunks = st.builds(
     depth=st.integers(1, 3),
     per_module=st.booleans(),
     recomputed=st.frozensets(st.integers(0, 6)),
-    anchor=st.integers(-1, 4),
+    trigger_at=st.integers(-1, 4),
     pending=st.integers(1, 3),
     kept=st.frozensets(st.integers(0, 6)),
     rolling=st.booleans(),
@@ -120,12 +114,12 @@ def test_what_is_used_was_gathered_into_its_slot_and_nothing_took_the_slot_since
 
 
 @given(plan=chunks, overlap=st.booleans())
-def test_every_weight_is_reduced_once_a_backward_and_drained_in_launch_order(
+def test_every_weight_is_reduced_once_a_backward_and_finished_in_launch_order(
     plan: ChunkPlan, overlap: bool
 ) -> None:
     lines = simulate(plan, 1, overlap)
     reduced = [a.weight for a in lines.actions if a.kind == "RS"]
-    assert reduced == [a.weight for a in lines.actions if a.kind == "DRAIN"]
+    assert reduced == [a.weight for a in lines.actions if a.kind == "FINISH"]
     wanted = ["head.w"]
     wanted += [w.name for u in reversed(plan.blocks) for w in reversed(u.weights) if w.trainable]
     assert reduced == [*wanted, "embed.w", "other.w"]
@@ -135,7 +129,7 @@ def test_every_weight_is_reduced_once_a_backward_and_drained_in_launch_order(
     for action in lines.actions:
         if action.kind == "RS":
             pending.append(action.weight)
-        elif action.kind == "DRAIN":
+        elif action.kind == "FINISH":
             pending.remove(action.weight)
         assert sum(sizes[name] for name in pending) <= plan.pending_bytes  # WP-6
 
@@ -164,8 +158,8 @@ def test_a_step_gathers_twice_what_is_not_still_in_its_slot(
     assert sum("embed" in line or "head" in line or "other" in line for line in two) == 3
 
 
-def test_the_next_blocks_gather_starts_before_the_weight_behind_the_anchor() -> None:
-    lines = simulate(chunk(4, anchor=1)).lines(["AG", "USE"])
+def test_the_next_blocks_gather_starts_before_the_weight_behind_the_prefetch_trigger() -> None:
+    lines = simulate(chunk(4, trigger_at=1)).lines(["AG", "USE"])
     start = lines.index(f"AG {FORWARD} b2.q")
     assert lines[start - 1] == f"USE {FORWARD} b1.q"
     assert lines[start + 4] == f"USE {FORWARD} b1.wo"
@@ -186,7 +180,7 @@ def test_a_recomputed_block_is_gathered_once_in_the_order_of_its_recompute() -> 
 def test_resident_weights_are_neither_gathered_nor_waited_for() -> None:
     schedule = simulate(chunk(3, resident=True))
     assert schedule.count("AG") == 0
-    assert {a.kind for a in schedule.actions} == {"USE", "FREE", "RS", "WAIT", "DRAIN"}
+    assert {a.kind for a in schedule.actions} == {"USE", "FREE", "RS", "WAIT", "FINISH"}
 
 
 @given(plan=chunks, micro_batches=st.integers(1, 3))
@@ -205,10 +199,10 @@ def test_a_resident_block_is_gathered_once_and_the_others_as_if_it_were_not_ther
 
 def test_past_a_resident_block_the_next_one_comes_early() -> None:
     policy = Policy(6, resident=frozenset({1, 3, 4}))
-    assert [policy.ahead(b, FORWARD) for b in range(6)] == [
+    assert [policy.targets(b, FORWARD) for b in range(6)] == [
         [1, 2], [2], [3], [4, 5], [5], [6],
     ]  # fmt: skip
-    assert [policy.ahead(b, BACKWARD) for b in range(6)] == [
+    assert [policy.targets(b, BACKWARD) for b in range(6)] == [
         [], [0], [1, 0], [2], [3, 2], [4],
     ]  # fmt: skip
 
@@ -222,7 +216,7 @@ def test_blocks_ahead_of_a_block_never_share_its_slot(
     policy = Policy(blocks, depth, resident=kept & frozenset(range(blocks)))
     for block in range(blocks):
         for phase in (FORWARD, BACKWARD):
-            ahead = [b for b in policy.ahead(block, phase) if b < blocks]
+            ahead = [b for b in policy.targets(block, phase) if b < blocks]
             slots = [policy.slot(b) for b in [block, *ahead]]
             assert len(set(slots)) == len(slots)
             assert max(slots) < policy.slots

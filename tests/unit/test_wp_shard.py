@@ -33,7 +33,7 @@ def test_gathered_shards_are_the_whole_weight_for_any_shape_cut_and_size(
         else:
             assert rows.numel() == 0
         place[: rows.numel()] = rows.flatten()
-    view = layout.whole_view(slot)
+    view = layout.unsharded_view(slot)
     assert torch.equal(view, whole)
     assert view.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr(), "no copy"
 

@@ -11,7 +11,8 @@ import torch
 
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.pool import MemoryPool
+from internsp.wp.ledger import Ledger
+from internsp.wp.slots import MemoryPool
 from internsp.wp.streams import SlotStreams, current_stream, device_clock
 
 
@@ -121,6 +122,7 @@ def test_memory_of_a_collective_waited_for_on_another_stream_is_not_freed_early(
 ) -> None:
     device, kept = Device(), Recorded()
     collectives = object.__new__(Collectives)
+    collectives.ledger = Ledger()
     collectives.trace, collectives._current = Trace(), device.current
 
     class Work:

@@ -26,10 +26,11 @@ def passes(layers: int, slots: int = 2, micro_batches: int = 1) -> Fraction:
 def least_bytes(
     weight_bytes: int, layers: int, ranks: int, slots: int = 2, micro_batches: int = 1
 ) -> float:
-    """Bytes each rank must send in a step when whole weights take no more than ``slots`` blocks.
+    """Bytes each rank must send in a step when unsharded weights take no more than ``slots``
+    blocks.
 
     Args:
-        weight_bytes: of all blocks' whole weights, in the dtype that travels.
+        weight_bytes: of all blocks' unsharded weights, in the dtype that travels.
     """
     share = Fraction(ranks - 1, ranks)
     return float(passes(layers, slots, micro_batches) * weight_bytes * share)
@@ -41,7 +42,7 @@ def own_least_bytes(family: str, forms: Iterable[str], weight_bytes: int, ranks:
 
     DDP keeps all weights whole and reduces once a step: two passes. FSDP2 reshards after every
     block: two gathers and a reduction a micro-batch; without resharding after forward one gather,
-    with its last block kept a block's gather less, with whole gradients summed (``full``) one
+    with its last block kept a block's gather less, with unsharded gradients summed (``full``) one
     reduction a step. In groups of two (``hybrid``) the others' half of the weights travels, and
     once a step the sum of each shard's gradients among the ranks that hold the same one.
     """
@@ -74,7 +75,7 @@ def ideal_seconds(compute_seconds: float, nbytes: float, rate_mbit: float | None
 
 @dataclass(frozen=True)
 class Line:
-    """One action of a schedule, as :class:`internsp.wp.schedule.Action` has it."""
+    """One line of a schedule, as :class:`internsp.wp.chunk.Line` has it, which imports torch."""
 
     kind: str
     phase: str

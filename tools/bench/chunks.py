@@ -1,8 +1,8 @@
 """``--probe chunks``: would weights cut into pieces travel faster over the benchmark's link?
 
 The collectives of one step, in the order of the printed schedule, nothing computed: the library's
-messages, gloo's own collectives of whole weights, halves and quarters, with few and many in flight.
-What this cannot win, an option of the library could not either.
+messages, gloo's own collectives of unsharded weights, halves and quarters, with few and many in
+flight. What this cannot win, an option of the library could not either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.bench.session import Session
 
 Times = dict[tuple[int, int], list[float]]
 PIECES = (MESSAGES, 1, 2, 4)
-FLYING = (4, 8, 16)  # whole weights; a block of the model has seven
+FLYING = (4, 8, 16)  # unsharded weights; a block of the model has seven
 NAMES = {MESSAGES: "messages", 1: "whole", 2: "halves", 4: "quarters"}
 HEAD = (
     "weights travel", "in flight", "seconds", "quartiles", "of the rate", "against whole", "cpu s"
@@ -49,7 +49,7 @@ def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, A
 
 
 def summarise(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
-    """Medians, and what they are of the rate and of whole weights with as many in flight."""
+    """Medians, and what they are of the rate and of unsharded weights with as many in flight."""
     rows: list[dict[str, Any]] = []
     for (pieces, flying), values in seconds.items():
         spread = Spread.of(values)

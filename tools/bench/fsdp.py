@@ -11,7 +11,7 @@ unshard     the next block's ``unshard(async_op=True)`` right before the out-pro
             asynchronous gathers in backward
 last        the last block is not resharded after forward (backward begins with it)
 whole       no block is
-full        with several micro-batches, whole gradients are summed and reduced in the last one
+full        with several micro-batches, unsharded gradients are summed and reduced in the last one
 hybrid      weights are cut in groups of two ranks, and shards' gradients summed over the groups,
             once a step; chunked reductions are then completed at once: FSDP2 goes on with them
 """
@@ -99,8 +99,8 @@ class ChunkedAllGather(_Allocates):
 class ChunkedReduceScatter(_Allocates):
     """FSDP2's ``ReduceScatter`` interface, asynchronous although FSDP2 does not ask for it.
 
-    FSDP2 only takes views of the output, so it may be filled later: by :meth:`drain`, before
-    anybody reads a gradient.
+    FSDP2 only takes views of the output, so it may be filled later: by :meth:`finish_reductions`,
+    before anybody reads a gradient.
     """
 
     def __init__(self, pending: int = PENDING) -> None:
@@ -115,9 +115,12 @@ class ChunkedReduceScatter(_Allocates):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Send the pieces of ``[ranks * n]``; ``[n]`` is complete after :meth:`drain`."""
+        """Send the pieces of ``[ranks * n]``.
+
+        ``[n]`` is complete after :meth:`finish_reductions`.
+        """
         while self._pending and len(self._pending) >= self._limit:
-            self._drain_one()
+            self._finish_oldest()
         rows = input_tensor.view(group.size(), -1)
         flying: list[tuple[Any, Tensor, Tensor]] = []
         for a, b in cuts(rows.shape[1]):
@@ -129,19 +132,19 @@ class ChunkedReduceScatter(_Allocates):
             flying.append((work, piece, received))
         self._pending.append((output_tensor, flying))
         if not self._limit:
-            self.drain()
+            self.finish_reductions()
         return None
 
-    def _drain_one(self) -> None:
+    def _finish_oldest(self) -> None:
         output, flying = self._pending.popleft()
         for (a, b), (work, _, received) in zip(cuts(output.numel()), flying, strict=True):
             work.wait()
             output[a:b] = received.sum(0, dtype=torch.float32)
 
-    def drain(self) -> None:
+    def finish_reductions(self) -> None:
         """Complete every output."""
         while self._pending:
-            self._drain_one()
+            self._finish_oldest()
 
 
 class Fsdp2(Variant):
@@ -207,7 +210,7 @@ class Fsdp2(Variant):
         """
         if self._reductions is None:
             return
-        self._reductions.drain()
+        self._reductions.finish_reductions()
         if len(self.batches) == 1 or "hybrid" in self.spec.forms:
             return
         for parameter in self.blocks.parameters():
@@ -218,7 +221,7 @@ class Fsdp2(Variant):
                 self._earlier[parameter], parameter.grad = parameter.grad, None
 
     def unsharded_bytes(self) -> int:
-        """Whole weights, and gathered buffers that are not copied out yet."""
+        """Unsharded weights, and gathered buffers that are not copied out yet."""
         total = 0
         for layer in self.blocks.layers:
             state: Any = layer._get_fsdp_state()  # type: ignore[operator]

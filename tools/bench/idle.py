@@ -17,18 +17,18 @@ Intervals = list[tuple[float, float]]
 Named = list[tuple[float, float, str]]
 
 COLLECTIVES = ("AG", "RS", "A2A", "PUBLISH")
-DRAIN = "drain"
+FINISH = "finish"
 NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
 
 
 def phases(marks: Sequence[tuple[str, float]], last_launch: float | None) -> Named:
-    """The step cut at its marks; backward behind its last launch is called ``drain``."""
+    """The step cut at its marks; backward behind its last launch is called ``finish``."""
     out: Named = []
     for (name, start), (_, end) in itertools.pairwise(marks):
         start = start if out else 0.0
         cut = last_launch if name == "backward" and last_launch is not None else end
         cut = min(max(cut, start), end)
-        out += [(start, cut, name), (cut, end, DRAIN)]
+        out += [(start, cut, name), (cut, end, FINISH)]
     return [(a, b, name) for a, b, name in out if b > a]
 
 
@@ -36,7 +36,7 @@ def blocks(events: Sequence[Sequence[Any]], end: float) -> Named:
     """Which block computes or waits for its weights, from one use to the next."""
     starts: list[tuple[float, str]] = []
     for kind, unit, _, phase, start, _, _ in events:
-        if kind == "USE" or (kind == "WAIT" and phase != DRAIN):
+        if kind == "USE" or (kind == "WAIT" and phase != FINISH):
             starts.append((start, unit))
     starts.sort()
     nexts = [start for start, _ in starts[1:]] + [end]
@@ -146,7 +146,7 @@ def _flights(profile: dict[str, Any], zero: float) -> Intervals:
     return [
         (e[4] + shift, e[5] + shift)
         for e in profile["events"]
-        if e[0] in COLLECTIVES or (e[0] == "DRAIN" and e[6])  # between replicas it carries bytes
+        if e[0] in COLLECTIVES or (e[0] == "FINISH" and e[6])  # between replicas it carries bytes
     ]
 
 

@@ -59,7 +59,7 @@ class Interface:
         self._path = None if name == "lo" else Path(f"/sys/class/net/{name}/statistics/tx_bytes")
 
     def sent(self) -> int | None:
-        """Bytes sent so far, headers included, or ``None`` where nobody can tell."""
+        """Bytes sent so far, headers included, or ``None`` where that is not known."""
         return int(self._path.read_text()) if self._path is not None else None
 
 

@@ -68,7 +68,10 @@ class Options:
     network: Network = "namespaces"
     """namespaces: a rate-limited link (root, iproute2); loopback: plain, no limit, any user."""
     probe: Literal["none", "chunks"] = "none"
-    """chunks: only a step's collectives, whole weights against halves and quarters; no training."""
+    """chunks: only a step's collectives, unsharded weights against halves and quarters.
+
+    No training.
+    """
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS of a
     group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,

@@ -23,7 +23,7 @@ from tools.bench.fsdp import Works, cuts
 from tools.bench.model import DTYPE
 
 MESSAGES = 0
-"""In place of a number of pieces: messages between pairs, one a whole weight."""
+"""In place of a number of pieces: messages between pairs, one an unsharded weight."""
 Message = tuple[str, int]
 """``AG`` or ``RS``, and the elements of one rank's shard."""
 
@@ -102,7 +102,7 @@ def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
 def send(
     mesh: ParallelMesh, sent: Sequence[Message], pieces: int, flying: int
 ) -> tuple[float, float]:
-    """Send all of ``sent``, ``flying`` whole weights in flight at most. Collective, blocks.
+    """Send all of ``sent``, ``flying`` unsharded weights in flight at most. Collective, blocks.
 
     Returns:
         Seconds, and processor seconds of this rank's threads.

@@ -26,8 +26,8 @@ LEGEND = """\
 step: forward, backward, SGD, over all ranks. over compute: step less compute only. waited: the
 computing thread, in Work.wait. other cpu: processor time of all other threads of a rank, gloo's
 among them. sent: by each rank's interface, headers included, over the least payload of that
-variant's own memory rule. whole: peak of whole weights. peak: resident memory of a rank above what
-the process had before the variant was built. MB are 10^6 bytes."""
+variant's own memory rule. whole: peak of unsharded weights. peak: resident memory of a rank above
+what the process had before the variant was built. MB are 10^6 bytes."""
 
 
 def _number(value: float | None, digits: int, scale: float = 1.0) -> str:

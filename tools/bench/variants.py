@@ -117,7 +117,7 @@ class Variant(ABC):
 
     @abstractmethod
     def unsharded_bytes(self) -> int | None:
-        """Bytes of whole weights that exist now, or ``None`` where nobody can tell."""
+        """Bytes of unsharded weights that exist now, or ``None`` where that is not known."""
 
     def optimizer_of(self, model: nn.Module) -> Any:
         """Plain SGD on what this rank keeps of every weight."""

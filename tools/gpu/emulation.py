@@ -43,7 +43,7 @@ STREAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two blocks ahead": ({"prefetch_depth": 2}, {}),
     "module by module": ({"granularity": "module"}, {}),
     "no pool": ({"memory_pool": False}, {}),
-    "small weights together": ({"together_bytes": 1 << 30}, {}),
+    "small weights together": ({"coalesce_bytes": 1 << 30}, {}),
     "half recomputed": ({}, {"mode": "full", "fraction": 0.5}),
 }
 
@@ -143,8 +143,8 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
             made.seconds(device)
         finally:
             link.close()
-        kept = sum(m.storage.nbytes for m in communicator.small.everyone())
-        flat = communicator.small.flat
+        kept = sum(m.storage.nbytes for m in communicator.replicated.everyone())
+        flat = communicator.replicated.flat
         result: dict[str, Any] = {
             "slots": pool.slot_nbytes,
             "buffers": pool.buffer_nbytes,
@@ -217,7 +217,7 @@ def _tied(model: bench.Options, weights: Weights, device: torch.device, ranks: i
 
 
 def _compute(model: bench.Options, weights: Weights, device: torch.device, ranks: int) -> Trainee:
-    """The plain model with whole weights; its update is as large as a shard's."""
+    """The plain model with unsharded weights; its update is as large as a shard's."""
     blocks = on_device(model, weights, device)
     rows: list[tuple[nn.Parameter, nn.Parameter]] = []
     for parameter in blocks.parameters():
@@ -242,7 +242,7 @@ def _ours(
 ) -> tuple[Trainee, ISPCommunicator]:  # fmt: skip
     blocks = on_device(model, weights, device)
     # Norms stay whole on every rank: an emulated peer's norm is not this rank's shard.
-    common = {"min_shard_elements": model.size("hidden") + 1, "together_bytes": 0}
+    common = {"min_shard_elements": model.size("hidden") + 1, "coalesce_bytes": 0}
     communicator = parallelize(
         blocks,
         mesh,

@@ -259,10 +259,10 @@ class EmulatedCollectives(Collectives):
         super().__init__(*args, **keywords)
         self._link = link
 
-    def _send_gather(self, output: Tensor, shard: Tensor) -> Work:
-        return self._send_gathers([output], [shard])
+    def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
+        return self._send_all_gathers([output], [shard])
 
-    def _send_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
+    def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
         copies, nbytes = [], 0
         for output, shard in zip(outputs, shards, strict=True):
             rows = output.view(self.size, -1)
@@ -270,6 +270,6 @@ class EmulatedCollectives(Collectives):
             nbytes += (self.size - 1) * shard.numel() * shard.element_size()
         return self._link.send(copies, nbytes)
 
-    def _send_exchange(self, output: Tensor, pieces: Tensor) -> Work:
+    def _send_all_to_all(self, output: Tensor, pieces: Tensor) -> Work:
         sent = pieces.numel() * pieces.element_size() * (self.size - 1) // self.size
         return self._link.send([(output.view(-1), pieces.view(-1))], sent)

@@ -188,7 +188,7 @@ def step_flops(options: bench.Options, weights: Weights) -> float:
 @contextmanager
 def process_group(backend: str, ranks: int = 1) -> Iterator[None]:
     """A process group of this process alone; ``"fake"`` pretends to have ``ranks`` and sends
-    nothing (collectives of small parameters and settings are then this rank's own values)."""
+    nothing (collectives of replicated parameters and settings are then this rank's own values)."""
     store: Any = dist.HashStore()
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore

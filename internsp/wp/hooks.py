@@ -1,7 +1,8 @@
 """When: the hooks that perform the schedule on a model (InternEvo's prefetch, made tag-based).
 
 Nothing here decides what is gathered; every hook says where the model is, and
-:class:`internsp.wp.isp.ISPCommunicator` acts. The phase is found from where a hook fires (WP-9).
+:class:`internsp.wp.communicator.ISPCommunicator` acts. The phase is found from where a hook fires
+(WP-9).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from internsp.autograd import in_backward, tensors
 from internsp.errors import GradientError, StructureError
-from internsp.wp.communicator import in_backward, tensors
-from internsp.wp.isp import ISPCommunicator
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.outputs import Given, given, on_gradient, own
-from internsp.wp.pool import Unit
 from internsp.wp.shard import not_to_be_copied
+from internsp.wp.slots import Unit
 from internsp.wp.transforms import no_second_derivatives, refuse_transformed
 
 
@@ -50,15 +51,15 @@ class Prefetcher:
             root.register_forward_pre_hook(self._enter_root, prepend=True, with_kwargs=True),
             root.register_forward_hook(self._leave_root, always_call=True),
         ]
-        for module, unit, anchor in blocks:
+        for module, unit, inside in blocks:
             self._handles += [
                 module.register_forward_pre_hook(
                     partial(self._enter_block, unit), prepend=True, with_kwargs=True
                 ),
                 module.register_forward_hook(partial(self._leave_block, unit)),
             ]
-            trigger = anchor if anchor is not None else module
-            self._handles.append(trigger.register_forward_pre_hook(partial(self._anchor, unit)))
+            trigger = inside if inside is not None else module
+            self._handles.append(trigger.register_forward_pre_hook(partial(self._on_trigger, unit)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
@@ -86,16 +87,18 @@ class Prefetcher:
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
+        self.communicator.leave_forward()
         error = sys.exc_info()[1]
         if output is None and error is not None:  # a failed forward: begin_forward will recover
-            self.communicator.recovery.failed(f"{type(error).__name__} in forward: {error}")
+            self.communicator.forward_failed(error)
             return
         self.communicator.end_forward()
         for tensor in tensors(output):
             if tensor.requires_grad:
-                on_gradient(tensor, self._backward_begins, {})
+                forward = self.communicator.forwards
+                on_gradient(tensor, partial(self._backward_begins, forward), {})
 
-    def _backward_begins(self, gradient: Tensor) -> None:
+    def _backward_begins(self, forward: int, gradient: Tensor) -> None:
         no_second_derivatives()
         if isinstance(gradient, DTensor):
             raise GradientError(
@@ -103,7 +106,7 @@ class Prefetcher:
                 "DTensor: let each have a backward of its own (loss.backward(), then "
                 "penalty.backward()), or use the optimizer's weight_decay"
             )
-        self.communicator.begin_backward()
+        self.communicator.begin_backward(forward)
         self.communicator.expect_last_block()
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -127,13 +130,14 @@ class Prefetcher:
         for tensor in own(output, before):
             if tensor.requires_grad:
                 # An inner graph of a reentrant recompute must not queue the end of backward.
-                on_gradient(tensor, partial(self._gradient_arrives, unit, not recompute), before)
+                forward = None if recompute else self.communicator.forwards
+                on_gradient(tensor, partial(self._gradient_arrives, unit, forward), before)
 
-    def _gradient_arrives(self, unit: Unit, outermost: bool, gradient: Tensor) -> None:
+    def _gradient_arrives(self, unit: Unit, forward: int | None, gradient: Tensor) -> None:
         no_second_derivatives()
-        if outermost:
-            self.communicator.begin_backward()
+        if forward is not None:
+            self.communicator.begin_backward(forward)
         self.communicator.enter_backward(unit)
 
-    def _anchor(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        self.communicator.reach_anchor(unit)
+    def _on_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self.communicator.on_trigger(unit)

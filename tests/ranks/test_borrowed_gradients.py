@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.wp.pool import Unit
-from internsp.wp.shard import ShardedWeight
+from internsp.wp.shard import ShardedParameter
 from tests.support.models import Tiny, Twin
 from tests.support.ranks import run_ranks
 
@@ -38,7 +37,7 @@ def gradients(rank: int, world_size: int) -> None:
                     twin.check_gradients(f"{make}, {checked} {step}")
                 if checked == "each":
                     twin.zero_grad()
-            storages = [w.storage.data_ptr() for w in twin.communicator.small.sharded]
+            storages = [w.storage.data_ptr() for w in twin.communicator.replicated.sharded]
             assert len(set(storages)) == len(storages)
 
 
@@ -55,7 +54,7 @@ def changed_in_place(rank: int, world_size: int) -> None:
 
 
 def accumulated(rank: int, world_size: int) -> None:
-    """A sum in ``partial`` over micro-batches, in bf16 too, is what fp32 sums are."""
+    """A sum in ``reduced_grad`` over micro-batches, in bf16 too, is what fp32 sums are."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     for dtype in (torch.float64, torch.bfloat16):
         twin = Twin(partial(Tiny, block=Added), mesh, dtype=dtype)
@@ -78,25 +77,24 @@ def no_copy(rank: int, world_size: int) -> None:
     """The gradient that autograd made is the one in ``.grad``."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh)
-    born: dict[str, int] = {}
+    ready: dict[str, int] = {}
     communicator = twin.communicator
-    launch = communicator.state.pending.launch
+    taken = communicator.state.reducer.on_grad_ready
 
-    def spy(unit: Unit, weight: ShardedWeight, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            born[weight.name] = gradient.data_ptr()
-        launch(unit, weight, gradient)
+    def spy(weight: ShardedParameter, gradient: Tensor) -> None:
+        ready[weight.name] = gradient.data_ptr()
+        taken(weight, gradient)
 
-    communicator.state.pending.launch = spy  # type: ignore[method-assign]
+    communicator.state.reducer.on_grad_ready = spy  # type: ignore[method-assign]
     twin.backward()
     twin.check_gradients("spied")
     kept = {
         name: p.grad.to_local().data_ptr()  # type: ignore[union-attr]
         for name, p in twin.ours.named_parameters()
-        if name in born
+        if name in ready
     }
-    assert born
-    assert kept == born
+    assert ready
+    assert kept == ready
 
 
 def test_gradients_of_a_weight_group_of_one_equal_one_process() -> None:

@@ -1,0 +1,171 @@
+"""Performs what the gather queue says: the one interpreter of actions at run time (WP-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.mesh import WeightAxis
+from internsp.trace import Trace
+from internsp.wp.codec import Codec
+from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.ledger import Counters
+from internsp.wp.queue import GatherQueue
+from internsp.wp.reduce import GradientReducer
+from internsp.wp.schedule import (
+    ACCUMULATE,
+    ALL_GATHER,
+    FINISH_OLDEST,
+    FREE,
+    NEXT_PASS,
+    REDUCE_SCATTER,
+    USE,
+    WAIT,
+    Action,
+    runs_of,
+)
+from internsp.wp.shard import ShardedParameter, Tag, stale
+from internsp.wp.slots import MemoryPool, Slot, Unit
+
+
+@dataclass
+class Chunk:
+    """The parts that the communicators of one model chunk share (WP-8: an object passed in).
+
+    Attributes:
+        collectives: of the dense axis; waits, ledger and trace are the same for every axis.
+        gathers: of each axis, ``collectives`` among them.
+        queue: decides what happens next.
+        codec: codes the weights of blocks for their gathers, where asked for.
+        began: called at each ready gradient: no output of the model may have shown that a backward
+            runs.
+        at_next_pass: called when a pass gathers nothing more: a pipeline prefetches for the next.
+    """
+
+    collectives: Collectives
+    gathers: Mapping[WeightAxis, Collectives]
+    pool: MemoryPool
+    reducer: GradientReducer
+    queue: GatherQueue[Unit, ShardedParameter]
+    counters: Counters
+    trace: Trace
+    codec: Codec | None = None
+    handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
+    began: Callable[[], None] = lambda: None
+    at_next_pass: Callable[[], None] = lambda: None
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Do what an event has brought about, in order: the only interpreter of actions."""
+        for action in actions:
+            kind, phase, unit, weights, _ = action
+            if kind == USE:
+                if weights[0].moves:
+                    streams = self.pool.slots[unit.slot].streams
+                    if streams.active:
+                        streams.read(*weights)
+                if self.trace.enabled:
+                    self._record(kind, phase, unit, weights)
+            elif kind == WAIT:
+                self._wait(action)
+            elif kind == ALL_GATHER:
+                self._all_gather(action)
+            elif kind == REDUCE_SCATTER:
+                self.reducer.reduce_scatter(unit, weights)
+            elif kind == FINISH_OLDEST:
+                self.reducer.finish_oldest()
+            elif kind == FREE:
+                if self.trace.enabled:
+                    self._record(kind, phase, unit, weights)
+            elif kind == ACCUMULATE:
+                self.reducer.accumulate(unit, weights)
+            elif kind == NEXT_PASS:
+                self.at_next_pass()
+
+    def slot(self, unit: Unit) -> Slot:
+        """The unit's."""
+        return self.pool.slots[unit.slot]
+
+    def unshard(self, unit: Unit, weight: ShardedParameter, phase: str) -> Tensor:
+        """Gather, or wait for, a weight that is used now, and view it."""
+        if weight.autocasts:
+            weight.follow_autocast()
+        self.perform(self.queue.use(unit, weight, phase))
+        return self.view(unit, weight)
+
+    def view(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """The unsharded weight, aliasing its slot (or its storage where no gather is needed)."""
+        if not weight.moves:
+            # Under a version counter of its own, and for autograd no view of anything.
+            return weight.layout.unsharded_view(weight.to_send()).data
+        return self.slot(unit).unsharded(unit, weight)
+
+    def shown(self, unit: Unit, weight: ShardedParameter) -> Tag:
+        """The tag of what :meth:`unshard` has shown."""
+        return self.slot(unit).tags[weight] if weight.moves else weight.tag()
+
+    def restore(self, weight: ShardedParameter, tag: Tag) -> None:
+        """What a view with ``tag`` showed is to be shown again: check that it can (WP-14)."""
+        version, weight.compute_dtype = tag
+        if version != weight.version():
+            raise stale(weight.name, dist.get_rank())
+
+    def finish_reductions(self) -> None:
+        """Wait for every reduction in flight, in launch order."""
+        self.perform(self.queue.reductions.finish())
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the sums that no backward has taken along, in the order of their accumulation."""
+        for unit, weight in self.reducer.whole:
+            self.perform(self.queue.reduce(unit, weight))
+
+    def _record(
+        self, kind: str, phase: str, unit: Unit, weights: Sequence[ShardedParameter]
+    ) -> None:
+        for weight in weights:
+            self.trace.record(kind, unit.name, weight.name, phase)
+
+    def _all_gather(self, action: Action) -> None:
+        _, phase, unit, weights, evicted = action
+        slot = self.slot(unit)
+        slot.take(unit, weights, evicted, self.pool.poison)
+        for launched in runs_of(weights, lambda weight: weight.compute_dtype):
+            handle = self._launch(unit, slot, launched, phase)
+            if handle.done:
+                self._decode(launched)
+            else:
+                handle.carries = launched
+                for weight in launched:
+                    self.handles[weight] = handle
+
+    def _launch(
+        self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
+    ) -> Handle:
+        first = weights[0]
+        collectives, output = self.gathers[first.axis], slot.flat(unit, first)
+        if self.codec is not None and first in self.codec.coded:  # large: it travels by itself
+            received, sent = self.codec.encode(first, output, slot.streams)
+            return collectives.all_gather(received, sent, unit.name, first.name, phase)
+        if len(weights) == 1:
+            return collectives.all_gather(output, first.to_send(), unit.name, first.name, phase)
+        outputs = [slot.flat(unit, weight) for weight in weights]
+        shards, names = [w.to_send() for w in weights], [w.name for w in weights]
+        return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
+
+    def _wait(self, action: Action) -> None:
+        name = action.unit.name if action.unit is not None else ""
+        for weight in action.others:
+            handle = self.handles.get(weight)
+            if handle is not None:
+                for other in handle.carries:
+                    del self.handles[other]
+                self.collectives.wait(handle, name, action.weights[0].name, action.phase)
+                if self.codec is not None:
+                    self._decode(handle.carries)
+
+    def _decode(self, weights: Sequence[ShardedParameter]) -> None:
+        """A gather was waited for: what came coded is decoded into its slot."""
+        if self.codec is not None and weights[0] in self.codec.coded:
+            self.codec.arrived(weights[0])

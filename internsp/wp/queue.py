@@ -1,0 +1,689 @@
+"""Pure: when every weight is gathered, released and reduced, as actions that events return.
+
+An event is what a hook sees: the model is entered, a block is entered or left, a weight is used,
+its gradient is ready. :class:`GatherQueue` answers each with the actions that it brings about, in
+order. The communicator performs them, :mod:`internsp.wp.simulate` writes them down: one
+interpreter, so that what ``internsp plan`` prints is what runs (WP-2).
+
+A queue holds the places of a pass, ``(unit, group)``. Its head is launched while the *limit* allows
+and the bytes of its slot are free. The limit only grows: the trigger of a block raises it "through
+the next block", say; with prefetch per module each use raises it by one group; "rolling" has none.
+Bytes are released in forward after a group's last use, as earlier forwards have counted, else when
+its block is left; in backward when its reduction takes its turn; never in recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Generic
+
+from internsp.errors import PoolError
+from internsp.wp.reductions import Reductions, Turn
+from internsp.wp.schedule import (
+    ALL_GATHER,
+    BACKWARD,
+    FORWARD,
+    FREE,
+    NEXT_PASS,
+    USE,
+    WAIT,
+    Action,
+    Group,
+    Policy,
+    U,
+    W,
+)
+
+_ABSENT = object()
+
+
+class Places(Generic[U, W]):
+    """The places of one pass in their order, and where each unit's begin and end."""
+
+    def __init__(self, phase: str, units: Iterable[U]) -> None:
+        self.places: list[tuple[U, Group[W]]] = []
+        self.start: dict[U, int] = {}
+        self.end: dict[U, int] = {}
+        self.at: dict[Group[W], int] = {}
+        for unit in units:
+            if unit in self.start:  # a tied head is the embedding, which has come
+                continue
+            self.start[unit] = len(self.places)
+            for group in Policy.order(unit.groups, phase, unit.recomputed):
+                self.at[group] = len(self.places)
+                self.places.append((unit, group))
+            self.end[unit] = len(self.places)
+
+
+class GatherQueue(Generic[U, W]):
+    """A chunk's passes: what is gathered, held, released and reduced, and in which order.
+
+    Args:
+        blocks: in the declared order.
+        root: units beside the blocks that are gathered at the model's entry: embedding and others.
+        head: gathered after the last block; may be one of ``root`` (tied).
+        overlap: false for the synchronous path, which waits at each launch (WP-12).
+        strict: whether blocks must run in the declared order; else one that comes out of turn is
+            gathered when it is entered, and prefetches give way.
+        limit: bytes of unsharded gradients in flight (WP-6).
+
+    Attributes:
+        reductions: their order, and those in flight.
+        contents: what the slots hold, of each weight; outlives holds, so that what is still there
+            is not gathered again (WP-11).
+        held: groups that a pass needs, their unit and what for; nothing else takes their bytes.
+        flying: gathers that were not waited for; the weights of one launch together.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        blocks: Sequence[U],
+        root: Sequence[U] = (),
+        head: U | None = None,
+        overlap: bool = True,
+        strict: bool = True,
+        limit: int = 0,
+    ) -> None:
+        self.policy, self.blocks, self.root, self.head = policy, blocks, root, head
+        self.overlap, self.strict = overlap, strict
+        self.contents: dict[W, Hashable] = {}
+        self.flying: dict[W, Sequence[W]] = {}
+        self._one_by_one = policy.one_by_one(FORWARD)
+        self.reductions: Reductions[W] = Reductions(limit, overlap)
+        last = [head] if head is not None else []
+        self._alone = head if head not in root else None  # a head that is not tied
+        self._forward: Places[U, W] = Places(FORWARD, [*root, *blocks, *last])
+        self._backward: Places[U, W] = Places(BACKWARD, reversed(blocks))
+        self._in_slot: dict[int, list[tuple[U, Group[W]]]] = {}  # whose bytes are whose
+        self.held: dict[Group[W], tuple[U, str]] = {}  # needed in this pass
+        self._group: dict[W, Group[W]] = {}
+        for unit in (*root, *blocks, *last):
+            for group in unit.groups:
+                self._group.update(dict.fromkeys(group.weights, group))
+        self._pass = self._forward
+        self._phase = FORWARD
+        self._at = self._limit = 0  # the next place of the pass, and how far it may go
+        self._passed = 0  # where the last unit that was left ends
+        self._triggered = False  # of the block whose forward runs
+        self._uses: dict[W, int] = {}  # in the forward that runs
+        self._most: dict[W, int] = {}  # in any, where above one
+        self._seen: set[W] = set()  # used in a forward that has left their block
+        self.open: U | None = None  # the block whose backward runs
+        self._reaching = False  # its trigger, in the recompute, is still to fire
+        self._reduced: set[W] = set()  # in the open block's backward
+        self.lowest = len(blocks)  # the block that this backward has come to
+        self.in_blocks = False  # what lies above the blocks has had its gradients
+        self._late: set[W] = set()  # of the head, ready since backward has come to the blocks
+        self.split: str = ""  # which part of a backward runs, where it is computed in two
+
+    # forward
+
+    def begin_forward(self, keep: bool) -> list[Action]:
+        """The model is entered: gather what lies beside the blocks, and the first block.
+
+        Args:
+            keep: what the slots hold is known to be right.
+        """
+        out: list[Action] = []
+        self._begin(FORWARD, self._forward)
+        if not keep:
+            self.contents.clear()
+        self._uses.clear()
+        for unit in self.root:
+            self._raise(self._forward.end[unit], out)
+        if self.blocks:
+            self._raise(self._entry_limit(self.blocks[0]), out)
+        if self.policy.rolling:
+            self._raise(len(self._forward.places), out)
+        return out
+
+    def begin_blocks(self, keep: bool) -> None:
+        """Blocks run by themselves, without the model's forward, and a new pass begins.
+
+        What lies beside them stays in its slots for an older backward, in which a rank whose data
+        leave it unused would gather nothing (WP-2).
+        """
+        self._begin(FORWARD, self._forward)
+        self._uses.clear()
+        if not keep:
+            for unit in self.blocks:
+                for group in unit.groups:
+                    for weight in group.weights:
+                        self.contents.pop(weight, None)
+
+    def enter(self, unit: U) -> list[Action]:
+        """A block's forward begins."""
+        out: list[Action] = []
+        self._triggered = False
+        self._require(unit, self._entry_limit(unit), FORWARD, out)
+        if self.policy.rolling:
+            self._raise(len(self._forward.places), out)
+        return out
+
+    def trigger(self, unit: U, recompute: bool) -> list[Action]:
+        """The prefetch trigger of a block fires, in forward or in the recompute."""
+        out: list[Action] = []
+        if not recompute:
+            self._triggered = True
+        elif unit is self.open:
+            self._reaching = False
+        self._prefetch(unit, BACKWARD if recompute else FORWARD, out)
+        return out
+
+    def use(self, unit: U, weight: W, phase: str) -> list[Action]:
+        """A weight is about to be used. Only its own gather is waited for.
+
+        ``phase`` is recompute or backward where that runs.
+        """
+        out: list[Action] = []
+        group = self._group[weight]
+        block = unit.block >= 0
+        if block and phase == FORWARD:
+            uses = self._uses[weight] = self._uses.get(weight, 0) + 1
+            if uses > 1:  # noted at once: after a failure here the next forward is right
+                self._most[weight] = max(uses, self._most.get(weight, 1))
+        one_by_one = self._one_by_one and block and phase == FORWARD
+        if one_by_one:  # a weight that this rank left unused is gathered first (WP-2)
+            self._require(unit, self._forward.at[group] + 1, FORWARD, out)
+        if weight.moves:
+            if self.contents.get(weight, _ABSENT) != weight.compute_dtype:
+                self._gather(unit, group, (weight,), phase, out)
+            if weight in self.flying:
+                self._wait(weight, unit, phase, out)
+        out.append(Action(USE, phase, unit, (weight,)))
+        if one_by_one:
+            self._follow(unit, group, out)
+        return out
+
+    def use_all(self, unit: U, phase: str, traced: bool) -> list[Action]:
+        """All weights of a block are about to be used at once, each once in a pass."""
+        out: list[Action] = []
+        contents, flying = self.contents, self.flying
+        last_first = phase == BACKWARD
+        for group in reversed(unit.groups) if last_first else unit.groups:
+            if phase == FORWARD:
+                self._uses.update(dict.fromkeys(group.weights, 1))
+                self._seen.update(group.weights)
+            for weight in reversed(group.weights) if last_first else group.weights:
+                if weight.moves and contents.get(weight, _ABSENT) != weight.compute_dtype:
+                    self._gather(unit, group, (weight,), phase, out)
+                if weight in flying:
+                    self._wait(weight, unit, phase, out)
+                if traced:
+                    out.append(Action(USE, phase, unit, (weight,)))
+        return out
+
+    def arrive(self, unit: U, weight: W, phase: str) -> list[Action]:
+        """Wait for the gather of a weight that is in flight, if it is."""
+        out: list[Action] = []
+        if weight in self.flying:
+            self._wait(weight, unit, phase, out)
+        return out
+
+    def release(self, unit: U, weight: W) -> list[Action]:
+        """The layer that used a weight in forward is done with it."""
+        out = [Action(FREE, FORWARD, unit, (weight,))]
+        if unit.block < 0 or self.policy.one_order:
+            return out
+        group = self._group[weight]
+        if group in self.held and all(
+            w in self._seen and self._uses.get(w, 0) == self._most.get(w, 1) for w in group.weights
+        ):
+            del self.held[group]
+            self._advance(out)
+        return out
+
+    def release_all(self, unit: U) -> list[Action]:
+        """:meth:`release` for a block that used all its weights at once."""
+        out: list[Action] = []
+        for group in unit.groups:
+            for weight in group.weights:
+                out += self.release(unit, weight)
+        return out
+
+    def leave(self, unit: U) -> list[Action]:
+        """A block's forward is over: what its data have left out is done as if they had not."""
+        out: list[Action] = []
+        self._seen.update(w for group in unit.groups for w in group.weights if w in self._uses)
+        if self._one_by_one and unit.groups:
+            self._require(unit, self._forward.end[unit], FORWARD, out)
+            self._follow(unit, unit.groups[-1], out)
+        if not self._triggered:  # unused on this rank: others have gathered what it gathers
+            self._prefetch(unit, FORWARD, out)
+        self._let_go(unit)
+        self._passed = self._forward.end[unit]
+        self._advance(out)
+        return out
+
+    # backward
+
+    def begin_backward(self) -> None:
+        """A gradient has entered the model from outside."""
+        self._begin(BACKWARD, self._backward)
+        self.in_blocks, self.lowest = False, len(self.blocks)
+
+    def at_output(self) -> list[Action]:
+        """Backward enters at the model's output: the last block comes first (usually there)."""
+        out: list[Action] = []
+        if self.blocks and not self.policy.per_module and self.open is None:
+            self._gather_block(self.blocks[-1], out)
+        return out
+
+    def enter_backward(self, unit: U, everywhere: bool) -> list[Action]:
+        """The gradient of a block's output has arrived, or its recompute begins.
+
+        Args:
+            everywhere: all ranks go through all blocks: those that this rank's data send no
+                gradient through take their place.
+        """
+        out: list[Action] = []
+        if self.open is unit:
+            return out
+        if everywhere:
+            self.pass_over(unit.block, out)
+        self._enter_backward(unit, everywhere, out)
+        return out
+
+    def pass_over(self, to: int, out: list[Action]) -> None:
+        """Data of this rank send no gradient through blocks above ``to``: take their place."""
+        for block in range(self.lowest - 1, to, -1):
+            self._enter_backward(self.blocks[block], True, out)
+
+    def grad_ready(self, unit: U, weight: W, last: bool = False) -> list[Action]:
+        """A gradient of a weight is ready; it has been added to those before it.
+
+        Args:
+            last: it has no other in this backward, however often it was used.
+        """
+        out: list[Action] = []
+        if weight in self.reductions and (self.split or unit is self.open):
+            self.reductions.ready(weight, self._most.get(weight, 1) if last else 1)
+            self._take_turns(out)
+        elif unit.block >= 0 or self.split:
+            self.reductions.launch(unit, (weight,), out)
+        elif self.in_blocks and unit is self._alone:
+            # Of a head that is used between blocks: among the blocks' reductions it would have no
+            # place of its own, since data decide what their unused weights keep back (WP-2).
+            self._late.add(weight)
+        return out
+
+    def grads_ready(self, unit: U, weights: Sequence[W]) -> list[Action]:
+        """:meth:`grad_ready` of the last gradients of several weights of a block."""
+        out: list[Action] = []
+        if self.split or unit is not self.open:
+            for weight in weights:
+                out += self.grad_ready(unit, weight, last=True)
+            return out
+        rest = [weight for weight in weights if weight not in self.reductions]
+        for weight in weights:
+            self.reductions.ready(weight, self._most.get(weight, 1))
+        self._take_turns(out)
+        for weight in rest:
+            self.reductions.launch(unit, (weight,), out)
+        return out
+
+    def come_to_earlier(self, everywhere: bool, lowest: int = 0) -> list[Action]:
+        """Backward has left the graph of one forward for an earlier one's: through all once more.
+
+        Autograd runs what was recorded last first: of losses that were added up, all of the later
+        forward, then the earlier one, from the top. Arguments as in :meth:`end_backward`.
+        """
+        out: list[Action] = []
+        self._end_graph(everywhere, lowest, out)
+        self.in_blocks, self.lowest = False, len(self.blocks)
+        return out
+
+    def end_backward(self, everywhere: bool, lowest: int = 0) -> list[Action]:
+        """The outermost backward returns: what its data have left out takes its place.
+
+        Args:
+            everywhere: as in :meth:`enter_backward`.
+            lowest: the block at which every rank's backward ends; below it all is frozen.
+        """
+        out: list[Action] = []
+        self._end_graph(everywhere, lowest, out)
+        if not self.split:
+            for unit in self.root:
+                self.reduce_unit(unit, out)
+        return out
+
+    def _end_graph(self, everywhere: bool, lowest: int, out: list[Action]) -> None:
+        if everywhere and self.lowest > 0:
+            self.pass_over(lowest - 1, out)
+        if not self.in_blocks:  # in any order of blocks: it may have come to none of them
+            self.top(out)
+        self._close(out)
+        if self._alone is not None:
+            for group in self._alone.groups:
+                late = [weight for weight in group.weights if weight in self._late]
+                if late:
+                    self.reductions.launch(self._alone, late, out)
+        self._late.clear()
+
+    def top(self, out: list[Action]) -> None:
+        """Backward has come to the blocks: what lies above them has had its gradients (WP-2)."""
+        self.in_blocks = True
+        if self.head is not None and not self.split:
+            self.reduce_unit(self.head, out)
+
+    def reduce_unit(self, unit: U, out: list[Action]) -> None:
+        """Reduce what a unit beside the blocks has, zeros where it has nothing."""
+        for group in unit.groups:
+            weights = [weight for weight in group.weights if weight.trained]
+            if weights:
+                self.reductions.launch(unit, weights, out)
+
+    def begin_part(self, weights: bool) -> None:
+        """One part of a backward that a pipeline computes in two (arXiv 2401.10241).
+
+        The input part gives no weight a gradient. The weight part needs no unsharded weight; its
+        reductions have one order, of all units.
+        """
+        self.split = "weights" if weights else "inputs"
+        units = [*self.root, *self.blocks]
+        if self.head is not None and self.head not in self.root:
+            units.append(self.head)
+        order = [(unit, group) for unit in units for group in unit.groups]
+        turns = [(unit, group, _trained(group)) for unit, group in reversed(order)]
+        self.reductions.declare([turn for turn in turns if turn[2]] if weights else ())
+
+    def end_part(self) -> list[Action]:
+        """It is over: weights without a gradient take their place with zeros."""
+        out: list[Action] = []
+        while (turn := self.reductions.close()) is not None:
+            self.reductions.launch(turn[0], turn[2], out)
+        self.split = ""
+        return out
+
+    def end_pass(self) -> None:
+        """A backward is over: no byte is needed any more; contents stay."""
+        self._begin(FORWARD, self._forward)
+        self.in_blocks = False
+
+    def reduce(self, unit: U, weight: W) -> list[Action]:
+        """Reduce a sum that no backward has reduced since it was accumulated."""
+        out: list[Action] = []
+        self.reductions.launch(unit, (weight,), out, sums=True)
+        return out
+
+    # at rest
+
+    def expect(self, phase: str) -> list[Action]:
+        """A pipeline runs this chunk's forward or backward next: start its first gathers.
+
+        Where their bytes are still in use they start with the pass itself.
+        """
+        out: list[Action] = []
+        for unit in self.root if phase == FORWARD else ():
+            for group in unit.groups:
+                self._launch(unit, group, FORWARD, out)
+        if self.blocks:
+            unit = self.blocks[0 if phase == FORWARD else -1]
+            groups = Policy.order(unit.groups, phase, unit.recomputed)
+            if not any(u is not unit for group in groups for u, _ in self._blockers(unit, group)):
+                for group in groups[:1] if self.policy.per_module else groups:
+                    self._launch(unit, group, phase, out)
+        return out
+
+    def learn(self, uses: Mapping[W, int]) -> None:
+        """How often one forward has used each weight, as if it had run here."""
+        self._seen.update(uses)
+        self._most = {weight: count for weight, count in uses.items() if count > 1}
+
+    def settle(self) -> list[Action]:
+        """Wait for gathers that were not used: the shards they read are about to be written."""
+        out: list[Action] = []
+        while self.flying:
+            self._wait(next(iter(self.flying)), None, "settle", out)
+        return out
+
+    def reset(self) -> None:
+        """After a failure, when everything in flight has arrived: nothing is whole, held or due."""
+        self.contents.clear()
+        self.flying.clear()
+        self.reductions.reset()
+        self.held.clear()
+        self._in_slot.clear()
+        self._uses.clear()
+        self._reduced.clear()
+        self._at = self._limit = 0
+        self.open, self._reaching, self.split = None, False, ""
+        self.in_blocks, self.lowest = False, len(self.blocks)
+        self._late.clear()
+
+    def holds(self, weight: W) -> bool:
+        """Whether the slot holds, or is getting, what is wanted of a weight."""
+        return not weight.moves or self.contents.get(weight, _ABSENT) == weight.compute_dtype
+
+    def is_reduced(self, weight: W) -> bool:
+        """Whether its reduction was launched in the open block's backward, its bytes released."""
+        return weight in self._reduced
+
+    # inside: gathers
+
+    def _begin(self, phase: str, places: Places[U, W]) -> None:
+        self.held.clear()  # what was gathered ahead for blocks that never came
+        self._pass, self._phase, self._at, self._limit, self._passed = places, phase, 0, 0, 0
+
+    def _entry_limit(self, unit: U) -> int:
+        """The limit with which a block's forward begins: all of it, or its first group."""
+        places = self._forward
+        if self._one_by_one:
+            return min(places.start[unit] + 1, places.end[unit])
+        return places.end[unit]
+
+    def _raise(self, limit: int, out: list[Action]) -> None:
+        if limit > self._limit:
+            self._limit = limit
+        self._advance(out)
+
+    def _advance(self, out: list[Action]) -> None:
+        """Launch the head of the queue while the limit allows and its bytes are free."""
+        places = self._pass.places
+        while self._at < min(self._limit, len(places)):
+            unit, group = places[self._at]
+            if self._blockers(unit, group):
+                return
+            self._at += 1
+            self._launch(unit, group, self._phase, out)
+
+    def _require(self, unit: U, limit: int, phase: str, out: list[Action]) -> None:
+        """What ``unit`` needs now, up to ``limit``; where the queue is elsewhere it moves there."""
+        places = self._backward if phase == BACKWARD else self._forward
+        if self._pass is not places:
+            self._begin(phase, places)
+        start = places.start[unit]
+        if self._at < start or start < self._passed:
+            self.held.clear()  # prefetches for blocks that did not come next
+            self._at, self._limit, self._passed = start, limit, start
+        self._raise(limit, out)
+        while self._at < limit:  # bytes are held: an error, or prefetches give way
+            owner, group = places.places[self._at]
+            self._at += 1
+            self._launch(owner, group, phase, out)
+
+    def _blockers(self, unit: U, group: Group[W]) -> list[tuple[U, Group[W]]]:
+        """Who needs bytes that ``group`` would take."""
+        return [(other, found) for other, found in self._under(unit, group) if found in self.held]
+
+    def _under(self, unit: U, group: Group[W]) -> list[tuple[U, Group[W]]]:
+        """Whose contents lie where ``group``'s would."""
+        return [
+            (other, found)
+            for other, found in self._in_slot.get(unit.slot, ())
+            if found is not group and found.start < group.end and group.start < found.end
+        ]
+
+    def _launch(self, unit: U, group: Group[W], phase: str, out: list[Action]) -> None:
+        """Gather what the slot does not hold of ``group``."""
+        missing = [
+            w for w in group.weights if w.moves and self.contents.get(w, _ABSENT) != w.compute_dtype
+        ]
+        if missing:
+            if phase == BACKWARD and not unit.recomputed:
+                missing.reverse()
+            self._gather(unit, group, missing, phase, out)
+        elif _moves(group):
+            self._take(unit, group, phase)
+
+    def _gather(
+        self, unit: U, group: Group[W], weights: Sequence[W], phase: str, out: list[Action]
+    ) -> None:
+        evicted = self._take(unit, group, phase)
+        for weight in (*evicted, *weights):
+            if weight in self.flying:  # an older gather still writes there
+                self._wait(weight, unit, "settle", out)
+        for weight in evicted:
+            self.contents.pop(weight, None)
+        for weight in weights:
+            self.contents[weight] = weight.compute_dtype
+        out.append(Action(ALL_GATHER, phase, unit, weights, evicted))
+        if weights[0].travels:
+            self.flying.update(dict.fromkeys(weights, weights))
+            if not self.overlap:
+                self._wait(weights[0], unit, phase, out)
+
+    def _take(self, unit: U, group: Group[W], purpose: str) -> list[W]:
+        """Hold the group's bytes (WP-4).
+
+        Returns:
+            Whose contents are lost by it.
+
+        Raises:
+            PoolError: a part of them is held, naming both.
+        """
+        lying, under = self._in_slot.setdefault(unit.slot, []), self._under(unit, group)
+        for _, found in under:
+            if found in self.held:
+                holder, why = self.held[found]
+                remedy = "unexpected_order = 'gather'"
+                if self.policy.rolling:
+                    remedy = 'trigger = "out_proj"'
+                if self.strict or holder is unit:
+                    raise PoolError(
+                        f"slot {unit.slot}: the bytes of {group.name} asked for by {unit.name} "
+                        f"({purpose}) while they are held by {holder.name} for {found.name} "
+                        f"({why}); blocks must run in the declared order and use each weight as "
+                        f"often as in their first forward, or set weight_parallel.{remedy}"
+                    )
+                del self.held[found]
+        if under:
+            lying[:] = [(u, g) for u, g in lying if not any(g is found for _, found in under)]
+        if not any(g is group for _, g in lying):
+            lying.append((unit, group))
+        if unit.block >= 0:  # slots beside the blocks are not shared
+            self.held[group] = unit, purpose
+        return [w for _, found in under for w in found.weights]
+
+    def _let_go(self, unit: U) -> None:
+        for group in unit.groups:
+            self.held.pop(group, None)
+
+    def _wait(self, weight: W, unit: U | None, phase: str, out: list[Action]) -> None:
+        launched = self.flying[weight]
+        for other in launched:
+            self.flying.pop(other, None)
+        out.append(Action(WAIT, phase, unit, (weight,), launched))
+
+    def _prefetch(self, unit: U, phase: str, out: list[Action]) -> None:
+        """``unit``'s trigger: raise the limit."""
+        policy, places = self.policy, self._pass
+        order = self._forward if phase == FORWARD else self._backward
+        last = unit.block == (len(self.blocks) - 1 if phase == FORWARD else 0)
+        if places is order:
+            targets = policy.targets(unit.block, phase)
+            if targets:
+                self._raise(self._through(targets[-1], order), out)
+            elif policy.per_module and not policy.one_by_one(phase) and not last:
+                coming = self.blocks[unit.block + (1 if phase == FORWARD else -1)]
+                self._raise(min(order.start[coming] + 1, order.end[coming]), out)
+            elif policy.per_module and not policy.one_by_one(phase) and phase == FORWARD:
+                self._raise(len(order.places), out)
+        if last and not policy.one_by_one(phase):
+            out.append(Action(NEXT_PASS, phase, unit, ()))
+
+    def _through(self, block: int, places: Places[U, W]) -> int:
+        if block == len(self.blocks):
+            return len(places.places)
+        return places.end[self.blocks[block]]
+
+    def _follow(self, unit: U, group: Group[W], out: list[Action]) -> None:
+        """With prefetch per module: the group after ``group``, or what follows the last."""
+        places = self._forward
+        at = places.at[group]
+        last = unit.block == len(self.blocks) - 1 and at + 1 == places.end[unit]
+        self._raise(len(places.places) if last else at + 2, out)
+        if last:
+            out.append(Action(NEXT_PASS, FORWARD, unit, ()))
+
+    # inside: reductions
+
+    def _enter_backward(self, unit: U, everywhere: bool, out: list[Action]) -> None:
+        """``unit``'s backward begins, and that of whatever was before it is over."""
+        if not self.in_blocks:
+            if everywhere and not self.policy.per_module:
+                self._gather_block(unit, out)  # before the top, as where a gradient came by it
+            self.top(out)
+        self._close(out)
+        self.open, self.lowest = unit, unit.block
+        order = [(unit, g, _trained(g)) for g in reversed(unit.groups)]
+        if not self.split:
+            self.reductions.declare([t for t in order if t[2]], self.policy.one_order)
+        self._gather_block(unit, out)
+        self._reaching = unit.recomputed and unit.has_trigger
+        if not self._reaching:
+            self._prefetch(unit, BACKWARD, out)
+
+    def _gather_block(self, unit: U, out: list[Action]) -> None:
+        self._require(unit, self._backward.end[unit], BACKWARD, out)
+        if self.policy.rolling:
+            self._raise(len(self._backward.places), out)
+
+    def _close(self, out: list[Action]) -> None:
+        """The open block's backward is over: weights without a gradient take their place."""
+        unit = self.open
+        if unit is None:
+            return
+        self._reach(out)
+        self.open = None
+        if not self.split:
+            while (turn := self.reductions.close()) is not None:
+                self._take_turn(turn, out)
+        self._reduced.clear()
+        self._let_go(unit)
+        self._passed = self._backward.end[unit]
+        self._advance(out)
+
+    def _reach(self, out: list[Action]) -> None:
+        """What the trigger gathers comes before the block's reductions, did it not fire (WP-2)."""
+        if self._reaching and self.open is not None:
+            self._reaching = False
+            self._prefetch(self.open, BACKWARD, out)
+
+    def _take_turns(self, out: list[Action]) -> None:
+        """Those whose turn has come."""
+        while (turn := self.reductions.next(self._most)) is not None:
+            self._take_turn(turn, out)
+
+    def _take_turn(self, turn: Turn[W], out: list[Action]) -> None:
+        """A group has all its gradients, or will have none: reduce it and release its bytes."""
+        unit, group, weights = turn
+        if not self.split:
+            self._reach(out)
+        self.reductions.launch(unit, weights, out)
+        if self.split:
+            return
+        self._reduced.update(group.weights)
+        if not self.policy.one_order and len(weights) == len(group.weights):
+            self.held.pop(group, None)
+            self._advance(out)
+
+
+def _trained(group: Group[W]) -> list[W]:
+    """Last used first."""
+    return [weight for weight in reversed(group.weights) if weight.trained]
+
+
+def _moves(group: Group[W]) -> bool:
+    return any(w.moves for w in group.weights)

@@ -1,0 +1,257 @@
+"""Where a gradient goes: summed on this rank, reduced over the group, finished into the shard.
+
+When a reduction is launched, and when the oldest is finished, is decided in
+:mod:`internsp.wp.reductions`; here it is done. Two forms of accumulation over micro-batches:
+sharded (each is reduced, sums have the size of a shard) and full (unsharded gradients are summed
+and reduced once, as within ``no_sync`` of torch's DDP: as many times less to send, for the memory
+of every unsharded gradient in fp32 or wider).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from internsp.mesh import WeightAxis
+from internsp.trace import Trace
+from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.schedule import runs_of
+from internsp.wp.shard import ShardedParameter, unflatten
+from internsp.wp.slots import MemoryPool, Unit
+
+
+@dataclass
+class PendingGradient:
+    """A reduction in flight: weights, buffers and work handle."""
+
+    unit: Unit
+    weights: Sequence[ShardedParameter]
+    """One large weight, or small ones of one dtype, whose shards lie in a row in every piece."""
+    received: Tensor
+    """``[size * piece]``, flat: one piece from every rank."""
+    packed: Tensor | None
+    pieces: Tensor
+    """What was sent; this rank's own piece is in it."""
+    handle: Handle
+
+
+class GradientReducer:
+    """The gradients of a chunk's sharded parameters, from ready to reduced (WP-6).
+
+    Args:
+        collectives: of the gradient group of each axis.
+        pool: where received and packed pieces lie.
+
+    Attributes:
+        touched: weights with a reduction in this backward, in launch order; whether this rank had
+            a gradient.
+        whole: sums of unsharded gradients that no reduction has taken yet.
+    """
+
+    def __init__(
+        self, collectives: Mapping[WeightAxis, Collectives], trace: Trace, pool: MemoryPool
+    ) -> None:
+        self._collectives = collectives
+        self._trace = trace
+        self._pool = pool
+        self._queue: deque[list[PendingGradient]] = deque()
+        self._ready: dict[ShardedParameter, Tensor] = {}
+        self.touched: dict[ShardedParameter, bool] = {}
+        self.whole = UnshardedSums(pool)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
+        """One use's unsharded gradient is ready; several uses' are summed before they travel."""
+        before = self._ready.get(weight)
+        self._ready[weight] = gradient if before is None else before + gradient
+
+    def accumulate(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
+        """Add what is ready of ``weights`` to their sums. No message."""
+        for weight in weights:
+            gradient = self._taken(weight)
+            self.whole.add(unit, weight, gradient)
+
+    def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
+        """Start the reduction of what is ready of ``weights``, zeros where nothing is (WP-2)."""
+        runs = runs_of(weights, lambda weight: weight.reduce_dtype)
+        self._queue.append([self._start(unit, run) for run in runs])
+
+    def _start(self, unit: Unit, weights: Sequence[ShardedParameter]) -> PendingGradient:
+        if len(weights) == 1:
+            pieces, packed = self._pieces(weights[0], self._taken(weights[0]))
+        else:
+            pieces = packed = self._packed(weights, [self._taken(weight) for weight in weights])
+        size = weights[0].layout.size
+        received = pieces if size == 1 else self._pool.take(pieces.numel(), pieces.dtype)
+        shares = {w.name: w.layout.shard_numel for w in weights}
+        collectives = self._collectives[weights[0].axis]
+        handle = collectives.reduce_scatter(received, pieces, unit.name, shares, "backward")
+        return PendingGradient(unit, weights, received, packed, pieces, handle)
+
+    def finish_oldest(self) -> None:
+        """Wait for the oldest reduction and add it to its shards' reduced gradients."""
+        for pending in self._queue.popleft():
+            self._finish(pending)
+
+    def _finish(self, pending: PendingGradient) -> None:
+        unit, weights = pending.unit, pending.weights
+        collectives = self._collectives[weights[0].axis]
+        collectives.wait(pending.handle, unit.name, weights[0].name, "finish")
+        pending.handle.keep = ()
+        received = pending.received
+        if weights[0].layout.size == 1 and pending.packed is None:
+            weights[0].borrow_grad(received)  # no other rank has a part: the gradient is the sum
+        else:
+            total = collectives.sum_received(received, pending.pieces)
+            parts = unflatten(total, [weight.storage for weight in weights])
+            for weight, part in zip(weights, parts, strict=True):
+                weight.add_reduced_grad(part)
+            self._give_back(pending)
+        if self._trace.enabled:
+            for weight in weights:
+                self._trace.record("FINISH", unit.name, weight.name, "finish")
+
+    def discard(self) -> None:
+        """After a failure that all ranks met: let everything arrive, keep nothing (WP-10)."""
+        self._ready.clear()
+        self.touched.clear()
+        self.whole.discard()
+        flying = [pending for launched in self._queue for pending in launched]
+        self._queue.clear()
+        for pending in flying:
+            first = pending.weights[0]
+            collectives = self._collectives[first.axis]
+            collectives.wait(pending.handle, pending.unit.name, first.name, "finish")
+            pending.handle.keep = ()
+            self._give_back(pending)
+
+    def _taken(self, weight: ShardedParameter) -> Tensor | None:
+        gradient = self._ready.pop(weight, None)
+        self.touched[weight] = gradient is not None or self.touched.get(weight, False)
+        return gradient
+
+    def _packed(
+        self, weights: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Gradients that travel together, flat: in the piece of each rank one after another."""
+        size, dtype = weights[0].layout.size, weights[0].reduce_dtype
+        shard = sum([weight.layout.shard_numel for weight in weights])
+        packed = self._pool.take(size * shard, dtype)
+        out = packed.view(size, shard)
+        pairs = list(zip(weights, gradients, strict=True))
+        ready = [g for w, g in pairs if g is not None and w.layout.in_rows(g) and g.dtype == dtype]
+        if len(ready) == len(pairs) and not len(self.whole):
+            torch._chunk_cat(ready, 0, size, out=out)  # as FSDP2 packs: one call for all
+            return packed
+        parts = [self._pieces(weight, gradient) for weight, gradient in pairs]
+        torch.cat([pieces.view(size, -1) for pieces, _ in parts], 1, out=out)
+        for _, temporary in parts:
+            if temporary is not None:
+                self._pool.give(temporary)
+        return packed
+
+    def _pieces(
+        self, weight: ShardedParameter, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """An unsharded gradient as it travels, flat.
+
+        And the pool's buffer where it needed a copy.
+        """
+        if weight in self.whole:
+            total = self.whole.take(weight, gradient)
+            if total is not None:
+                return total, total
+        if gradient is not None and gradient.dtype == weight.reduce_dtype:
+            pieces = weight.layout.packed_as_is(gradient)
+            if pieces is not None:
+                return pieces, None
+        packed = self._pool.take(weight.layout.padded_numel, weight.reduce_dtype)
+        if gradient is None:
+            packed.zero_()
+        else:
+            weight.layout.pack(gradient, packed)
+        return packed, packed
+
+    def _give_back(self, pending: PendingGradient) -> None:
+        if pending.weights[0].layout.size > 1:
+            self._pool.give(pending.received)
+        if pending.packed is not None:
+            self._pool.give(pending.packed)
+
+
+class UnshardedSums:
+    """Sums of unsharded gradients that no reduction has taken yet, in the order in which they were
+    first ready.
+
+    That order is the declared one on every rank (WP-2), since a weight without a gradient takes
+    its place too.
+
+    Args:
+        pool: where the sums lie; its buffers serve every step anew.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self._pool = pool
+        self._sums: dict[ShardedParameter, tuple[Unit, Tensor | None]] = {}
+
+    def __contains__(self, weight: ShardedParameter) -> bool:
+        return weight in self._sums
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __iter__(self) -> Iterator[tuple[Unit, ShardedParameter]]:
+        return iter([(unit, weight) for weight, (unit, _) in self._sums.items()])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums that exist now."""
+        sums = [total for _, total in self._sums.values() if total is not None]
+        return sum(total.numel() * total.element_size() for total in sums)
+
+    def add(self, unit: Unit, weight: ShardedParameter, gradient: Tensor | None) -> None:
+        """Add an unsharded gradient; ``None`` stands for zeros. No message."""
+        _, total = self._sums.get(weight, (unit, None))
+        if gradient is not None:
+            if total is None:
+                wide = torch.promote_types(weight.compute_dtype, torch.float32)
+                total = self._pool.take(weight.layout.padded_numel, wide)
+                weight.layout.pack(gradient, total)
+            else:
+                weight.layout.add(gradient, total)
+        self._sums[weight] = (unit, total)
+
+    def take(self, weight: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
+        """The sum with ``gradient`` added, as it travels: flat, padded, as it is sent.
+
+        A buffer of the pool, which the caller gives back; ``None``: there was no gradient.
+        """
+        self.add(self._sums[weight][0], weight, gradient)
+        total = self._sums.pop(weight)[1]
+        if total is None or total.dtype == weight.reduce_dtype:
+            return total
+        packed = self._pool.take(total.numel(), weight.reduce_dtype)
+        packed.copy_(total)  # rounded once, as a gradient of one micro-batch is
+        self._pool.give(total)
+        return packed
+
+    def drop(self, weight: ShardedParameter) -> None:
+        """Make ``weight``'s sum zeros: its place in the order stays (WP-2)."""
+        if weight in self._sums:
+            unit, total = self._sums[weight]
+            if total is not None:
+                self._pool.give(total)
+            self._sums[weight] = (unit, None)
+
+    def discard(self) -> None:
+        """Forget every sum."""
+        for _, total in self._sums.values():
+            if total is not None:
+                self._pool.give(total)
+        self._sums.clear()

@@ -1,0 +1,129 @@
+"""Pure: which gradient is reduced when, one order on all ranks, bounded in flight (WP-2, WP-6)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic
+
+from internsp.wp.schedule import (
+    ACCUMULATE,
+    BACKWARD,
+    FINISH,
+    FINISH_OLDEST,
+    FREE,
+    REDUCE_SCATTER,
+    WAIT,
+    Action,
+    Group,
+    W,
+)
+
+Turn = tuple[Any, Group[W], list[W]]
+"""A unit, one of its groups, and those of the group's weights that are trained."""
+
+
+class Reductions(Generic[W]):
+    """The reductions of a chunk's backwards.
+
+    How often a weight is used may differ between ranks, for data decide: not at all where an expert
+    is idle, twice where it serves two modules. Each has exactly one reduction all the same, in its
+    turn: when those before it have had theirs and all its gradients are ready, as many as this rank
+    has ever seen it used in one forward. What is left when the unit's backward is over takes its
+    turn then, with the sum that there is, or with zeros.
+
+    Args:
+        limit: bytes of unsharded gradients in flight; the oldest are finished first.
+        overlap: false for the synchronous path, which waits at each launch (WP-12).
+
+    Attributes:
+        accumulating: unsharded gradients are summed instead of being reduced.
+    """
+
+    def __init__(self, limit: int = 0, overlap: bool = True) -> None:
+        self.accumulating = False
+        self._limit, self._overlap = limit, overlap
+        self._flying: deque[tuple[Sequence[W], int]] = deque()
+        self._flying_bytes = 0
+        self.declare()
+
+    def declare(self, order: Iterable[Turn[W]] = (), at_close: bool = False) -> None:
+        """The turns of the backward, or the block, that begins.
+
+        Args:
+            at_close: no turn comes before :meth:`close`, because the unit's passes hold exchanges
+                of other groups, whose place among the reductions must be the same on every rank.
+        """
+        self._waiting = deque(order)
+        self._open = {weight for _, _, weights in self._waiting for weight in weights}
+        self._at_close = at_close
+        self._ready: dict[W, int] = {}
+
+    def __contains__(self, weight: W) -> bool:
+        return weight in self._open
+
+    def ready(self, weight: W, gradients: int = 1) -> None:
+        """So many more gradients of ``weight`` are ready."""
+        self._ready[weight] = self._ready.get(weight, 0) + gradients
+
+    def next(self, most: Mapping[W, int]) -> Turn[W] | None:
+        """Whose turn has come, if any.
+
+        Args:
+            most: uses of a weight in one forward, where above one.
+        """
+        if self._at_close or not self._waiting:
+            return None
+        for weight in self._waiting[0][2]:
+            if self._ready.get(weight, 0) < most.get(weight, 1):
+                return None
+        return self.close()
+
+    def close(self) -> Turn[W] | None:
+        """The next of what is left, when the unit's backward is over."""
+        if not self._waiting:
+            return None
+        turn = self._waiting.popleft()
+        self._open.difference_update(turn[2])
+        return turn
+
+    def launch(
+        self, unit: Any, weights: Sequence[W], out: list[Action], sums: bool = False
+    ) -> None:
+        """Launch one reduction; the oldest are finished where too many bytes would be in flight.
+
+        No more of them than that: a whole unit finished at once would leave the link idle.
+
+        Args:
+            sums: of what was accumulated, also while more is.
+        """
+        if self.accumulating and not sums:
+            out.append(Action(ACCUMULATE, BACKWARD, unit, weights))
+        else:
+            nbytes = sum([weight.gradient_bytes for weight in weights])
+            while self._flying and self._flying_bytes + nbytes > self._limit:
+                self._finish_oldest(out)
+            self._flying.append((weights, nbytes))
+            self._flying_bytes += nbytes
+            out.append(Action(REDUCE_SCATTER, BACKWARD, unit, weights))
+            if weights[0].travels and not self._overlap:
+                out.append(Action(WAIT, BACKWARD, unit, weights[:1]))
+        out.append(Action(FREE, BACKWARD, unit, weights))
+
+    def finish(self) -> list[Action]:
+        """Wait for every reduction in flight, in launch order."""
+        out: list[Action] = []
+        while self._flying:
+            self._finish_oldest(out)
+        return out
+
+    def reset(self) -> None:
+        """After a failure: nothing is due, nothing in flight."""
+        self._flying.clear()
+        self._flying_bytes = 0
+        self.declare()
+
+    def _finish_oldest(self, out: list[Action]) -> None:
+        weights, nbytes = self._flying.popleft()
+        self._flying_bytes -= nbytes
+        out.append(Action(FINISH_OLDEST, FINISH, None, weights))

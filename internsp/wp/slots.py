@@ -1,0 +1,210 @@
+"""Where a weight is unsharded: slots of bytes, and buffers for reductions (WP-1, WP-4, WP-6).
+
+A slot holds the unsharded weights of one unit, or of several that share it by turns. Which group
+has which bytes, and until when, is decided in :mod:`internsp.wp.queue`; here is the memory. With
+``reuse=False`` each weight has memory of its own, allocated when its bytes are taken and freed when
+another group takes them: the same moments, the same messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from internsp.wp.schedule import Group
+from internsp.wp.shard import ShardedParameter, Tag
+from internsp.wp.streams import SlotStreams, Stream, current_stream
+
+ALIGNMENT = 256  # bytes: what allocators and vector loads like
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment of weights in a slot."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False)
+class Unit:
+    """Weights that come and go together: a transformer block, the embedding, the head.
+
+    Attributes:
+        weights: in the order of use (of registration in the model).
+        slot: index of the slot among the pool's, fixed by the schedule (DESIGN 4.1).
+        groups: the weights as they travel, with their bytes in the slot.
+    """
+
+    name: str
+    weights: list[ShardedParameter]
+    slot: int = -1
+    block: int = -1
+    """Index among the chunk's blocks; -1 for units that are not blocks."""
+    has_trigger: bool = False
+    """Whether a module inside it triggers the gather of the next block; else its entry does."""
+    recomputed: bool = False
+    """Whether activation checkpointing recomputes it, so that backward gathers in forward order."""
+    at_entry: bool = False
+    """Whether the block takes all its weights at its entry (compiled, or all of them small)."""
+    groups: Sequence[Group[ShardedParameter]] = ()
+    offsets: dict[ShardedParameter, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit's unsharded weights in a slot."""
+        return max((group.end for group in self.groups), default=0)
+
+    def place(self, groups: Sequence[Group[ShardedParameter]]) -> None:
+        """Give each weight its bytes in the slot."""
+        self.groups = groups
+        for group in groups:
+            offset = group.start
+            for weight in group.weights:
+                self.offsets[weight] = offset
+                offset += aligned(weight.slot_nbytes) if weight.moves else 0
+
+
+class Slot:
+    """One buffer of bytes, and which version of which weight is in it.
+
+    Attributes:
+        tags: of each weight the version and dtype that were last gathered.
+    """
+
+    def __init__(self, index: int, nbytes: int, device: torch.device, reuse: bool) -> None:
+        self.index = index
+        self.nbytes = nbytes
+        self.device = device
+        self.tags: dict[ShardedParameter, Tag] = {}
+        self.streams = SlotStreams(current_stream(device))
+        self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device) if reuse else None
+        self._buffers: dict[ShardedParameter, Tensor] = {}
+        self._views: dict[tuple[ShardedParameter, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def take(
+        self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Iterable[ShardedParameter],
+        poison: bool,
+    ) -> None:  # fmt: skip
+        """``weights`` are about to be gathered into their bytes, which ``evicted`` lose."""
+        changed = False
+        for weight in evicted:
+            changed = True
+            self.tags.pop(weight, None)
+            if weight in self._buffers:
+                self.streams.before_overwrite()
+                self._buffers[weight].untyped_storage().resize_(0)
+        if self.streams.active:
+            self.streams.before_overwrite(*weights)
+        for weight in weights:
+            self.tags[weight] = weight.tag()
+            if self._whole is None:
+                self._allocate(weight)
+            if changed and poison:
+                self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
+
+    def flat(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """``weight``'s padded bytes in the slot, flat, in its compute dtype.
+
+        An alias with a version counter of its own: filling the slot must not look to autograd
+        like a change of saved tensors (DESIGN 4.1; WP-14 checks the tag in its stead).
+        """
+        return self._view(unit, weight)[0]
+
+    def unsharded(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """``weight`` unsharded, a view of its bytes with one more version counter of its own."""
+        return self._view(unit, weight)[1].data
+
+    def _view(self, unit: Unit, weight: ShardedParameter) -> tuple[Tensor, Tensor]:
+        """Flat and unsharded views, made once: a buffer keeps its storage for ever."""
+        key = (weight, weight.compute_dtype)
+        found = self._views.get(key)
+        if found is None:
+            nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
+            with torch.inference_mode(False):  # what an evaluation makes, training uses
+                flat = self._bytes(unit, weight)[:nbytes].view(weight.compute_dtype)
+                found = self._views[key] = flat, weight.layout.unsharded_view(flat)
+        return found
+
+    def _bytes(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+        """``weight``'s bytes, under a version counter of their own."""
+        if self._whole is None:
+            return self._buffers[weight].data
+        start = unit.offsets[weight]
+        return self._whole.data[start : start + aligned(weight.slot_nbytes)]
+
+    def _allocate(self, weight: ShardedParameter) -> None:
+        nbytes = aligned(weight.slot_nbytes)
+        if weight not in self._buffers:
+            with torch.inference_mode(False):
+                new = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._buffers[weight] = new
+        elif self._buffers[weight].untyped_storage().nbytes() != nbytes:
+            # Saved views alias this storage: grow the same one again.
+            self._buffers[weight].untyped_storage().resize_(nbytes)
+
+    def storages(self) -> set[int]:
+        """``data_ptr`` of the storages that the slot is made of now."""
+        return {buffer.untyped_storage().data_ptr() for buffer in self._memory()}
+
+    def live_nbytes(self) -> int:
+        """Bytes this slot occupies now."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._memory())
+
+    def _memory(self) -> list[Tensor]:
+        return [*self._buffers.values(), *([self._whole] if self._whole is not None else [])]
+
+
+class MemoryPool:
+    """The slots of one model chunk, and pooled buffers for its reductions.
+
+    Args:
+        sizes: bytes of each slot.
+        reuse: ``weight_parallel.memory_pool``.
+        poison: fill a slot with NaN bytes before it is filled anew (for tests of stale reads).
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device, reuse: bool = True, poison: bool = False
+    ) -> None:
+        self.slots = [Slot(i, n, device, reuse) for i, n in enumerate(sizes)]
+        self.device = device
+        self.reuse = reuse
+        self.poison = poison
+        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Stream | None]]]
+        self._free = defaultdict(list)
+        self._current = current_stream(device)
+        self.buffer_nbytes = 0
+        self.buffer_allocations = 0
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of all slots: exact, and known before training starts (WP-1)."""
+        return sum(s.nbytes for s in self.slots)
+
+    def live_nbytes(self) -> int:
+        """Bytes of unsharded weights that exist now."""
+        return sum(s.live_nbytes() for s in self.slots)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer with undefined contents; give it back with :meth:`give`."""
+        free = self._free[(numel, dtype)]
+        if free:
+            buffer, stream = free.pop()
+            if stream is not None and self._current is not None:
+                here = self._current()
+                if here != stream:  # what was queued there may still read it
+                    here.wait_stream(stream)
+            return buffer
+        self.buffer_allocations += 1
+        self.buffer_nbytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer of :meth:`take` that no collective uses any more."""
+        if self.reuse:
+            stream = None if self._current is None else self._current()
+            self._free[(buffer.numel(), buffer.dtype)].append((buffer, stream))
+        else:
+            self.buffer_nbytes -= buffer.numel() * buffer.element_size()
