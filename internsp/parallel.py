@@ -16,7 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from internsp.agreement import agree, equal_counts
+from internsp.agreement.additions import Additions
+from internsp.agreement.compare import agree, equal_counts
+from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.layers.adopt import adopt
@@ -27,14 +29,14 @@ from internsp.layers.supported import require_supported
 from internsp.layers.views import Site, Use
 from internsp.layers.watch import refuse_optimizer, watch
 from internsp.mesh import ParallelMesh
+from internsp.plan.assign import Assignment, Owner, assign, block_of, require_experts_matched
+from internsp.plan.blocks import Structure, read
+from internsp.plan.chunk import ChunkPlan
+from internsp.plan.units import DTYPES, chunk_plan
+from internsp.quantize import Codec
 from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
-from internsp.wp.additions import Additions
-from internsp.wp.assign import Assignment, Owner, assign, block_of, require_experts_matched
-from internsp.wp.blocks import Structure, read
-from internsp.wp.chunk import ChunkPlan
-from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives
 from internsp.wp.communicator import (
     EmbeddingWeightParallelCommunicator,
@@ -43,15 +45,14 @@ from internsp.wp.communicator import (
     WPCommunicator,
 )
 from internsp.wp.hooks import Prefetcher
+from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
-from internsp.wp.meeting import FrozenSet, Meeting, guard_reads
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.plan import DTYPES, chunk_plan
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import Group
-from internsp.wp.shard import ShardedParameter, ShardLayout
 from internsp.wp.sites import WeightSite
 from internsp.wp.slots import MemoryPool, Unit
 

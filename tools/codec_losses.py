@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from internsp.cli import main as internsp
-from internsp.train.metrics import StepMetrics, read_metrics
+from internsp.report.metrics import StepMetrics, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 

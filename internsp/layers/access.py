@@ -13,10 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from internsp.autograd import (
+    before_backward_of,
+    no_second_derivatives,
+    refuse_compiled,
+    transforming,
+)
 from internsp.layers.parameters import Weights
 from internsp.layers.views import Site, Use, view
-from internsp.wp.outputs import before_backward_of
-from internsp.wp.transforms import no_second_derivatives, refuse_compiled, transforming
 
 Output = TypeVar("Output")
 

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from internsp.autograd import tensors
+from internsp.autograd import Given, given, own, refuse_compiled, tensors, transforming
 from internsp.errors import StructureError
 from internsp.layers.linear import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.norm import ParallelLayerNorm, ParallelRMSNorm
 from internsp.layers.parameters import Weights, leave
-from internsp.wp.outputs import Given, given, own
-from internsp.wp.transforms import refuse_compiled, transforming
 
 _OURS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: ParallelLinearWithCommExt,

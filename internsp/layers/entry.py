@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
 from internsp.layers.parameters import sites, unwritten
 from internsp.layers.views import views
-from internsp.wp.outputs import apart, before_backward_of, given
 from internsp.wp.sites import BlockUses
-from internsp.wp.transforms import no_second_derivatives
 
 
 def take_at_entry(

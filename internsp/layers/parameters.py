@@ -17,12 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from internsp.autograd import in_backward
+from internsp.autograd import (
+    Given,
+    apart,
+    before_backward_of,
+    given,
+    in_backward,
+    no_second_derivatives,
+    transforming,
+    under_transform,
+)
 from internsp.errors import StructureError
 from internsp.layers.views import ScopeUse, Site, Use, view, view_beneath
-from internsp.wp.outputs import Given, apart, before_backward_of, given
-from internsp.wp.shard import not_to_be_copied
-from internsp.wp.transforms import no_second_derivatives, transforming, under_transform
+from internsp.wp.parameter import not_to_be_copied
 
 Taken = dict[Site, tuple[Tensor, Use]]
 """The views that were made in one forward."""
@@ -181,7 +188,7 @@ def leave(taken: Taken, output: Any, before: Given) -> Any:
     """A forward that took weights is over: keep them for its backward, and end their use.
 
     Args:
-        before: what the forward was given (:func:`internsp.wp.outputs.given`).
+        before: what the forward was given (:func:`internsp.autograd.given`).
 
     Returns:
         ``output``; what of it lies in a weight's memory is cloned.

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from internsp.autograd import compiled
 from internsp.errors import StructureError
-from internsp.wp.transforms import compiled
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 

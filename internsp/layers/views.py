@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from internsp.autograd import no_second_derivatives
 from internsp.errors import GradientError, StaleWeightError
-from internsp.wp.transforms import no_second_derivatives
 
 
 class Site(Protocol):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from internsp.autograd import compiled
 from internsp.errors import GradientError, StructureError
 from internsp.layers.supported import is_compiled
-from internsp.wp.transforms import compiled
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -24,7 +24,7 @@ from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.shard import Ready, ShardedParameter
+from internsp.wp.parameter import Ready, ShardedParameter
 from internsp.wp.unfinished import Member
 
 ALIGNMENT = 16  # bytes: what NCCL and vector loads like

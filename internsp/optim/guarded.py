@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from internsp.errors import GradientError
+from internsp.wp.dtensors import ShardParameter
 from internsp.wp.mixed import raw_grad
-from internsp.wp.parameter import ShardParameter
 from internsp.wp.unfinished import Member, UnfinishedGradient
 
 

@@ -21,8 +21,8 @@ from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
 from internsp.wp.collectives import Handle, all_reduce, exchange_pieces
 from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.shard import ShardedParameter
 from internsp.wp.unfinished import Member, discard_sums
 
 IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)

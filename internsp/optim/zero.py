@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.failure.recovery import unbroken
 from internsp.optim import checkpoint
 from internsp.optim.bucket import Bucket, Publication, make_buckets
 from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
@@ -21,7 +22,6 @@ from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.recovery import unbroken
 from internsp.wp.unfinished import Member
 
 _LOG = logging.getLogger("internsp.optim")

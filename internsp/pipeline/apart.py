@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.shard import ShardedParameter
+from internsp.wp.parameter import ShardedParameter
 
 
 def grad_ready_order(communicator: ISPCommunicator) -> list[ShardedParameter]:

@@ -20,13 +20,13 @@ from types import TracebackType
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
+from internsp.failure.last_words import when_process_ends
+from internsp.failure.outcome import is_consequence
+from internsp.failure.recovery import abort, all_meet, default_store
 from internsp.mesh import ParallelMesh
-from internsp.outcome import is_consequence
 from internsp.pipeline.messages import Messages
 from internsp.wp.collectives import sever
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.last_words import when_process_ends
-from internsp.wp.recovery import abort, all_meet, default_store
 
 # Where torch's schedules and stages wait for each other.
 _BETWEEN_STAGES = {"_wait_batch_p2p", "_batch_p2p", "_send_meta", "_recv_meta"}

@@ -34,11 +34,11 @@ from internsp.pipeline.schedules import (
     prepared,
 )
 from internsp.pipeline.stage import ISPPipelineStage
+from internsp.plan.assign import require_experts, require_experts_matched, within
+from internsp.plan.blocks import require_triggers_matched, trigger_matches
+from internsp.plan.chunk import Schedule
+from internsp.plan.units import DTYPES
 from internsp.trace import Trace
-from internsp.wp.assign import require_experts, require_experts_matched, within
-from internsp.wp.blocks import require_triggers_matched, trigger_matches
-from internsp.wp.chunk import Schedule
-from internsp.wp.plan import DTYPES
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
 _APART = (ParallelLinearWithCommExt, GroupedLinearWithCommExt, ParallelEmbeddingWithCommExt)

@@ -22,9 +22,9 @@ from internsp.pipeline.hooks import (
     phase_of,
 )
 from internsp.pipeline.schedules import Order, Step
-from internsp.wp.chunk import ChunkPlan, Schedule
+from internsp.plan.chunk import ChunkPlan, Schedule
+from internsp.plan.simulate import Simulator
 from internsp.wp.schedule import FORWARD
-from internsp.wp.simulate import Simulator
 
 
 def passes(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from internsp import resume_rules
+from internsp.config import resume as resume_rules
 from internsp.errors import ConfigError
 from internsp.train import checkpoint_folder, manifest
 from internsp.train.agreement import from_first, on_every_rank, plain_errors

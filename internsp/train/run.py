@@ -12,22 +12,22 @@ import torch.distributed as dist
 from internsp.config import Config
 from internsp.errors import InternspError, NotFiniteError
 from internsp.pipeline import SchedulerHook
-from internsp.stop import StopRequest, name_of
+from internsp.plan.pipeline import make_pipeline_plan
+from internsp.report.advice import Setting, advise
+from internsp.report.chrome import write_chrome_trace
+from internsp.report.display import Display, make_display
+from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
+from internsp.report.page import write_report
 from internsp.trace import Event
 from internsp.train import checkpoint
-from internsp.train.advice import Setting, advise
 from internsp.train.checkpoint import Resumed
-from internsp.train.chrome import write_chrome_trace
-from internsp.train.display import Display, make_display
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
-from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
-from internsp.train.pipeline_plan import make_pipeline_plan
-from internsp.train.report import write_report
 from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest, name_of
 
 _TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
 _Timeline = tuple[dict[str, int], list[Event]]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from internsp.train.factory import build_model, generate
+from internsp.factory import build_model, generate
 from internsp.train.session import Session
 
 _TEMPERATURE, _TOP_K = 0.8, 40

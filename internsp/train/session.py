@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from internsp.config import Config
+from internsp.data.batches import DataSource, vocabulary_mistake
+from internsp.factory import Model, build_model
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import initialise, parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
 from internsp.sp.heads import balanced
 from internsp.trace import Trace
-from internsp.train.data import DataSource, vocabulary_mistake
-from internsp.train.factory import Model, build_model
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.streams import device_clock
 

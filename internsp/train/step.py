@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from internsp.data.batches import Batch, rows_of
 from internsp.errors import ConfigError, OrderError
+from internsp.plan.simulate import simulate
+from internsp.report.metrics import StepMetrics
 from internsp.sp import SequenceLayout
-from internsp.stop import StopRequest
-from internsp.train.data import Batch, rows_of
-from internsp.train.metrics import StepMetrics
 from internsp.train.passes import Pipelined, Whole
 from internsp.train.session import Session
-from internsp.wp.simulate import simulate
+from internsp.train.stop import StopRequest
 
 
 class StepRunner:

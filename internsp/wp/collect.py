@@ -7,9 +7,9 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import all_reduce, wait_all
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
-from internsp.wp.shard import ShardedParameter
 
 
 def collect(

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from internsp.failure.standstill import Wait
 from internsp.trace import Trace
 from internsp.wp.ledger import Counters, Ledger
-from internsp.wp.standstill import Wait
 from internsp.wp.streams import Stream, current_stream
 from internsp.wp.works import Watcher, Work, Works, when_over
 

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from internsp.autograd import in_backward
 from internsp.errors import OrderError, StaleWeightError
+from internsp.failure.last_words import EndOfBackward
+from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
-from internsp.wp.chunk import ChunkPlan
+from internsp.plan.chunk import ChunkPlan
 from internsp.wp.collect import collect
 from internsp.wp.contents import Contents
-from internsp.wp.last_words import EndOfBackward
+from internsp.wp.parameter import ShardedParameter, Tag
 from internsp.wp.perform import Chunk
-from internsp.wp.recovery import Recovery
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
-from internsp.wp.shard import ShardedParameter, Tag
 from internsp.wp.slots import Unit
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from internsp.errors import StaleWeightError
-from internsp.wp.parameter import same_bits
+from internsp.wp.dtensors import same_bits
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.shard import ShardedParameter
 from internsp.wp.slots import Slot, Unit
 
 Member = ShardedParameter | ReplicatedParameter

@@ -17,13 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from internsp.autograd import in_backward, tensors
+from internsp.autograd import (
+    Given,
+    given,
+    in_backward,
+    no_second_derivatives,
+    on_gradient,
+    own,
+    refuse_transformed,
+    tensors,
+)
 from internsp.errors import GradientError, StructureError
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.outputs import Given, given, on_gradient, own
-from internsp.wp.shard import not_to_be_copied
+from internsp.wp.parameter import not_to_be_copied
 from internsp.wp.slots import Unit
-from internsp.wp.transforms import no_second_derivatives, refuse_transformed
 
 
 class Prefetcher:

@@ -11,7 +11,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
-from internsp.wp.standstill import Wait
+from internsp.failure.standstill import Wait
 
 _RECENT = 32  # launches whose tags are kept: more than a rank ever has in flight beyond another
 

@@ -1,162 +1,299 @@
-"""What a module's parameter is: a ``DTensor`` whose ``.data`` means what it means on one process.
-
-torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows what is
-written through it, and ignores ``p.data = x`` (its local tensor stays; seen with torch 2.13). Here
-``p.data`` is ``p.detach()``, which shares the counter, and ``p.data = x`` copies ``x`` into the
-shard. What operations outside of a forward make of it keeps its name (:mod:`internsp.wp.mixed`).
-"""
+"""One sharded weight: its shard, its DTensor parameter, its reduced gradient (DESIGN 4)."""
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
 
-from internsp.errors import StructureError
-from internsp.wp.mixed import OfParameters, ParameterValue
+from internsp.errors import LayoutError, StaleWeightError, StructureError
+from internsp.mesh import WeightAxis
+from internsp.wp.dtensors import Aliases, own, part
+from internsp.wp.layout import ShardLayout, strides
 
-Aliases = dict[int, "weakref.ref[Any]"]
+Tag = tuple[int, torch.dtype]
 
 
-class Member(Protocol):
-    """Whom a parameter belongs to: a sharded weight or a replicated parameter."""
+class ShardedParameter:
+    """A parameter at rest as this rank's rows.
 
-    name: str
-    dtype: torch.dtype
-    meet: Callable[[str], None] | None
-    """Called before a collective on the parameter: all ranks of its mesh must have come to it."""
+    ``storage`` is the padded shard ``[rows, ...]``, contiguous, cut dimension first; the module's
+    parameter is a ``DTensor`` whose local tensor is a view of its valid rows.
 
-    def take(self, values: Tensor) -> None:
-        """Copy values, whole or a ``DTensor`` placed alike, into the shard."""
+    Where ranks own different experts, ``layout`` is of this rank's unsharded weight, and the
+    ``DTensor`` is of all ranks' weights of that name, one after another on dimension 0.
+
+    Attributes:
+        name: fully qualified, of the first owner when several modules share the weight.
+        axis: along which it is cut; dense weights and experts may have different ones.
+        reduced_grad: the gradient summed from finished reductions so far in this backward, like
+            ``storage`` but fp32 or wider (unless ``borrowed``); ``None`` before the first reduction
+            is finished.
+        borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
+        ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
+        compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
+        sent_as: what its gradient is reduced in; ``None``: in the compute dtype.
+        slot_nbytes: bytes of the padded whole in the configured compute dtype.
+        device_type: where it computes.
+        moves: whether it is gathered: false where the shard is the unsharded weight already.
+        autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        layout: ShardLayout,
+        axis: WeightAxis,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        autocasts: bool,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.axis = axis
+        self.rank = axis.rank
+        self._valid = layout.valid_rows(axis.rank)
+        self.dtype = parameter.dtype
+        self.compute_dtype = compute_dtype or parameter.dtype
+        self.base_compute_dtype = self.compute_dtype
+        self.sent_as: torch.dtype | None = None
+        self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
+        self.moves = layout.size > 1 or self.compute_dtype != self.dtype
+        # A weight that is whole at rest is autocast by torch itself, as on one process.
+        self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.moves
+        self.device_type = device.type
+        self.reduced_grad: Tensor | None = None
+        self.borrowed = False
+        self.ready: Ready | None = None
+        self.meet: Callable[[str], None] | None = None
+        self.aliases: Aliases = {}
+        self._generation = 0
+        self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
+        if parameter.device.type != "meta":
+            with torch.no_grad():
+                rows = layout.cut(parameter.detach(), self.rank)
+                self.storage[: len(rows)].copy_(rows)
+        self._flat = self.storage.data.view(-1)
+        shape = (layout.shape[0] * axis.expert, *layout.shape[1:])
+        whole = DTensor.from_local(
+            self.local(self.storage),
+            axis.param_mesh,
+            axis.placements(layout.dim),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=strides(shape),
+        )
+        self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
+
+    def wrap(self, storage: Tensor) -> DTensor:
+        """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
+        return dtensor_like(self.parameter, self.local(storage))
+
+    def local(self, storage: Tensor) -> Tensor:
+        """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
+        rows = storage if self._valid == self.layout.rows else storage[: self._valid]
+        return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """This rank's rows of whole values in the parameter's shape, cut dimension first."""
+        count = self.layout.shape[0]
+        own = values.narrow(0, self.axis.expert_rank * count, count)
+        return self.layout.cut(own, self.rank)
+
+    def relocate(self, storage: Tensor) -> None:
+        """Move the shard into ``storage`` (same shape): an optimizer packs a unit's shards."""
+        storage.copy_(self.storage)
+        self.storage, self._flat = storage, storage.data.view(-1)
+        # `.data =` on a DTensor leaves its local tensor where it was.
+        self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, now: a user may freeze and thaw it."""
+        return self.parameter.requires_grad
+
+    @property
+    def trained(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.parameter.requires_grad
+
+    @property
+    def travels(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.layout.size > 1
+
+    @property
+    def gradient_bytes(self) -> int:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.layout.padded_numel * self.reduce_dtype.itemsize
+
+    def version(self) -> int:
+        """A number that changes whenever the shard's values may have (see :func:`version_of`)."""
+        return version_of(self.parameter) + self._generation
+
+    def tag(self) -> Tag:
+        """What a slot with this weight holds: the same values in two dtypes differ (WP-11)."""
+        return version_of(self.parameter) + self._generation, self.compute_dtype
+
+    def follow_autocast(self) -> None:
+        """Before a use: under autocast a linear layer's weight travels in its dtype (WP-1).
+
+        Decided where the weight is used, because autocast may surround a part of the model only;
+        what is gathered ahead takes the dtype of the last use.
+        """
+        active = torch.is_autocast_enabled(self.device_type)
+        self.compute_dtype = (
+            torch.get_autocast_dtype(self.device_type) if active else self.base_compute_dtype
+        )
 
     def invalidate(self) -> None:
-        """The values were written by a way that no version counter shows."""
-
-    aliases: Aliases
-    """What ``detach`` gave out, while it lives, by identity."""
-
-
-class ShardParameter(OfParameters):
-    """A model's parameter."""
-
-    _member: Member
+        """The shard was written behind autograd's back."""
+        self._generation += 1
 
     @property
-    def of(self) -> str:
-        """Its name."""
-        return self._member.name
+    def reduce_dtype(self) -> torch.dtype:
+        """What a reduction moves; with nobody to send to, the gradient stays as it is."""
+        if self.sent_as is None or self.layout.size == 1:
+            return self.compute_dtype
+        return self.sent_as
 
-    def detach(self) -> ShardParameter:
-        """Shares memory and version counter, and is watched as this is (``state_dict`` holds it).
+    def to_send(self) -> Tensor:
+        """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
+        fresh = self.fresh()
+        # With nobody to send to, the copy into the slot casts.
+        alone = self.layout.size == 1
+        return fresh if alone or self.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
 
-        Of the same type, or ``nn.Parameter`` (and so ``model.to``) would refuse it.
-        """
-        found: Any = super().detach()
-        found.__class__ = ShardParameter
-        found._member = self._member
-        aliases, key = self._member.aliases, id(found)
-        aliases[key] = weakref.ref(found, lambda _: aliases.pop(key, None))
-        return found  # type: ignore[no-any-return]
+    def fresh(self) -> Tensor:
+        """The padded shard, flat, in its own dtype, once an optimizer has published it (WP-3)."""
+        if self.ready is not None:
+            ready, self.ready = self.ready, None
+            ready.wait()
+        local = self.parameter._local_tensor  # type: ignore[attr-defined]
+        if local.data_ptr() != self.storage.data_ptr():
+            # Somebody gave the parameter's local tensor other storage (`.data =`, `to_empty`).
+            if local.dtype != self.dtype:
+                raise StructureError(
+                    f"{self.name} was cast from {self.dtype} to {local.dtype} after parallelize(): "
+                    "cast the model before, or set weight_parallel.compute_dtype"
+                )
+            self.local(self.storage).copy_(local)
+        return self._flat
 
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """:meth:`detach`: a write through it raises the counter by which slots are compared."""
-        return self.detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        """Copy ``values`` into the shard: a whole tensor (the same on all ranks), or a ``DTensor``.
-
-        What was had from ``data`` or ``detach`` before keeps the old values, as on one process
-        (``old = p.data; p.data = average; ...; p.data = old``).
-
-        Raises:
-            LayoutError: another shape or placement.
-            StructureError: another dtype.
-        """
-        member = self._member
-        if values.dtype != member.dtype:
-            raise StructureError(
-                f"{member.name}.data was given {values.dtype} for its {member.dtype}: cast the "
-                "model before parallelize(), or set weight_parallel.compute_dtype"
-            )
-        member.take(values)
-        member.invalidate()
-
-    def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """As ``DTensor.redistribute``, and so ``full_tensor``: collective, blocks.
+    def take(self, values: Tensor) -> None:
+        """Copy values, whole or a ``DTensor`` placed alike, into the shard.
 
         Raises:
-            CollectiveError: some rank of its group does not call it.
+            LayoutError: they have another shape or placement.
         """
-        if self._member.meet is not None:
-            self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
-        return super().redistribute(*args, **options)
+        self.fresh()  # what an optimizer still publishes would overwrite them
+        local = local_of(self.name, values, self.parameter)
+        if local is None:
+            local = self.rows_of(values.detach()).movedim(0, self.layout.dim)
+        part(self.parameter, self.aliases, values)
+        with torch.no_grad():
+            self.local(self.storage).copy_(local.detach())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
-        copied = self._plain(self._local_tensor.detach().clone())
-        memo[id(self)] = copied
-        return copied
+    def add_reduced_grad(self, total: Tensor) -> None:
+        """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""
+        before = self.reduced_grad
+        self.reduced_grad = total if before is None else self.own_reduced_grad().add_(total)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files hold an ordinary ``DTensor`` (parameter), and of its memory only its own part.
+    def borrow_grad(self, gradient: Tensor) -> None:
+        """:meth:`add_reduced_grad` of autograd's own tensor, not copied until it is changed."""
+        if self.reduced_grad is not None:
+            self.own_reduced_grad().add_(gradient.view(self.layout.shard_shape))
+            return
+        self.reduced_grad, self.borrowed = gradient.view(self.layout.shard_shape), True
 
-        torch cannot save a ``DTensor`` that begins within a storage (seen with torch 2.13), as
-        those of an optimizer's buckets do.
-        """
-        local = self._local_tensor.detach()
-        if local.untyped_storage().nbytes() != local.nbytes:
-            local = local.clone()
-        return self._plain(local).__reduce_ex__(protocol)
+    def own_reduced_grad(self) -> Tensor:
+        """``reduced_grad``, to be changed in place: fp32 or wider, and memory of its own."""
+        assert self.reduced_grad is not None, "the caller has looked"
+        if self.borrowed:
+            wide = torch.promote_types(self.reduced_grad.dtype, torch.float32)
+            self.reduced_grad, self.borrowed = self.reduced_grad.to(wide, copy=True), False
+        return self.reduced_grad
 
-    def _plain(self, local: Tensor) -> Tensor:
-        plain = DTensor(local, self._spec, requires_grad=False)
-        if getattr(self, "_is_param", False):
-            return nn.Parameter(plain, requires_grad=self.requires_grad)
-        return plain.requires_grad_(self.requires_grad)
+    def drop_reduced_grad(self) -> None:
+        """Forget the sum."""
+        self.reduced_grad, self.borrowed = None, False
 
 
-def part(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
-    """Before ``values`` are copied into ``parameter``: let its ``aliases`` keep what they show.
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of ``flat`` in the shapes of ``like``, in one call: a split and views take longer."""
+    views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
+    return views
 
-    On one process ``p.data = values`` gives ``p`` other memory; here it must stay in its own.
+
+def version_of(parameter: nn.Parameter) -> int:
+    """Counts the writes to a ``DTensor`` parameter that autograd knows of.
+
+    Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
+    that one's. What raises neither (``foreach`` and fused operations, ``.data``) must be told to
+    the parameter's owner by ``invalidate``.
     """
-    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
-    held = [alias for alias in (known() for known in list(aliases.values())) if alias is not None]
-    held = [alias for alias in held if alias._local_tensor.data_ptr() == local.data_ptr()]
-    if any(alias is values for alias in held):  # its own values: nothing changes
-        return
-    old = local.detach().clone() if held else local
-    for alias in held:
-        alias._local_tensor = old.detach()
+    return parameter._version + parameter._local_tensor._version  # type: ignore[attr-defined]
 
 
-def own(parameter: nn.Parameter, member: Member) -> nn.Parameter:
-    """Make ``parameter``, a ``DTensor``, ``member``'s, in place."""
-    owned: Any = parameter
-    owned.__class__ = ShardParameter
-    owned._member = member
-    return parameter
+def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """The local part of ``values``, or ``None`` when they are whole and plain.
+
+    Raises:
+        LayoutError: they do not fit ``parameter``.
+    """
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if values.shape != parameter.shape:
+        raise LayoutError(
+            f"{name} has shape {list(parameter.shape)}, the given values {list(values.shape)}"
+        )
+    if not isinstance(values, DTensor):
+        return None
+    if values.placements != placements:
+        raise LayoutError(
+            f"{name} is placed {placements}, the given values {values.placements}: redistribute "
+            "them first"
+        )
+    return values._local_tensor
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
-    kind = _BITS[math.gcd(one.element_size(), 8)]
-    return torch.equal(one.view(kind), other.view(kind))
+def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
+    """``local`` as a ``DTensor`` placed like ``parameter``, in its own dtype.
+
+    Not by ``from_local``, which takes ten times as long, for every gradient of every step; nor by
+    ``DTensor()``, whose ``__init__`` does nothing but keep the compiler out.
+    """
+    spec = parameter._spec  # type: ignore[attr-defined]
+    if local.dtype != parameter.dtype:
+        meta = spec.tensor_meta
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+        )
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def stale(name: str, rank: int) -> StaleWeightError:
+    """The error for values that changed between their use in forward and its backward (WP-14)."""
+    return StaleWeightError(
+        f"{name} changed on rank {rank} between its use in forward and its backward: its gradient "
+        "would be computed with other values. Take the optimizer step, load_state_dict or edit "
+        "after backward"
+    )
 
-# As torch does for DTensor itself, so that its optimizers take their foreach path on a device.
-for _module in (torch_optimizer, _foreach_utils):
-    for _type in (ShardParameter, ParameterValue):
-        if _type not in _module._foreach_supported_types:
-            _module._foreach_supported_types.append(_type)
+
+def not_to_be_copied() -> StructureError:
+    """The error for ``copy.deepcopy`` and ``pickle`` of a parallel model."""
+    return StructureError(
+        "a parallel model cannot be copied or pickled: its copy would share slots and groups. Copy "
+        "it before parallelize(), or copy or save its state_dict()"
+    )
+
+
+class Ready:
+    """What a publishing optimizer leaves on a shard: ``wait`` makes it readable (WP-3)."""
+
+    def wait(self) -> None:
+        """Block (CPU) or order streams until the new values are in the shard."""
+        raise NotImplementedError

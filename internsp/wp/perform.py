@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.mesh import WeightAxis
+from internsp.quantize import Codec
 from internsp.trace import Trace
-from internsp.wp.codec import Codec
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.ledger import Counters
+from internsp.wp.parameter import ShardedParameter, Tag, stale
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer
 from internsp.wp.schedule import (
@@ -27,7 +28,6 @@ from internsp.wp.schedule import (
     Action,
     runs_of,
 )
-from internsp.wp.shard import ShardedParameter, Tag, stale
 from internsp.wp.slots import MemoryPool, Slot, Unit
 
 

@@ -2,7 +2,7 @@
 
 An event is what a hook sees: the model is entered, a block is entered or left, a weight is used,
 its gradient is ready. :class:`GatherQueue` answers each with the actions that it brings about, in
-order. The communicator performs them, :mod:`internsp.wp.simulate` writes them down: one
+order. The communicator performs them, :mod:`internsp.plan.simulate` writes them down: one
 interpreter, so that what ``internsp plan`` prints is what runs (WP-2).
 
 A queue holds the places of a pass, ``(unit, group)``. Its head is launched while the *limit* allows

@@ -19,8 +19,8 @@ from torch import Tensor
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.parameter import ShardedParameter, unflatten
 from internsp.wp.schedule import runs_of
-from internsp.wp.shard import ShardedParameter, unflatten
 from internsp.wp.slots import MemoryPool, Unit
 
 

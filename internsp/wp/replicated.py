@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import all_reduce
+from internsp.wp.dtensors import Aliases, own, part
 from internsp.wp.ledger import Counters
-from internsp.wp.parameter import Aliases, own, part
-from internsp.wp.shard import (
+from internsp.wp.parameter import (
     Ready,
     ShardedParameter,
     dtensor_like,

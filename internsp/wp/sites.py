@@ -9,8 +9,8 @@ from torch import Tensor
 
 from internsp.autograd import in_backward
 from internsp.wp.communicator import ISPCommunicator, WPCommunicator
+from internsp.wp.parameter import ShardedParameter, Tag
 from internsp.wp.perform import Chunk
-from internsp.wp.shard import ShardedParameter, Tag
 from internsp.wp.slots import Unit
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from internsp.wp.parameter import ShardedParameter, Tag
 from internsp.wp.schedule import Group
-from internsp.wp.shard import ShardedParameter, Tag
 from internsp.wp.streams import SlotStreams, Stream, current_stream
 
 ALIGNMENT = 256  # bytes: what allocators and vector loads like

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from internsp.autograd import in_backward
 from internsp.errors import GradientError
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
-from internsp.wp.shard import ShardedParameter
 
 Member = ShardedParameter | ReplicatedParameter
 

@@ -34,11 +34,11 @@ from typing import Any
 
 from rich.console import Console
 
+from internsp.cli.environment import launched
+from internsp.cli.preflight import check_before_start
 from internsp.config import Config, collect, load_config
-from internsp.environment import launched
 from internsp.errors import InternspError
-from internsp.preflight import check_before_start
-from internsp.train.plan import print_plan
+from internsp.plan.printed import print_plan
 from tests.fuzz.drawing import Drawn, draw
 
 LONGEST_SECONDS = 20.0  # of one case; a busy machine may be ten times as slow as a quiet one

@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from internsp.config import sections
-from internsp.config_errors import choices_of
+from internsp.config.errors import choices_of
 
 # Below this a configuration is right, small, and planned in some milliseconds.
 SMALL: dict[str, dict[str, Any]] = {

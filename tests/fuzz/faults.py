@@ -11,11 +11,11 @@ from typing import Any
 import internsp.wp.collect
 from internsp.optim import reduction, zero
 from internsp.wp.contents import Contents
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.reduce import GradientReducer, UnshardedSums
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import BACKWARD
-from internsp.wp.shard import ShardedParameter
 
 
 def put_in(name: str, rank: int) -> None:

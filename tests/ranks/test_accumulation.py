@@ -15,8 +15,8 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import Place, SchedulerHook
+from internsp.plan.simulate import simulate
 from internsp.trace import Trace
-from internsp.wp.simulate import simulate
 from internsp.wp.unfinished import UnfinishedGradient
 from tests.support.models import ALL, SOME, Tiny, Twin, raises
 from tests.support.pipeline import BOUND, batches, compare, make

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.wp.shard import ShardedParameter
+from internsp.wp.parameter import ShardedParameter
 from tests.support.models import Tiny, Twin
 from tests.support.ranks import run_ranks
 

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 
 from internsp.config import Config
 from internsp.errors import ConfigError, InternspError
+from internsp.report.metrics import read_metrics
 from internsp.train import checkpoint, checkpoint_files, manifest
-from internsp.train.metrics import read_metrics
 from internsp.train.run import train
 from internsp.train.run_lock import RunLock
 from internsp.train.session import Session, lr_factor

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
+from internsp.plan.simulate import simulate
+from internsp.plan.units import coded_bytes
 from internsp.trace import Trace
-from internsp.wp.plan import coded_bytes
-from internsp.wp.simulate import simulate
 from tests.support.models import Block, Tiny, Twin, close, raises
 from tests.support.pipeline import Case, batches, compare, make
 from tests.support.ranks import run_ranks

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from internsp.cli.launch import start
 from internsp.config import Config
-from internsp.launch import start
-from internsp.outcome import ChildError
+from internsp.failure.outcome import ChildError
 from internsp.pipeline import Place, SchedulerHook
-from internsp.train.metrics import read_metrics
+from internsp.report.metrics import read_metrics
 from internsp.train.run import train
 from internsp.train.step import StepRunner
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
-from internsp.wp.simulate import simulate
+from internsp.plan.simulate import simulate
 from tests.support.experts import Case, Pair, gap
 from tests.support.ranks import run_ranks
 

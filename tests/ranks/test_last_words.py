@@ -137,7 +137,7 @@ def test_a_process_that_ends_leaves_its_cause(
 
 
 PROGRAM = """
-from internsp.wp.last_words import when_process_ends
+from internsp.failure.last_words import when_process_ends
 class Owner: pass
 owner, gone = Owner(), Owner()
 when_process_ends(owner, lambda owner, error: print(f"told {error!r}"))

@@ -8,7 +8,7 @@ import pytest
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from internsp.train.timeline import build_timeline
+from internsp.report.timeline import build_timeline
 from tests.support.models import ALL, Tiny, Twin
 from tests.support.ranks import run_ranks
 

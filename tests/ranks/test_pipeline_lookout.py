@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from internsp.errors import CollectiveError
+from internsp.failure.recovery import default_store
 from internsp.pipeline import Place, SchedulerHook
-from internsp.wp.recovery import default_store
 from tests.support.pipeline import Case, batches, make
 from tests.support.ranks import run_ranks
 

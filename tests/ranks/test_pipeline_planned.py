@@ -11,11 +11,11 @@ from rich.console import Console
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.config import Config
-from internsp.stop import StopRequest
-from internsp.train.pipeline_plan import make_pipeline_plan
-from internsp.train.plan import human, print_plan
+from internsp.plan.pipeline import make_pipeline_plan
+from internsp.plan.printed import human, print_plan
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
 from tests.ranks.test_pipeline_train import Changes, config, pipelined
 from tests.support.ranks import run_ranks
 

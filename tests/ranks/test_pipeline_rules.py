@@ -9,10 +9,10 @@ import torch
 
 import internsp.pipeline.pipeline as pipeline_module
 from internsp.errors import ConfigError, GradientError, OrderError
+from internsp.failure.recovery import default_store
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.failure import Watch
 from internsp.trace import Trace
-from internsp.wp.recovery import default_store
 from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
 

@@ -13,11 +13,11 @@ import torch
 from internsp.config import Config
 from internsp.errors import ConfigError, OrderError
 from internsp.pipeline import Pipeline, Place, SchedulerHook
-from internsp.stop import StopRequest
-from internsp.train.metrics import StepMetrics, read_metrics
-from internsp.train.pipeline_plan import make_pipeline_plan
+from internsp.plan.chunk import Schedule
+from internsp.plan.pipeline import make_pipeline_plan
+from internsp.report.metrics import StepMetrics, read_metrics
 from internsp.train.run import train
-from internsp.wp.chunk import Schedule
+from internsp.train.stop import StopRequest
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

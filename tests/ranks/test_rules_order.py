@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
-from internsp.wp.simulate import simulate
+from internsp.plan.simulate import simulate
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
 from tests.support.ranks import run_ranks
 

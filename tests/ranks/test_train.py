@@ -11,11 +11,11 @@ import pytest
 
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.stop import StopRequest
+from internsp.plan.printed import make_plan
+from internsp.report.metrics import StepMetrics, read_metrics
 from internsp.train.checkpoint_folder import candidates
-from internsp.train.metrics import StepMetrics, read_metrics
-from internsp.train.plan import make_plan
 from internsp.train.run import train
+from internsp.train.stop import StopRequest
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from internsp.config import Config
 from internsp.errors import NotFiniteError
+from internsp.report.metrics import read_metrics
 from internsp.train import checkpoint
-from internsp.train.metrics import read_metrics
 from internsp.train.run import train
 from internsp.train.session import Session
 from internsp.train.step import StepRunner

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from internsp.config import Config
-from internsp.stop import StopRequest
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
 from tests.ranks.test_train import config
 from tests.support.ranks import run_ranks
 from tests.support.zero import whole

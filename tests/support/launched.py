@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from internsp.cli.lifetime import end_with_launcher
 from internsp.config import Config, LaunchConfig
-from internsp.lifetime import end_with_launcher
-from internsp.stop import StopRequest
+from internsp.train.stop import StopRequest
 
 
 def wait(config: Config, folder: Path) -> None:
@@ -35,7 +35,7 @@ def main() -> int:
         end_with_launcher()
         wait(Config(), folder)
         return 0
-    from internsp.launch import start  # loads torch, which no rank of torchrun needs here
+    from internsp.cli.launch import start  # loads torch, which no rank of torchrun needs here
 
     return start(wait, Config(launch=LaunchConfig(processes=2)), folder)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from internsp.config import WeightParallelConfig
+from internsp.report.advice import Setting, advise
 from internsp.trace import Event
-from internsp.train.advice import Setting, advise
 
 MIB = 1 << 20
 

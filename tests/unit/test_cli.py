@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from internsp import cli
+from internsp.cli.launch import start
 from internsp.config import Config, LaunchConfig, TrainConfig
 from internsp.errors import MeshError
-from internsp.launch import start
-from internsp.outcome import ChildError
-from internsp.stop import StopRequest
+from internsp.failure.outcome import ChildError
+from internsp.train.stop import StopRequest
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -41,7 +41,7 @@ def started(monkeypatch):
         calls.append((config, output))
         return 0
 
-    monkeypatch.setattr("internsp.launch.start", fake)
+    monkeypatch.setattr("internsp.cli.launch.start", fake)
     return calls
 
 
@@ -170,7 +170,7 @@ def test_plan_gets_the_world_of_the_launcher_or_the_local_processes(monkeypatch,
     module = types.SimpleNamespace(
         print_plan=lambda config, size, picture: print(config.train.name, size, picture)
     )
-    monkeypatch.setitem(sys.modules, "internsp.train.plan", module)
+    monkeypatch.setitem(sys.modules, "internsp.plan.printed", module)
     assert cli.main(["plan", "good.toml", "--launch.processes", "2"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert cli.main(["plan", "good.toml"]) == 0
@@ -242,7 +242,7 @@ def test_the_cause_of_a_failure_is_told_once_with_its_rank(tmp_path, capfd):
 
 @pytest.mark.ranks
 def test_a_killed_rank_stops_the_others_and_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("internsp.launch.SETTLE_SECONDS", 1.0)  # rank 0 does not end by itself
+    monkeypatch.setattr("internsp.cli.launch.SETTLE_SECONDS", 1.0)  # rank 0 does not end by itself
     begin = time.monotonic()
     with pytest.raises(ChildError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\)"):
         start(_die, _configured(), tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.train.metrics import StepMetrics
+from internsp.report.metrics import StepMetrics
 from tools.codec_losses import main, table
 
 

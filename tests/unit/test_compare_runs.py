@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.train.metrics import MetricsWriter, StepMetrics
+from internsp.report.metrics import MetricsWriter, StepMetrics
 from tools.compare_runs import compare, main
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from internsp.config import DataConfig
+from internsp.data.batches import DataSource, TokenStream, rows_of, split_documents
+from internsp.data.text import ByteTokenizer, load_tokenizer, read_documents, stdlib_documents
 from internsp.errors import ConfigError, MissingDependencyError
-from internsp.train.data import DataSource, TokenStream, rows_of, split_documents
-from internsp.train.text import ByteTokenizer, load_tokenizer, read_documents, stdlib_documents
 
 OWN_TEXT = Path(__file__).parents[1] / "data"
 END = 256

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from internsp.errors import InternspError
-from internsp.train.display import (
+from internsp.report.display import (
     LiveDisplay,
     PlainDisplay,
     RunHistory,
@@ -18,7 +18,7 @@ from internsp.train.display import (
     make_display,
     sparkline,
 )
-from internsp.train.metrics import MetricsWriter, StepMetrics, read_metrics
+from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
 
 
 def step(number: int, loss: float = 2.5, **changes: float) -> StepMetrics:

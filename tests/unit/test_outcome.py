@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from internsp.cli.lifetime import is_stopped, stopped_ranks
 from internsp.errors import CollectiveError, ConfigError
-from internsp.lifetime import is_stopped, stopped_ranks
-from internsp.outcome import Failure, Fate, first_cause
+from internsp.failure.outcome import Failure, Fate, first_cause
 
 
 def failure(error: BaseException, at: float = 0.0) -> Failure:

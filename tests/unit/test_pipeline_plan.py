@@ -18,8 +18,8 @@ from internsp.pipeline.hooks import (
 )
 from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
+from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
 from internsp.trace import Trace
-from internsp.wp.chunk import ChunkPlan, UnitPlan, WeightPlan
 from internsp.wp.schedule import Policy
 
 

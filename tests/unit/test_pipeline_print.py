@@ -14,8 +14,8 @@ from rich.table import Table
 from internsp import cli
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.train.pipeline_plan import make_pipeline_plan, tables
-from internsp.train.plan import print_plan
+from internsp.plan.pipeline import make_pipeline_plan, tables
+from internsp.plan.printed import print_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from internsp.config import Config
 from internsp.errors import ConfigError, StructureError
-from internsp.train.plan import Plan, human, make_plan, print_plan
+from internsp.plan.printed import Plan, human, make_plan, print_plan
 
 
 def config(**changes: dict[str, object]) -> Config:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from internsp import cli, preflight
+from internsp import cli
+from internsp.cli import preflight
+from internsp.cli.preflight import check_before_start, device_mistakes, errors_in_words
 from internsp.config import Config
+from internsp.data.batches import DataSource
 from internsp.errors import ConfigError, InternspError, MachineError, MissingDependencyError
-from internsp.preflight import check_before_start, device_mistakes, errors_in_words
-from internsp.train.data import DataSource
 from internsp.train.run_folder import set_aside
 
 
@@ -110,9 +111,9 @@ def test_a_temporary_folder_in_which_no_socket_can_be_is_told(monkeypatch, tmp_p
     monkeypatch.setattr(preflight.tempfile, "gettempdir", lambda: str(deep))
     text = told(small(checkpoint={"save": False}), kind=MachineError)
     assert "cannot meet by sockets in it: set TMPDIR to a shorter one" in text
-    with socket.socket(socket.AF_UNIX) as listener:  # it is so
-        with pytest.raises(OSError, match="AF_UNIX path too long"):
-            listener.bind(str(deep / "pymp-12345678" / "listener-12345678"))
+    too_long = pytest.raises(OSError, match="AF_UNIX path too long")
+    with socket.socket(socket.AF_UNIX) as listener, too_long:  # it is so
+        listener.bind(str(deep / "pymp-12345678" / "listener-12345678"))
     monkeypatch.undo()
     check_before_start(small(checkpoint={"save": False}), Path("out"))
 
@@ -222,7 +223,7 @@ def test_failures_of_files_and_memory_in_a_rank_are_one_line() -> None:
 def test_the_command_ends_with_the_status_and_starts_nothing(
     monkeypatch, capsys, words, status, expected
 ) -> None:
-    monkeypatch.setattr("internsp.launch.start", None)  # would raise if called
+    monkeypatch.setattr("internsp.cli.launch.start", None)  # would raise if called
     monkeypatch.setattr(preflight, "_cuda_devices", lambda: 0)
     Path("file").write_text("")
     Path("run.toml").write_text("")

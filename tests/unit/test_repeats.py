@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from internsp.config import Config
-from internsp.train.plan import make_plan, print_plan
-from internsp.train.repeats import Item, Repeat, fold, ranges
+from internsp.plan.printed import make_plan, print_plan
+from internsp.plan.repeats import Item, Repeat, fold, ranges
 
 
 def unfolded(repeats: list[Repeat]) -> list[Item]:

@@ -9,12 +9,12 @@ from html import unescape
 
 import pytest
 
+from internsp.report.charts import Series, downsample, line_chart, number, smooth, ticks
+from internsp.report.lanes import MAX_BARS, draw_timeline, size
+from internsp.report.metrics import StepMetrics
+from internsp.report.page import render_report, write_report
+from internsp.report.tables import communication_table, memory_html, mesh_html, waits_table
 from internsp.trace import Event
-from internsp.train.metrics import StepMetrics
-from internsp.train.report import render_report, write_report
-from internsp.train.report_charts import Series, downsample, line_chart, number, smooth, ticks
-from internsp.train.report_tables import communication_table, memory_html, mesh_html, waits_table
-from internsp.train.report_timeline import MAX_BARS, draw_timeline, size
 
 
 def step(index, loss, eval_loss=None, **changes):

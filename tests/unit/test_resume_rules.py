@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from internsp.config import Config, sections
+from internsp.config.resume import RULES, Rule, compare
 from internsp.errors import ConfigError
-from internsp.resume_rules import RULES, Rule, compare
 
 
 def changed(world_size: int = 1, **changes: dict[str, Any]) -> tuple[list[str], ...]:

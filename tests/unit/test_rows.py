@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from internsp.config import DataConfig
+from internsp.data.rows import row_texts
+from internsp.data.text import read_documents
 from internsp.errors import ConfigError
-from internsp.train.rows import row_texts
-from internsp.train.text import read_documents
 
 GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'
 

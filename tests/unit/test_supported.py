@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from internsp.autograd import apart, given, own
 from internsp.errors import StructureError
 from internsp.layers.supported import require_supported
-from internsp.wp.outputs import apart, given, own
 from tests.support.models import Tiny, raises
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from internsp.trace import Event
-from internsp.train.timeline import (
+from internsp.report.timeline import (
     Bar,
     build_timeline,
     communication,
@@ -21,6 +20,7 @@ from internsp.train.timeline import (
     where_waited,
     window_of,
 )
+from internsp.trace import Event
 
 
 def event(kind, start, end, unit="", weight="", phase="", nbytes=0):

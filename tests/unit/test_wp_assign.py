@@ -9,12 +9,12 @@ from torch import nn
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
-from internsp.mesh_shape import MeshShape
-from internsp.wp.assign import assign
-from internsp.wp.blocks import read
-from internsp.wp.chunk import ChunkPlan
-from internsp.wp.plan import chunk_plan
-from internsp.wp.simulate import simulate
+from internsp.mesh.shape import MeshShape
+from internsp.plan.assign import assign
+from internsp.plan.blocks import read
+from internsp.plan.chunk import ChunkPlan
+from internsp.plan.simulate import simulate
+from internsp.plan.units import chunk_plan
 
 
 class Block(nn.Module):

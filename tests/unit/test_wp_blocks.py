@@ -15,8 +15,8 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
-from internsp.wp.assign import assign
-from internsp.wp.blocks import read, trigger_position
+from internsp.plan.assign import assign
+from internsp.plan.blocks import read, trigger_position
 from tests.support.models import Block, Tiny
 
 

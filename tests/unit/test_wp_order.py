@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.wp.chunk import ChunkPlan, WeightPlan
-from internsp.wp.idle import Data
+from internsp.plan.chunk import ChunkPlan, WeightPlan
+from internsp.plan.simulate import simulate
+from internsp.plan.unused import Data
 from internsp.wp.reductions import Reductions
 from internsp.wp.schedule import Group
-from internsp.wp.simulate import simulate
 from tests.unit.test_wp_schedule import PARTS, chunk, chunks
 
 LAUNCHES = ("AG", "RS", "A2A")

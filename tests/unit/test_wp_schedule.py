@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from internsp.wp.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.plan.simulate import simulate
 from internsp.wp.schedule import BACKWARD, FORWARD, Policy
-from internsp.wp.simulate import simulate
 
 PARTS = ("q", "wo", "w1", "w2")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from internsp.errors import PoolError
+from internsp.wp.layout import ShardLayout
 from internsp.wp.queue import GatherQueue
 from internsp.wp.schedule import Group, Policy
-from internsp.wp.shard import ShardLayout
 from internsp.wp.slots import ALIGNMENT, MemoryPool, Unit, aligned
 
 

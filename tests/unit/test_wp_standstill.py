@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from internsp.wp.standstill import Kind, Report, Wait, hopeless
+from internsp.failure.standstill import Kind, Report, Wait, hopeless
 
 GATHER, REDUCE = "gathers", "reductions"
 

@@ -75,7 +75,7 @@ def ideal_seconds(compute_seconds: float, nbytes: float, rate_mbit: float | None
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a schedule, as :class:`internsp.wp.chunk.Line` has it, which imports torch."""
+    """One line of a schedule, as :class:`internsp.plan.chunk.Line` has it, which imports torch."""
 
     kind: str
     phase: str

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
+from internsp.plan.simulate import simulate
 from internsp.trace import Trace
-from internsp.wp.simulate import simulate
 from tools.bench.bounds import HYBRID
 from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, layout, whole_batch
 from tools.bench.options import Options, Spec

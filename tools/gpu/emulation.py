@@ -13,7 +13,7 @@ from torch import nn
 
 from internsp import ISPCommunicator, ParallelMesh, WeightParallelConfig, parallelize
 from internsp.config import ActivationCheckpointConfig
-from internsp.wp.simulate import simulate
+from internsp.plan.simulate import simulate
 from tools.bench import options as bench
 from tools.bench.bounds import Line, play, shares
 from tools.gpu import rounds

@@ -1,0 +1,204 @@
+"""What the ranks agree upon when a model is made parallel: one small message, before any change.
+
+A rank that refuses its model, another configuration, another model or other first values would
+otherwise show as a hang, an aborted process or wrong numbers, long after. Everything compared here
+is compared on all ranks, so that all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
+from internsp.mesh import ParallelMesh
+from internsp.plan.assign import within
+
+T = TypeVar("T")
+Facts = dict[str, list[str]]
+"""What must be the same on all ranks of a stage, one line a thing, by subject."""
+
+
+def agree(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig | None,
+    split: bool,
+    look: Callable[[], T],
+) -> T:
+    """What ``look`` returns, if it and everything else is alike on all ranks of the stage.
+
+    Collective; blocks. Reads every value once (``weight_parallel.compare_ranks``).
+
+    Args:
+        look: examines this rank's model, and may refuse it.
+
+    Raises:
+        Exception: what ``look`` raised on this rank.
+        StructureError: another rank refused; models or first values differ.
+        ConfigError: configurations differ.
+    """
+    ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
+    refused: Exception | None = None
+    try:
+        looked = look()
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know of it
+        refused = error
+    if len(ranks) > 1:
+        facts = _facts(model, config, checkpoint, split)
+        mine = {
+            "refused": str(refused) if refused is not None else None,
+            "digests": {subject: _digest(lines) for subject, lines in facts.items()},
+            "values": _values(model) if config.compare_ranks else None,
+            "expert": mesh.expert_rank,
+        }
+        everyone = _gathered(mine, mesh)
+        different = _difference(everyone, facts, mesh, ranks)
+        for rank, report in zip(ranks, everyone, strict=True):
+            if refused is None and different is None and report["refused"] is not None:
+                different = StructureError(
+                    f"rank {rank} refused its model (this is rank {mesh.rank}): "
+                    f"{report['refused']}"
+                )
+        if refused is None and different is not None:
+            raise different
+        if refused is None and config.compare_ranks:
+            _compare_values(everyone, _tensors(model), config, mesh, ranks)
+    if refused is not None:
+        raise refused
+    return looked
+
+
+def equal_counts(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    """For a user's own mean loss: equal shapes on all ranks, checked once (DESIGN 6)."""
+    checked: list[bool] = []
+
+    def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if checked:
+            return
+        checked.append(True)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        counts = _gathered(tensors[0].numel() if tensors else 0, mesh)
+        if len(set(counts)) > 1:
+            raise LayoutError(
+                f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
+                f"got {counts} (this is rank {mesh.rank}); divide a sum by the number of "
+                "valid tokens over all ranks instead (reduction = 'sum')"
+            )
+
+    return check
+
+
+def _gathered(mine: Any, mesh: ParallelMesh) -> list[Any]:
+    everyone: list[Any] = [None] * mesh.shape.stage_size
+    dist.all_gather_object(everyone, mine, group=mesh.stage_group)
+    return everyone
+
+
+def _facts(
+    model: nn.Module,
+    config: WeightParallelConfig,
+    checkpoint: ActivationCheckpointConfig | None,
+    split: bool,
+) -> Facts:
+    settings = [f"weight_parallel.{k} = {v!r}" for k, v in config.model_dump().items()]
+    if checkpoint is not None:
+        dumped = checkpoint.model_dump()
+        settings += [f"activation_checkpoint.{k} = {v!r}" for k, v in dumped.items()]
+    settings.append(f"weight gradients apart = {split}")
+    first: dict[int, str] = {}
+    parameters, trained = [], []
+    for name, p in model.named_parameters(remove_duplicate=False):
+        shared = first.setdefault(id(p), name)
+        line = f"{name} {list(p.shape)} {p.dtype}"
+        parameters.append(line if shared == name else f"{line}, the same as {shared}")
+        trained.append(f"{name} {'is trained' if p.requires_grad else 'is frozen'}")
+    buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    return {
+        "configuration": settings, "parameters": parameters, "frozen parameters": trained,
+        "buffers": buffers,
+    }  # fmt: skip
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _difference(
+    everyone: list[dict[str, Any]], facts: Facts, mesh: ParallelMesh, ranks: list[int]
+) -> InternspError | None:
+    """The error for the first subject in which ranks differ. All ranks send its lines then."""
+    for subject, lines in facts.items():
+        if len({report["digests"][subject] for report in everyone}) == 1:
+            continue
+        first, *others = _gathered(lines, mesh)
+        place = next(i for i, other in enumerate(others, 1) if other != first)
+        kind = ConfigError if subject == "configuration" else StructureError
+        return kind(
+            f"the ranks were given different {subject}: {_apart(first, others[place - 1])} "
+            f"(rank {ranks[0]} and rank {ranks[place]}; this is rank {mesh.rank}): call "
+            "parallelize() with the same model and configuration on every rank"
+        )
+    return None
+
+
+def _apart(one: list[str], other: list[str]) -> str:
+    """The first lines in which two lists differ."""
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return f"{a!r} and {b!r}"
+    longer = one if len(one) > len(other) else other
+    return f"{longer[min(len(one), len(other))]!r} and nothing"
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _values(model: nn.Module) -> list[int | None]:
+    """A checksum of each parameter's and buffer's bytes; ``None`` for those on the meta device."""
+    return [
+        None if t.device.type == "meta" or t.layout != torch.strided else _checksum(t)
+        for _, t in _tensors(model)
+    ]
+
+
+def _checksum(tensor: Tensor) -> int:
+    on_host = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(on_host.view(torch.uint8).numpy().data)
+
+
+def _compare_values(
+    everyone: list[dict[str, Any]],
+    tensors: Iterable[tuple[str, Tensor]],
+    config: WeightParallelConfig,
+    mesh: ParallelMesh,
+    ranks: list[int],
+) -> None:
+    """Experts of different ranks are their own; everything else is the same on all."""
+    for index, (name, _) in enumerate(tensors):
+        own = mesh.expert > 1 and any(within(name, pattern) for pattern in config.experts)
+        holders: dict[tuple[int, int], list[int]] = {}  # by value, of the same experts
+        for rank, report in zip(ranks, everyone, strict=True):
+            value = report["values"][index]
+            if value is not None:
+                key = report["expert"] if own else 0
+                holders.setdefault((key, value), []).append(rank)
+        alike: dict[int, list[int]] = {}
+        for (key, _), members in holders.items():
+            if key in alike:
+                raise StructureError(
+                    f"{name} starts with other values on ranks {members} than on ranks "
+                    f"{alike[key]} (this is rank {mesh.rank}): seed every rank alike before the "
+                    "model is made, broadcast or load its values before parallelize(), or set "
+                    "weight_parallel.compare_ranks = false if they are written afterwards"
+                )
+            alike[key] = members

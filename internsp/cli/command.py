@@ -1,0 +1,267 @@
+"""The ``internsp`` command: ``train`` and ``plan``.
+
+Options are parsed by tyro from the sections of :mod:`internsp.config`, each as text: the
+configuration itself converts and checks them, together with the file, so that all mistakes are
+reported at once. Nothing here imports torch before the command line is known to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import tyro
+from pydantic.fields import FieldInfo
+
+from internsp.cli.environment import Launched, launched
+from internsp.config import Config, collect, report, sections
+from internsp.config.errors import Problem, choices_of, in_words, nearest
+from internsp.errors import InternspError, MachineError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+File = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.toml")]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Print the mesh, the schedule of one step, bytes and memory; runs nothing."""
+
+    config: File
+    """The configuration; configs/documented.toml lists every key."""
+    picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """SVG file for a picture of a pipeline's schedule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Train:
+    """Train a model: joins torchrun's ranks, or starts launch.processes local ones."""
+
+    config: File
+    """The configuration; configs/documented.toml lists every key."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """Folder for the run's files (default: runs/<train.name>)."""
+    resume: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """Checkpoint to go on from; the same as --checkpoint.resume."""
+
+
+_COMMANDS = {"train": _Train, "plan": _Plan}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 2 for mistakes of usage or configuration.
+
+    Args:
+        argv: arguments without the program's name; ``None``: those of this process.
+
+    Raises:
+        SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    stranger = _unknown_command(words)
+    if stranger:
+        print(f"internsp: {stranger}", file=sys.stderr)
+        return USAGE_ERROR
+    if words[:1] == ["--version"]:
+        print(f"internsp {_version()}")
+        return 0
+    command, unknown = _parse(words)
+    given = {name: getattr(command, name) for name in sections()}
+    if getattr(command, "resume", None) is not None:
+        given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
+    around = launched(os.environ, joins=isinstance(command, _Train))
+    config, problems = collect(
+        command.config, _with_unknown(given, unknown), world_size=around.world_size
+    )
+    problems = [*around.problems, *problems, *_stray(command, unknown)]
+    if config is None or problems:
+        if around.reports:
+            print(f"internsp: {report(command.config, problems)}", file=sys.stderr)
+        return USAGE_ERROR
+    return _perform(command, config, around)
+
+
+def _perform(command: Any, config: Config, around: Launched) -> int:
+    try:
+        if isinstance(command, _Plan):
+            from internsp.plan.printed import print_plan
+
+            size = around.world_size or config.launch.processes
+            _print(lambda: print_plan(config, size, picture=command.picture))
+            return 0
+        return _train(config, command.output or Path("runs") / config.train.name, around.rank)
+    except InternspError as error:
+        print(f"internsp: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _print(write: Callable[[], None]) -> None:
+    """Write to standard output, whose disk may be full (rich ends where its reader has gone)."""
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered goes nowhere, or Python would complain of it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _train(config: Config, output: Path, rank: int | None) -> int:
+    from internsp.cli.preflight import check_before_start, check_joined
+
+    if rank is None:
+        check_before_start(config, output)
+        from internsp.cli.launch import start
+
+        return start(_run, config, output, preload=["internsp.train.run"])
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from internsp.cli.lifetime import end_with_launcher, stopped_ranks
+    from internsp.train.stop import StopRequest
+
+    end_with_launcher()
+    check_joined(config, output, rank)
+    torch.set_num_threads(config.launch.threads)
+    with StopRequest() as stop:
+        try:
+            record(_run)(config, output)
+        except Exception:
+            for number in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
+                said = f"rank {number} is stopped (SIGSTOP or a debugger)"
+                print(f"internsp: {said}", file=sys.stderr)
+            raise
+    return 128 + stop.number if stop.number else 0
+
+
+def _run(config: Config, output: Path) -> None:
+    """One rank of a training run; imported late, so that mistakes are reported without torch."""
+    from internsp.cli.preflight import errors_in_words
+    from internsp.train.run import train
+
+    with errors_in_words():
+        train(config, output)
+
+
+def _unknown_command(words: Sequence[str]) -> str | None:
+    """What is wrong with the command's name, in one line."""
+    if not words or words[0].startswith("-") or words[0] in _COMMANDS:
+        return None
+    near = nearest(words[0], list(_COMMANDS))
+    hint = f"did you mean {near}?" if near else f"there are {' and '.join(_COMMANDS)}"
+    return f"unknown command {words[0]}; {hint}"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("internsp")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _parse(words: list[str]) -> tuple[Any, list[str]]:
+    """The command with its options, and the words that belong to nothing."""
+    train, plan = (
+        tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
+        for name, command in _COMMANDS.items()
+    )
+    return tyro.cli(
+        Annotated[_Train, train] | Annotated[_Plan, plan],  # type: ignore[arg-type]
+        prog="internsp",
+        description="Train transformers with Intern sequence parallelism.",
+        args=words,
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+
+
+def _with_sections(command: type) -> Any:
+    """``command`` with one more field a section: a dict of only what was given, as text."""
+    fields: list[Any] = [
+        (name, _options(name, cls.model_fields), dataclasses.field(default_factory=dict))
+        for name, cls in sections().items()
+    ]
+    made = dataclasses.make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
+    made.__doc__ = command.__doc__
+    return made
+
+
+def _options(section: str, fields: Mapping[str, FieldInfo]) -> Any:
+    keys: dict[str, Any] = {}
+    for key, field in fields.items():
+        several = typing.get_origin(_plain(field.annotation)) is tuple
+        default = in_words("none" if field.default is None else field.default).replace('"', "")
+        shown = tyro.conf.arg(
+            help=field.description,
+            metavar=_metavar(field),
+            help_behavior_hint=f"(default: {default})",
+        )
+        keys[key] = Annotated[tuple[str, ...] if several else str, shown]
+    return TypedDict(section, keys, total=False)  # type: ignore[operator]
+
+
+def _plain(annotation: Any) -> Any:
+    """The type inside ``X | None`` and ``Annotated``."""
+    args = typing.get_args(annotation)
+    if type(None) in args or hasattr(annotation, "__metadata__"):
+        return _plain(args[0])
+    return annotation
+
+
+def _metavar(field: FieldInfo) -> str:
+    choices = choices_of(field.annotation)
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    plain = _plain(field.annotation)
+    names: dict[Any, str] = {bool: "{true,false}", int: "INT", float: "FLOAT", str: "TEXT"}
+    args = [_plain(arg) for arg in typing.get_args(plain)]
+    if not args:
+        return names[plain]
+    if args[-1] is Ellipsis:
+        return f"[{names[args[0]]} ...]"
+    return " ".join(names[arg] for arg in args)
+
+
+def _with_unknown(given: dict[str, Any], unknown: Sequence[str]) -> dict[str, Any]:
+    """Misspelt options become unknown keys, which the configuration reports with the rest."""
+    result = {name: dict(values) for name, values in given.items()}
+    for word in unknown:
+        section, dot, key = _name(word).partition(".")
+        if word.startswith("--") and dot:
+            result.setdefault(section, {})[key] = ""
+    return result
+
+
+def _stray(command: Any, unknown: Sequence[str]) -> list[Problem]:
+    """Problems of the words that are neither an option nor the value of a misspelt one."""
+    problems = []
+    own = [f.name for f in dataclasses.fields(command) if f.name not in (*sections(), "config")]
+    full = {key: f"{name}.{key}" for name, cls in sections().items() for key in cls.model_fields}
+    for before, word in zip(["", *unknown], unknown, strict=False):
+        name = _name(word)
+        if word.startswith("--") and "." not in name:
+            near = nearest(name, [*own, *full])
+            hint = f"; did you mean --{full.get(near, near)}?" if near else ""
+            if name in ("output", "resume"):
+                hint = " of plan, which writes and reads no run"
+            problems.append(Problem((name,), f"unknown option{hint}", "--"))
+        elif not word.startswith("--") and (not before.startswith("--") or "=" in before):
+            problems.append(Problem((), f"unexpected argument: {word}"))
+    return problems
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

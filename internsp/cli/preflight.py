@@ -1,0 +1,278 @@
+"""What can be known of a run before its ranks start: folders, disks, memory, devices, text.
+
+Each check gives its mistakes; all are told at once. What only a whole read of a large text could
+show is found by the ranks, with the same words.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from internsp.config import Config
+from internsp.config.sizes import ITEM_BYTES, elements
+from internsp.errors import LACKING, ConfigError, InternspError, MachineError
+
+_SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
+_READ_SECONDS = 1.0  # for a look at larger ones
+_PROCESS_BYTES = 100 << 20  # what Python and torch take in a process, at the least
+_SCRATCH_BYTES = 1 << 16  # configuration, metrics, error files: what any run writes
+
+# What is wrong with a path that the user gave.
+_UNFIT = {
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+    errno.ELOOP, errno.EBUSY,
+}  # fmt: skip
+
+
+def check_before_start(config: Config, output: Path) -> None:
+    """Look at everything that ``internsp train`` will need on this machine. Writes nothing.
+
+    Raises:
+        ConfigError: mistakes of what the user gave (and, with them, what the machine lacks).
+        MachineError: the machine lacks something.
+    """
+    found: list[InternspError] = []
+    for check in (_output, _temporary, _memory, _device, _text):
+        try:
+            found += check(config, output)
+        except InternspError as error:  # raised by what the run itself would call
+            found.append(error)
+    if not found:
+        return
+    kind = max(found, key=lambda error: error.exit_status == ConfigError.exit_status)
+    raise type(kind)("\n  ".join(dict.fromkeys(str(error) for error in found)))
+
+
+def check_joined(config: Config, output: Path, rank: int) -> None:
+    """As :func:`check_before_start`, in a rank of a launcher's, which reads the text itself.
+
+    Raises:
+        ConfigError: the run's folder cannot be written (on rank 0, which writes it).
+        MachineError: the machine lacks the device, or room for a checkpoint.
+    """
+    for error in device_mistakes(config, os.environ):
+        raise error
+    for error in _output(config, output) if rank == 0 else ():
+        raise error
+
+
+def as_machine_error(error: OSError, what: str) -> InternspError:
+    """A failure of the file system in one sentence: a :class:`MachineError`, or a mistaken path."""
+    text = f"{what}: {error.strerror or error}"
+    return MachineError(text) if error.errno in LACKING else ConfigError(text)
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """Failures of files and memory in a rank's run become errors that say so in one line."""
+    try:
+        yield
+    except InternspError:
+        raise
+    except MemoryError as error:
+        raise MachineError("out of memory") from error
+    except OSError as error:
+        if error.errno not in LACKING | _UNFIT or isinstance(error, ConnectionError):
+            raise
+        raise as_machine_error(error, error.filename or "a file of the run") from error
+    except RuntimeError as error:
+        # torch has no class for this on a CPU; on a GPU it is OutOfMemoryError.
+        if "not enough memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise MachineError(str(error).splitlines()[0]) from error
+
+
+def _output(config: Config, output: Path) -> Iterator[InternspError]:
+    """The run's folder can be made and written, and nothing else lies where its files go."""
+    path = Path(os.path.abspath(output))
+    try:
+        nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        if not nearest.is_dir():
+            where = "is" if nearest == path else f"lies below {nearest}, which is"
+            yield ConfigError(f"--output: {output} {where} not a folder")
+            return
+        _write_scratch(nearest, _SCRATCH_BYTES)
+        old = (path / "metrics.jsonl").exists()
+        if old and config.checkpoint.resume is None:
+            _write_scratch(path.parent, 0)  # the older run is moved aside
+            if os.path.ismount(path) or path == Path("/"):
+                yield ConfigError(
+                    f"--output: {output} holds a run and cannot be moved aside, being the root of "
+                    "a file system; give a folder below it"
+                )
+        elif path.is_dir():
+            yield from _in_the_way(path)
+    except OSError as error:
+        yield as_machine_error(error, f"--output: {output} cannot be written")
+        return
+    yield from _disk(config, output, nearest)
+
+
+def _in_the_way(path: Path) -> Iterator[InternspError]:
+    for name in ("config.toml", "metrics.jsonl", "report.html"):
+        if (path / name).is_dir():
+            yield ConfigError(f"--output: {path / name} is a folder, where the run writes a file")
+    for name in ("checkpoints", "traces"):
+        if os.path.lexists(path / name) and not (path / name).is_dir():
+            yield ConfigError(f"--output: {path / name} is a file, where the run makes a folder")
+
+
+def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]:
+    """One checkpoint fits: weights and the optimizer's moments."""
+    if not config.checkpoint.save:
+        return
+    wide = max(4, ITEM_BYTES[config.train.dtype])
+    moments = 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
+    needed = elements(config) * (ITEM_BYTES[config.train.dtype] + moments * wide)
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if status.f_blocks and needed > free:  # some file systems do not say how large they are
+        yield MachineError(
+            f"--output: a checkpoint takes {_gib(needed)} and the disk of {output} has "
+            f"{_gib(free)} left: give another folder, or checkpoint.save = false"
+        )
+
+
+def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
+    """The launcher and its ranks meet in a folder for temporary files."""
+    try:
+        folder = Path(tempfile.gettempdir())
+        _write_scratch(folder, _SCRATCH_BYTES)
+    except OSError as error:
+        yield MachineError(
+            f"no folder for temporary files can be written ({error.strerror or error}): make room, "
+            "or set TMPDIR"
+        )
+        return
+    longest = (107 if sys.platform == "linux" else 103) - len("/pymp-12345678/listener-12345678")
+    if len(os.fsencode(folder)) > longest:  # what a socket's address holds, less what goes into it
+        yield MachineError(
+            f"the name of the folder for temporary files, {folder}, has more than {longest} bytes, "
+            "so that processes cannot meet by sockets in it: set TMPDIR to a shorter one"
+        )
+
+
+def _write_scratch(folder: Path, nbytes: int) -> None:
+    """Write and remove a file without a name, so that nothing stays, however this ends."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(nbytes))
+        file.flush()
+
+
+def _memory(config: Config, output: Path) -> Iterator[InternspError]:
+    """Processes, weights and their gradients and moments fit this machine, where it computes."""
+    here = memory_bytes()
+    if here is None or config.parallel.device == "cuda":
+        return
+    parallel, count = config.parallel, config.launch.processes
+    if count * _PROCESS_BYTES > here:
+        yield MachineError(
+            f"launch.processes: {count} processes take {_gib(count * _PROCESS_BYTES)} before they "
+            f"hold anything, and this machine has {_gib(here)}"
+        )
+        return
+    if parallel.device == "auto" and _cuda_devices():
+        return
+    item = ITEM_BYTES[config.train.dtype]
+    moments = 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
+    copies = count // (parallel.weight * parallel.pipeline)
+    # A copy of the weights and their gradient sums a replica; moments once (or more with ZeRO-1.5).
+    weights = elements(config)
+    needed = weights * (copies * (item + max(4, item)) + moments * max(4, item))
+    if needed > here:
+        yield MachineError(
+            f"model: {weights:.3g} parameters with their gradients and optimizer state take "
+            f"{_gib(needed)} on {count} processes, and this machine has {_gib(here)}"
+        )
+
+
+def memory_bytes() -> int | None:
+    """Memory that this machine, or the container around this process, has; ``None``: unknown."""
+    try:
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            here = min(here, int(text))
+    return here if here > 0 else None
+
+
+def _device(config: Config, output: Path) -> Iterator[InternspError]:
+    return device_mistakes(config, os.environ)
+
+
+def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
+    """Whether the device that was asked for is there, one for each local process."""
+    wanted = config.parallel.device
+    if wanted == "cpu":
+        return
+    there = _cuda_devices()
+    if wanted == "cuda" and not there:
+        yield MachineError(
+            'parallel.device = "cuda": torch finds no CUDA device on this machine; use "cpu" or '
+            '"auto", or install a driver and a CUDA build of torch'
+        )
+    local = int(environment.get("LOCAL_WORLD_SIZE") or config.launch.processes)
+    if there and local > there:
+        yield MachineError(
+            f"launch.processes: {local} processes need a CUDA device each and this machine has "
+            f'{there}; start {there}, or set parallel.device = "cpu"'
+        )
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _text(config: Config, output: Path) -> Iterable[InternspError]:
+    """A small text is read as the ranks will; of a larger one the beginning, for a second."""
+    from internsp.data.batches import vocabulary_mistake
+    from internsp.data.text import load_tokenizer, read_documents
+
+    data, model = config.data, config.model
+    tokenizer = load_tokenizer(data.tokenizer)
+    if tokenizer.vocab_size > model.vocab_size:
+        return [vocabulary_mistake(config, tokenizer)]
+    if data.source == "stdlib":
+        return []
+    if _size_of(data.paths) <= _SMALL_TEXT:
+        from internsp.data.batches import DataSource
+
+        DataSource.create(data, global_batch=1)
+        return []
+    end = time.monotonic() + _READ_SECONDS
+    for _ in read_documents(data):
+        if time.monotonic() > end:
+            break
+    return []
+
+
+def _size_of(paths: Iterable[str]) -> int:
+    """Bytes of the files in and below ``paths``; counting ends where they are many."""
+    total = 0
+    for path in map(Path, paths):
+        files = path.rglob("*") if path.is_dir() else [path]
+        for file in files:
+            with suppress(OSError):  # told when it is read
+                total += file.stat().st_size
+            if total > _SMALL_TEXT:
+                return total
+    return total
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"

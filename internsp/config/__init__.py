@@ -1,0 +1,36 @@
+"""The configuration of a run: its sections, reading them from a file, what cannot go together."""
+
+from internsp.config.load import Config, collect, documented, load_config, report, sections
+from internsp.config.sections import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineConfig,
+    Section,
+    TrainConfig,
+    WeightParallelConfig,
+)
+
+__all__ = [
+    "ActivationCheckpointConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "Section",
+    "TrainConfig",
+    "WeightParallelConfig",
+    "collect",
+    "documented",
+    "load_config",
+    "report",
+    "sections",
+]

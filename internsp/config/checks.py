@@ -1,0 +1,234 @@
+"""Values that are right alone and impossible together. Each check names the keys it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from internsp.config.errors import Problem
+from internsp.config.sizes import too_large
+
+if TYPE_CHECKING:
+    from internsp.config import Config
+
+_MOST_PATHS = 10  # of those that are wrong
+
+
+def combinations(config: Config) -> Iterator[Problem]:
+    """What no machine and no number of ranks could make right."""
+    yield from _model(config)
+    yield from _data(config)
+    yield from _memory_and_order(config)
+    yield from _pipeline(config)
+    yield from _optimizer(config)
+    yield from _train(config)
+
+
+def machine(config: Config, world_size: int) -> Iterator[Problem]:
+    """What is wrong for ``world_size`` ranks, or for the files that are here."""
+    yield from _degrees(config, world_size)
+    yield from too_large(config, world_size)
+    yield from _files(config)
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    heads_keys = ("model.heads", "model.hidden_size", "model.head_dim")
+    if model.head_dim is None and model.hidden_size % model.heads:
+        text = f"{model.heads} heads do not divide hidden_size = {model.hidden_size}"
+        yield Problem(heads_keys, f"{text}; change one, or give model.head_dim")
+    elif (model.head_dim or model.hidden_size // model.heads) % 2:
+        size = model.head_dim or model.hidden_size // model.heads
+        lead = "model.head_dim" if model.head_dim else "model.heads"
+        keys = (lead, *(key for key in heads_keys if key != lead))
+        yield Problem(keys, f"{size} features a head, but rotary embedding needs an even number")
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        text = f"{model.kv_heads} key/value heads do not divide heads = {model.heads}"
+        yield Problem(("model.kv_heads", "model.heads"), text)
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.source == "stdlib" and data.paths:
+        text = 'unused with data.source = "stdlib"; set data.source to "text", "jsonl" or "parquet"'
+        yield Problem(("data.paths", "data.source"), text)
+    if data.source != "stdlib" and not data.paths:
+        text = f'data.source = "{data.source}" needs at least one file or folder'
+        yield Problem(("data.paths", "data.source"), text)
+    if data.tokenizer == "bytes" and config.model.vocab_size < 257:
+        text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
+        yield Problem(("model.vocab_size", "data.tokenizer"), text)
+    if data.sequence_length < config.parallel.sequence:
+        text = f"{data.sequence_length} tokens cannot be cut over {config.parallel.sequence} ranks"
+        yield Problem(("data.sequence_length", "parallel.sequence"), text)
+
+
+def _memory_and_order(config: Config) -> Iterator[Problem]:
+    weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
+    # WP-13: a gather cannot start in the middle of a compiled region.
+    if weights.compile and weights.granularity == "module":
+        text = 'gathers module by module; a compiled block needs "block"'
+        yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
+    rolling = weights.trigger == "rolling"
+    inside = weights.trigger not in ("qkv", "rolling") or bool(weights.prefetch_triggers)
+    if rolling and weights.granularity == "module":
+        text = 'gathers weight by weight in any case; use granularity = "block"'
+        yield Problem(("weight_parallel.trigger", "weight_parallel.granularity"), text)
+    if rolling and weights.prefetch_triggers:
+        text = "unused with trigger = \"rolling\"; remove them or choose another trigger"
+        yield Problem(("weight_parallel.prefetch_triggers", "weight_parallel.trigger"), text)
+    elif weights.compile and weights.overlap and inside:
+        own = "prefetch_triggers" if weights.prefetch_triggers else "trigger"
+        lead = f"weight_parallel.{own}"
+        text = (
+            'lies inside a compiled block; use trigger = "qkv" or "rolling" and no '
+            "prefetch_triggers"
+        )
+        yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
+    chosen = [key for key in ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
+              if getattr(weights, key)]
+    if len(chosen) > 1:
+        text = "each says which blocks stay whole; set one of them"
+        yield Problem(tuple(f"weight_parallel.{key}" for key in chosen), text)
+    if weights.codec != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
+        text = "float16 has no range for scales; use bfloat16 or float32"
+        kinds = ("weight_parallel.codec", "weight_parallel.compute_dtype", "train.dtype")
+        yield Problem(kinds, text)
+    if weights.resident_blocks > model.layers:
+        text = f"there are {model.layers} blocks (model.layers); 0 for none"
+        yield Problem(("weight_parallel.resident_blocks", "model.layers"), text)
+    if model.tie_embeddings and weights.embedding_cut == "hidden":
+        text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
+        yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
+    if again.mode == "selective" and again.reentrant:
+        text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'
+        keys = ("activation_checkpoint.reentrant", "activation_checkpoint.mode")
+        yield Problem(keys, text)
+    outside = [str(i) for i in again.blocks or () if i >= model.layers]
+    if outside:
+        text = f"no block {', '.join(outside)}: model.layers = {model.layers}, counted from 0"
+        yield Problem(("activation_checkpoint.blocks", "model.layers"), text)
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    ranks, name, chunks = config.parallel.pipeline, config.pipeline.schedule, config.pipeline.chunks
+    if ranks == 1:
+        if chunks > 1:
+            text = f"{chunks} chunks without a pipeline; set parallel.pipeline above 1, or use 1"
+            yield Problem(("pipeline.chunks", "parallel.pipeline"), text)
+        return
+    wanted = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}.get(name, chunks)
+    if chunks != wanted:
+        text = f'schedule "{name}" takes {wanted}, not {chunks}'
+        yield Problem(("pipeline.chunks", "pipeline.schedule"), text)
+    stages, layers = ranks * wanted, config.model.layers
+    if layers < stages:
+        text = f"{layers} blocks cannot fill {stages} stages (pipeline = {ranks} x chunks)"
+        yield Problem(("model.layers", "parallel.pipeline", "pipeline.chunks"), text)
+    if config.model.tie_embeddings:
+        text = "the head is on the last stage and the embedding on the first; set it to false"
+        yield Problem(("model.tie_embeddings", "parallel.pipeline"), text)
+    number = config.train.micro_batches
+    least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
+    keys = ("train.micro_batches", "pipeline.schedule", "parallel.pipeline")
+    if number < least:
+        yield Problem(keys, f'{number} are too few for "{name}", which needs {least} or more')
+    rounds = max(1, number // ranks)
+    if name.startswith("Interleaved") and number % rounds:
+        text = f'{number} do not fit "{name}" on {ranks} ranks; use a multiple of {ranks}'
+        yield Problem(keys, text)
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.momentum and optimizer.name == "adamw":
+        text = 'adamw has no momentum; set optimizer.betas, or optimizer.name = "sgd"'
+        yield Problem(("optimizer.momentum", "optimizer.name"), text)
+    if optimizer.lr * optimizer.weight_decay > 1:
+        text = (
+            f"lr = {optimizer.lr:g} x weight_decay = {optimizer.weight_decay:g} is above 1: a step "
+            "would take more from every weight than all of it; lower one of them"
+        )
+        yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    size = len(config.train.name.encode())
+    if size > 200:  # of the 255 bytes that most file systems take
+        text = f"{size} bytes are too long for the name of a folder; use at most 200"
+        yield Problem(("train.name",), text)
+
+
+def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
+    """Sequence x data x pipeline and weight x replica x pipeline are factorings of the ranks."""
+    parallel, train = config.parallel, config.train
+    # The remedy for a wrong world differs with who chose it, but the keys are the same.
+    world = f"{world_size} rank" + ("" if world_size == 1 else "s")
+    if world_size % parallel.pipeline:
+        text = f"{parallel.pipeline} does not divide the {world} (launch.processes, or torchrun's)"
+        yield Problem(("parallel.pipeline", "launch.processes"), text)
+        return
+    if parallel.pipeline > 1:
+        world_size //= parallel.pipeline
+        world = f"{world_size} rank{'' if world_size == 1 else 's'} of a pipeline stage"
+    for name, degree in (("weight", parallel.weight), ("sequence", parallel.sequence)):
+        if world_size % degree:
+            text = f"{degree} does not divide the {world} (launch.processes, or torchrun's)"
+            yield Problem((f"parallel.{name}", "launch.processes"), text)
+    replicas, left = divmod(world_size, parallel.weight)
+    if parallel.zero is not None and not left and replicas % parallel.zero:
+        text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"
+        keys = ("parallel.zero", "parallel.weight", "launch.processes")
+        yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
+    own = parallel.weight if parallel.expert_weight is None else parallel.expert_weight
+    asked = parallel.expert > 1 or parallel.expert_weight is not None
+    if asked and world_size % (own * parallel.expert):
+        text = f"{own} x expert = {parallel.expert} does not divide the {world}"
+        lead = "parallel.weight" if parallel.expert_weight is None else "parallel.expert_weight"
+        yield Problem((lead, "parallel.expert", "launch.processes"), text)
+    data, left = divmod(world_size, parallel.sequence)
+    parts = train.micro_batches * data
+    if not left and train.global_batch % parts:
+        small = train.global_batch < parts
+        text = f"{train.global_batch} sequences are {'too few for' if small else 'no multiple of'}"
+        why = f"micro_batches = {train.micro_batches} x data degree = {data}"
+        keys = ("train.global_batch", "train.micro_batches", "parallel.sequence")
+        yield Problem((*keys, "launch.processes"), f"{text} {parts} ({why})")
+
+
+def _files(config: Config) -> Iterator[Problem]:
+    data, resume = config.data, config.checkpoint.resume
+    unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
+    if len(unfit) > _MOST_PATHS:
+        unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]
+    for mistake in unfit:
+        yield Problem(("data.paths",), mistake)
+    if data.tokenizer != "bytes":
+        if mistake := _missing(data.tokenizer, "file"):
+            text = f'{mistake} (or "bytes" for no tokenizer)'
+            yield Problem(("data.tokenizer",), text)
+        elif not Path(data.tokenizer).is_file():
+            text = f'not a file: {data.tokenizer} (or "bytes" for no tokenizer)'
+            yield Problem(("data.tokenizer",), text)
+    if resume is not None and (mistake := _missing(resume, "checkpoint")):
+        yield Problem(("checkpoint.resume",), mistake)
+
+
+def _unfit_text(path: str) -> str | None:
+    if mistake := _missing(path, "file or folder"):
+        return mistake
+    if not Path(path).is_file() and not Path(path).is_dir():
+        return f"neither a file nor a folder: {path} (every rank reads it from its beginning)"
+    return None
+
+
+def _missing(path: str, what: str) -> str | None:
+    """Why ``path`` cannot be found, if it cannot: it is missing, or on a way that is closed."""
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return f"no such {what}: {path}"
+    except OSError as error:  # no permission on the way, a name too long, links in a circle
+        return f"cannot be read: {path}: {error.strerror}"
+    return None

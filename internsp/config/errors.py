@@ -1,0 +1,225 @@
+"""Mistakes in a configuration, in plain words: what is wrong, where, and the nearest right name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from internsp.config.sections import FOLDER_NAME
+
+Names = Mapping[str, tuple[str, ...]]
+
+LARGEST_FILE = 1 << 20  # bytes; a configuration of every key takes 10 thousand
+_LONGEST_WORD = 80  # in which a nearest name is looked for
+_MOST_ITEMS = 8  # of a list that a message shows
+
+# What other projects call a key of ours; spelling alone would not find it.
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "clip_grad_norm": "optimizer.max_grad_norm",
+    "num_layers": "model.layers",
+    "num_hidden_layers": "model.layers",
+    "num_attention_heads": "model.heads",
+    "num_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "num_kv_attention_heads": "model.kv_heads",
+    "seq_len": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
+    "total_steps": "train.steps",
+    "max_steps": "train.steps",
+    "micro_num": "train.micro_batches",
+    "gradient_accumulation_steps": "train.micro_batches",
+    "batch_size": "train.global_batch",
+    "nproc_per_node": "launch.processes",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake. ``keys`` are the ``section.key`` names it is about, the first one leading."""
+
+    keys: tuple[str, ...]
+    text: str
+    prefix: str = ""
+
+    def __str__(self) -> str:
+        told = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
+        # One line, whatever a key or a value holds (a quoted key may be any text).
+        if told.isprintable():
+            return told
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in told)
+
+
+def nearest(word: str, words: Sequence[str]) -> str | None:
+    """The one of ``words`` that ``word`` most likely means, if any is near."""
+    plain = word[:_LONGEST_WORD].replace("-", "_").lower()
+    if plain in words:
+        return plain
+    found = difflib.get_close_matches(plain, words, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    """The parsed file, or ``None`` and one more problem."""
+    try:
+        with path.open("rb") as file:  # which may be a pipe, or a device without an end
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            problems.append(Problem((), f"more than {LARGEST_FILE} bytes: not a configuration"))
+            return None
+        return tomllib.loads(data.decode("utf-8-sig"))
+    except tomllib.TOMLDecodeError as error:
+        problems.append(Problem((), f"not valid TOML: {error}"))
+    except UnicodeDecodeError:
+        problems.append(Problem((), "not a text file in UTF-8"))
+    except FileNotFoundError:
+        problems.append(Problem((), f"no such file{_nearest_file(path)}"))
+    except OSError as error:
+        problems.append(Problem((), f"cannot be read: {error.strerror}"))
+    except RecursionError:
+        problems.append(Problem((), "not a configuration: lists or tables nested too deeply"))
+    except ValueError as error:  # a number of thousands of digits, a NUL in the name of the file
+        problems.append(Problem((), f"cannot be read: {error}"))
+    return None
+
+
+def _nearest_file(path: Path) -> str:
+    """A hint at a file of the same folder with a similar name."""
+    siblings = []
+    with suppress(OSError):
+        siblings = [p.name for p in path.parent.iterdir() if p.suffix == ".toml"]
+    found = difflib.get_close_matches(path.name, siblings, n=1)
+    return f"; did you mean {path.with_name(found[0])}?" if found else ""
+
+
+def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Problem:
+    """The problem of an unknown ``key`` in a known ``section``."""
+    full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
+    plain = key[:_LONGEST_WORD].replace("-", "_").lower()
+    elsewhere = ELSEWHERE.get(plain) or next((f for f, k in full.items() if k == plain), None)
+    near = nearest(key, names[section])
+    if elsewhere is None and near is None:
+        # Only names of a whole other key can be meant now; be strict, the choice is wide.
+        found = difflib.get_close_matches(plain, list(full.values()), n=1, cutoff=0.75)
+        elsewhere = next((f for f, k in full.items() if found and k == found[0]), None)
+    right = elsewhere or (f"{section}.{near}" if near else None)
+    hint = f"did you mean {prefix}{right}?" if right else f"its keys: {', '.join(names[section])}"
+    return Problem((f"{section}.{_short(key)}",), f"unknown key; {hint}", prefix)
+
+
+def nearest_section(
+    written: str, keys: tuple[str, ...], names: Names, prefix: str = ""
+) -> tuple[str, Problem]:
+    """The section that ``written`` means (or ``""``) and the problem of its being unknown."""
+    near = nearest(written, tuple(names))
+    if near is None and keys:
+        near = next((s for s, own in names.items() if set(keys) <= set(own)), None)
+    if prefix:
+        name = ".".join((_short(written), *(_short(key) for key in keys[:1])))
+        if near is None:
+            options = ", ".join(f"--{section}.*" for section in names)
+            return "", Problem((name,), f"unknown option; expected one of {options}", prefix)
+        key = nearest(keys[0], names[near]) if keys else None
+        text = f"unknown option; did you mean --{near}.{key or '*'}?"
+        return near, Problem((name,), text, prefix)
+    hint = f"did you mean [{near}]?" if near else f"sections: {', '.join(names)}"
+    return near or "", Problem((f"[{_short(written)}]",), f"unknown section; {hint}")
+
+
+def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
+    """The problem of a value at the top of the file, where only sections may stand."""
+    if written in names:
+        return Problem((written,), f"is a section: write [{written}] and its keys below", prefix)
+    owner = ELSEWHERE.get(written) or next(
+        (f"{section}.{written}" for section, keys in names.items() if written in keys), None
+    )
+    near = nearest(written, [f"{s}.{k}" for s, keys in names.items() for k in keys])
+    right = owner or near
+    hint = f"; did you mean {prefix}{right}?" if right else ""
+    text = "unknown option" if prefix else "stands outside any section"
+    return Problem((_short(written),), text + hint, prefix)
+
+
+def describe_error(field: FieldInfo, value: Any, detail: ErrorDetails) -> str:
+    """One of pydantic's errors as a sentence about ``value``."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    got = f"got {in_words(value)}"
+    limits = {
+        "greater_than_equal": "at least {ge}",
+        "greater_than": "more than {gt}",
+        "less_than_equal": "at most {le}",
+        "less_than": "less than {lt}",
+    }
+    if kind in limits:
+        return f"must be {limits[kind].format_map(context)}, {got}"
+    if kind == "finite_number":
+        return f"must be a finite number, {got}"
+    if kind in ("string_too_long", "too_long"):
+        what = "characters" if kind == "string_too_long" else "entries"
+        return f"must have at most {context['max_length']} {what}, {got}"
+    if kind == "string_unicode":
+        return f"must be a text that UTF-8 can hold, {got}"
+    if kind == "string_pattern_mismatch":
+        if context["pattern"] == FOLDER_NAME:
+            return f"must be usable as the name of a folder, {got}"
+        return f"must be a text without a NUL character, {got}"
+    text = f"expected {expected(field.annotation)}, {got}"
+    choices = choices_of(field.annotation)
+    near = nearest(value, choices) if isinstance(value, str) and choices else None
+    return f"{text}; did you mean {in_words(near)}?" if near else text
+
+
+def expected(annotation: Any, plural: bool = False) -> str:
+    """What a value of ``annotation`` is, in plain words."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return expected(args[0], plural)
+    if origin in (types.UnionType, typing.Union):
+        inner = [a for a in args if a is not type(None)]
+        return " or ".join([*(expected(a, plural) for a in inner), '"none"'])
+    if origin is Literal:
+        return "one of " + ", ".join(in_words(a) for a in args)
+    if origin is tuple:
+        count = "" if args[-1] is Ellipsis else f"{len(args)} "
+        return f"a list of {count}{expected(args[0], plural=True)}"
+    one = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    many = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts"}
+    return (many if plural else one)[annotation]
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The texts that a ``Literal`` (or an optional one) admits, else nothing."""
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return tuple(args)
+    return next((found for a in args if (found := choices_of(a))), ())
+
+
+def in_words(value: Any) -> str:
+    """A value as one would write it in TOML, shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
+    if isinstance(value, (list, tuple)):
+        shown = [in_words(v) for v in value[:_MOST_ITEMS]]
+        more = [f"... {len(value) - _MOST_ITEMS} more"] if len(value) > _MOST_ITEMS else []
+        return f"[{', '.join([*shown, *more])}]"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print long ones
+        return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
+    return "a section" if isinstance(value, Mapping) else str(value)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_WORD else f"{name[: _LONGEST_WORD - 3]}..."

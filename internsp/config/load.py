@@ -1,0 +1,226 @@
+"""The configuration of a run: all sections, and reading them from a TOML file and overrides.
+
+Every mistake of the file and the overrides is found before any is reported. Nothing here imports
+torch, so that ``internsp --help`` and a report of mistakes are immediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from internsp.config.checks import combinations, machine
+from internsp.config.errors import (
+    Problem,
+    choices_of,
+    describe_error,
+    in_words,
+    nearest_key,
+    nearest_section,
+    not_a_section,
+    read_toml,
+)
+from internsp.config.sections import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PipelineConfig,
+    Section,
+    TrainConfig,
+    WeightParallelConfig,
+)
+from internsp.errors import ConfigError
+
+_MOST_UNKNOWN = 30  # names for which the nearest right one is looked for
+
+
+class Config(Section):
+    """All sections. Impossible combinations raise when it is made; :meth:`check` adds the mesh."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    weight_parallel: WeightParallelConfig = WeightParallelConfig()
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        mistakes = [str(problem) for problem in combinations(self)]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def check(self, world_size: int) -> list[str]:
+        """Every mistake that only ``world_size`` ranks and the file system show, one a line."""
+        return [str(problem) for problem in machine(self, world_size)]
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML; :func:`load_config` of it gives an equal one."""
+        dumped = self.model_dump()
+        for values in dumped.values():
+            values.update({k: "none" for k, v in values.items() if v is None})
+        return tomli_w.dumps(dumped)
+
+
+@cache
+def sections() -> Mapping[str, type[Section]]:
+    """Names and classes of the sections, in the order of the file."""
+    return {name: _section_class(field) for name, field in Config.model_fields.items()}
+
+
+def _section_class(field: FieldInfo) -> type[Section]:
+    assert isinstance(field.annotation, type), "every field of Config is a section"
+    return field.annotation
+
+
+def load_config(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    world_size: int | None = None,
+) -> Config:
+    """Read a TOML file, lay ``overrides`` over it and check everything together.
+
+    Args:
+        path: the file; a section or key that it leaves out has its default.
+        overrides: ``{"train": {"steps": 10}}`` or ``{"train.steps": 10}``; texts are converted
+            to the key's type, as on the command line.
+        world_size: number of ranks to check degrees against; ``None``: ``launch.processes``.
+
+    Raises:
+        ConfigError: its message lists every mistake of the file and the overrides, one a line.
+    """
+    config, problems = collect(path, overrides, world_size=world_size)
+    if config is None:
+        raise ConfigError(report(path, problems))
+    return config
+
+
+def report(path: str | Path, problems: list[Problem]) -> str:
+    """A heading that counts the mistakes, then one mistake a line."""
+    count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+    return "\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems)])
+
+
+def collect(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, world_size: int | None = None
+) -> tuple[Config | None, list[Problem]]:
+    """As :func:`load_config`, but returns the mistakes; the config is ``None`` if there are any."""
+    problems: list[Problem] = []
+    values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    data = read_toml(Path(path), problems)
+    for section, key, value in _known(data or {}, problems, ""):
+        values[section][key] = value
+    for section, key, value in _known(_nested(overrides or {}), problems, "--"):
+        right, mistakes = _right(section, {key: value}, "--")
+        values[section].pop(key, None)
+        values[section].update(right)
+        problems += mistakes
+    made: dict[str, Any] = {}
+    for name, cls in sections().items():
+        right, mistakes = _right(name, values[name], "")
+        made[name] = cls.model_validate(right) if right else cls()
+        problems += mistakes
+    # A combination is judged only where all its keys are right, lest one mistake shows as two.
+    wrong = {key for problem in problems for key in problem.keys}
+    draft = Config.model_construct(None, **made)
+    size = draft.launch.processes if world_size is None else world_size
+    checks = [*combinations(draft), *machine(draft, size)] if data is not None else []
+    problems += [problem for problem in checks if wrong.isdisjoint(problem.keys)]
+    return (None, problems) if problems else (Config(**made), [])
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"train.steps": 1}`` as ``{"train": {"steps": 1}}``; nested entries stay as they are."""
+    result: dict[str, Any] = {}
+    for name, value in overrides.items():
+        # As on the command line, where --weight-parallel.overlap is --weight_parallel.overlap.
+        section, dot, key = name.replace("-", "_").partition(".")
+        if dot:
+            result.setdefault(section, {})[key] = value
+        elif isinstance(value, Mapping):
+            result.setdefault(section, {}).update(value)
+        else:
+            result[section] = value
+    return result
+
+
+def _known(
+    data: Mapping[str, Any], problems: list[Problem], prefix: str
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield (section, key, value) of the known keys; unknown ones go to ``problems``."""
+    names = {name: tuple(cls.model_fields) for name, cls in sections().items()}
+    for written, content in data.items():
+        if len(problems) > _MOST_UNKNOWN:
+            problems.append(Problem((), "and more; no further names are looked at"))
+            return
+        if not isinstance(content, Mapping):
+            problems.append(not_a_section(written, names, prefix))
+            continue
+        section = written
+        if written not in names:
+            # The keys below a misspelt section are still read as those of the nearest one.
+            section, problem = nearest_section(written, tuple(content), names, prefix)
+            problems.append(problem)
+            if prefix:  # the problem of an option already names section and key
+                continue
+        for key, value in content.items() if section else ():
+            if key in names[section]:
+                yield section, key, value
+            elif len(problems) > _MOST_UNKNOWN:
+                break
+            else:
+                problems.append(nearest_key(section, key, names, prefix))
+
+
+def _right(
+    name: str, values: Mapping[str, Any], prefix: str
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The values of a section that are right, in their own types, and the others' problems."""
+    if not values:
+        return {}, []
+    cls = sections()[name]
+    # Overrides are often texts, which take the type of the key; a file says what it means.
+    texts = prefix and all(isinstance(value, (str, tuple)) for value in values.values())
+    try:
+        made = cls.model_validate(values, strict=False if texts else None)
+        return {key: getattr(made, key) for key in values}, []
+    except ValidationError as error:
+        wrong: dict[str, Problem] = {}
+        for detail in error.errors(include_url=False):
+            key = str(detail["loc"][0])
+            text = describe_error(cls.model_fields[key], values[key], detail)
+            wrong.setdefault(key, Problem((f"{name}.{key}",), text, prefix))
+        right = {key: value for key, value in values.items() if key not in wrong}
+        return right, list(wrong.values())
+
+
+def documented() -> str:
+    """A TOML file of every key with its default, below a comment that says what it is.
+
+    ``configs/documented.toml`` is this text; a test keeps it so.
+    """
+    lines = ["# Every key with its default. A config names only what differs."]
+    for name, cls in sections().items():
+        lines += ["", f"# {cls.__doc__}", f"[{name}]"]
+        for key, field in cls.model_fields.items():
+            default = "none" if field.default is None else field.default
+            choices = " | ".join(choices_of(field.annotation))
+            aside = f"  # {choices}" if choices else ""
+            lines += [f"# {field.description}", f"{key} = {in_words(default)}{aside}"]
+    return "\n".join(lines) + "\n"

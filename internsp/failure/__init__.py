@@ -1,0 +1,1 @@
+"""What happens when a rank fails: who learns of it, how soon, and what comes after."""

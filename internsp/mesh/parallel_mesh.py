@@ -1,0 +1,341 @@
+"""Ranks -> named groups. A mesh is made once and passed in; nothing here is global (WP-8).
+
+Which ranks belong together is :mod:`internsp.mesh.shape`'s arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from internsp.config.sections import MAX_TIMEOUT_SECONDS
+from internsp.errors import MachineError, MeshError
+from internsp.mesh.shape import AxisShape, MeshShape
+
+_AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
+
+
+@dataclass(frozen=True, eq=False)
+class WeightAxis:
+    """One rank's place on an axis along which weights are cut, and the groups around it.
+
+    Attributes:
+        name: ``"weight"`` or ``"expert_weight"``.
+        size, rank: of the weight group, over which a weight is cut.
+        replicas, replica_rank: of those that hold the same shard.
+        zero, zero_rank: of those over which its optimizer state is cut.
+        expert, expert_rank: of those that own different weights of the same names.
+        weight_group: for gathers.
+        gradient_group: the same ranks, for reductions: gathers and reductions each have an order
+            of their own, which all ranks share (WP-2), and do not wait in one queue.
+        replica_group, zero_group, zero_replica_group: process groups.
+        param_mesh: where its parameters live as ``DTensor``: dimensions ``("replica", "weight")``,
+            or ``("replica", "expert", "weight")`` where ``expert`` is above 1.
+    """
+
+    name: str
+    shape: AxisShape
+    rank: int
+    expert_rank: int
+    replica_rank: int
+    weight_group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    zero_group: dist.ProcessGroup
+    zero_replica_group: dist.ProcessGroup
+    param_mesh: DeviceMesh
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        shape: AxisShape,
+        inside: int,
+        stage: list[int],
+        groups: dict[str, dist.ProcessGroup],
+        device_type: str,
+    ) -> WeightAxis:
+        """Not collective: the groups exist.
+
+        Args:
+            inside: this rank's place in its stage.
+            stage: global ranks of the stage.
+        """
+        replica_rank, expert_rank, rank = shape.place(inside)
+        names = ["replica", "expert", "weight"] if shape.expert > 1 else ["replica", "weight"]
+        grid = torch.tensor(stage).view(shape.replicas, shape.expert, shape.size)
+        if shape.expert == 1:
+            grid = grid[:, 0]
+        mesh = DeviceMesh.from_group(
+            [groups[n] for n in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
+        )
+        by_field = {f"{n}_group": groups[n] for n in _AXIS_GROUPS}
+        return cls(name, shape, rank, expert_rank, replica_rank, param_mesh=mesh, **by_field)
+
+    @property
+    def size(self) -> int:
+        """Ranks over which a weight is cut."""
+        return self.shape.size
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.shape.replicas
+
+    @property
+    def expert(self) -> int:
+        """Ranks that own different weights of the same names."""
+        return self.shape.expert
+
+    @property
+    def zero(self) -> int:
+        """Replicas over which optimizer state is cut."""
+        return self.shape.zero
+
+    @property
+    def zero_rank(self) -> int:
+        """Place in the ZeRO group."""
+        return self.replica_rank % self.zero
+
+    def placements(self, dim: int) -> list[Placement]:
+        """Of a weight that is cut on ``dim``; experts of different ranks follow on dimension 0."""
+        own: list[Placement] = [Shard(0)] if self.expert > 1 else []
+        return [Replicate(), *own, Shard(dim)]
+
+
+_GROUPS = (
+    "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data",
+    "pipeline", "expert",
+)  # fmt: skip
+
+
+class ParallelMesh:
+    """One rank's place in every group. Make it with :meth:`create`, on all ranks together.
+
+    Attributes:
+        shape: the degrees, a :class:`MeshShape`.
+        rank, world_size: of the default process group.
+        dense, experts: weight axes (:class:`WeightAxis`); the same object where experts have none
+            of their own.
+        weight, sequence, pipeline, data, replicas, zero: degrees (of the dense axis).
+        weight_rank, sequence_rank, pipeline_rank, data_rank, replica_rank, zero_rank: places.
+        weight_group, gradient_group, sequence_group, data_group, replica_group, zero_group,
+            zero_replica_group, stage_group, pipeline_group: process groups.
+        expert, expert_rank, expert_group: of the ranks that own different experts and exchange
+            tokens.
+        timeout_seconds: after which a collective of these groups fails.
+        param_mesh: of the dense axis.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        rank: int,
+        device: torch.device,
+        groups: dict[str, dist.ProcessGroup],
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.device = device
+        self.timeout_seconds = timeout_seconds
+        self._models = 0
+        self.world_size = shape.world_size
+        self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
+        self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
+        inside = rank % shape.stage_size
+        self.pipeline_rank = rank // shape.stage_size
+        self.sequence_rank, self.data_rank = inside % shape.sequence, inside // shape.sequence
+        self.stage_group = groups["stage"]
+        self.sequence_group = groups["sequence"]
+        self.data_group = groups["data"]
+        self.pipeline_group = groups["pipeline"]
+        stage = shape.ranks("stage")[self.pipeline_rank]
+        self.dense = WeightAxis.create("weight", shape.dense, inside, stage, groups, device.type)
+        self.experts = self.dense
+        if shape.separate:
+            own = {name: groups[f"expert_{name}"] for name in _AXIS_GROUPS}
+            own["expert"] = groups["expert"]
+            self.experts = WeightAxis.create(
+                "expert_weight", shape.experts, inside, stage, own, device.type
+            )
+        dense, experts = self.dense, self.experts
+        self.weight_rank, self.replica_rank = dense.rank, dense.replica_rank
+        self.zero_rank = dense.zero_rank
+        self.weight_group, self.gradient_group = dense.weight_group, dense.gradient_group
+        self.replica_group, self.zero_group = dense.replica_group, dense.zero_group
+        self.zero_replica_group, self.param_mesh = dense.zero_replica_group, dense.param_mesh
+        self.expert, self.expert_rank = experts.expert, experts.expert_rank
+        self.expert_group = groups["expert"]
+
+    @classmethod
+    def create(
+        cls,
+        weight: int = 1,
+        sequence: int = 1,
+        pipeline: int = 1,
+        zero: int | None = None,
+        device_type: str | None = None,
+        timeout_seconds: float = 300.0,
+        *,
+        expert_weight: int | None = None,
+        expert: int = 1,
+    ) -> ParallelMesh:
+        """Make the groups. Collective: all ranks call it with the same arguments; blocks.
+
+        Args:
+            weight: ranks over which a weight is cut.
+            sequence: ranks over which a sequence is cut; independent of ``weight``.
+            pipeline: pipeline stages.
+            zero: replicas over which optimizer state is cut (``None``: all of them; fewer is
+                ZeRO-1.5).
+            device_type: ``"cpu"`` or ``"cuda"``; ``None`` takes CUDA where it is available.
+            timeout_seconds: after which a collective of these groups fails.
+            expert_weight: ranks over which the weights of experts are cut (``None``: ``weight``).
+            expert: expert parallel degree: so many ranks own different experts.
+
+        Raises:
+            MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
+                process group exists and ``RANK`` is not set.
+        """
+        _check_timeout(timeout_seconds)
+        if not dist.is_initialized():
+            _initialise(device_type, timeout_seconds)
+        device = _device(device_type)
+        if device.type == "cuda":  # NCCL sends objects from the current device, which starts as 0
+            torch.cuda.set_device(device)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        shape = MeshShape(world, weight, sequence, pipeline, zero, expert_weight, expert)
+        _agree((weight, sequence, pipeline, zero, expert_weight, expert), rank)
+        groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
+        return cls(shape, rank, device, groups, timeout_seconds)
+
+    def renew_pipeline_group(self) -> None:
+        """Make ``pipeline_group`` anew, after a step whose messages may still be on their way.
+
+        Collective over all ranks. The old one is destroyed.
+        """
+        if self.pipeline == 1:
+            return
+        old, timeout = self.pipeline_group, timedelta(seconds=self.timeout_seconds)
+        ranks = self.shape.ranks("pipeline")
+        self.pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        dist.destroy_process_group(old)
+
+    def next_model(self) -> int:
+        """A number for one more model on this mesh: the same on all ranks of a stage."""
+        self._models += 1
+        return self._models
+
+    @property
+    def axes(self) -> list[WeightAxis]:
+        """Each weight axis once."""
+        return list(dict.fromkeys((self.dense, self.experts)))
+
+    @property
+    def pass_groups(self) -> list[dist.ProcessGroup]:
+        """Groups in whose collectives a forward or backward may wait, each once."""
+        groups = [self.sequence_group, self.expert_group]
+        for axis in self.axes:
+            groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
+        return list(dict.fromkeys(groups))
+
+    @property
+    def stage_groups(self) -> list[dist.ProcessGroup]:
+        """Groups of several ranks of this rank's stage, each once."""
+        groups = [self.stage_group, self.data_group, *self.pass_groups]
+        for axis in self.axes:
+            groups += [axis.zero_group, axis.zero_replica_group]
+        return [group for group in dict.fromkeys(groups) if group.size() > 1]
+
+    def describe(self) -> str:
+        """The degrees in one line, for logs."""
+        s, e = self.shape, self.shape.experts
+        line = (
+            f"world {s.world_size} = pipeline {s.pipeline} x data {s.data} x sequence {s.sequence}"
+            f" = pipeline {s.pipeline} x replicas {s.replicas} x weight {s.weight}"
+            f" (ZeRO over {s.zero_size})"
+        )
+        if s.separate:
+            line += (
+                f" = pipeline {s.pipeline} x expert replicas {e.replicas} x expert {e.expert} x "
+                f"expert weight {e.size} (ZeRO over {e.zero})"
+            )
+        return line
+
+
+def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """Every named group of this rank; no message ever passes in one of a single rank."""
+    names = [*_GROUPS, *(f"expert_{name}" for name in _AXIS_GROUPS if shape.separate)]
+    groups: dict[str, dist.ProcessGroup] = {}
+    alone: dist.ProcessGroup | None = None
+    for name in names:  # the same order on all ranks: making a group is collective
+        ranks = shape.ranks(name)
+        if len(ranks[0]) > 1:
+            groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+            continue
+        if alone is None:  # each rank makes its own; as a collective it would be one for each rank
+            own = [dist.get_rank()]
+            alone = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        groups[name] = alone
+    return groups
+
+
+def _initialise(device_type: str | None, timeout_seconds: float) -> None:
+    if "RANK" not in os.environ:
+        raise MeshError(
+            "no process group: start the program with torchrun or `internsp train`, or call "
+            "torch.distributed.init_process_group first"
+        )
+    backend = "gloo" if _device(device_type).type == "cpu" else "nccl"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except (dist.DistError, ValueError) as error:  # of the store: RANK, MASTER_ADDR and kin
+        variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        told = ", ".join(f"{name}={os.environ.get(name)}" for name in variables)
+        raise MeshError(
+            f"this rank could not meet the others ({told}): {str(error).splitlines()[0]}; start "
+            "all ranks with one launcher, such as torchrun"
+        ) from error
+
+
+def _check_timeout(seconds: float) -> None:
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # NaN is not, either
+        raise MeshError(
+            f"timeout_seconds = {seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS} (30 "
+            "days): the clocks of collectives overflow beyond it, and wait without an end"
+        )
+
+
+def _device(device_type: str | None) -> torch.device:
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MachineError(
+            f"device_type = {device_type!r}: torch finds no CUDA device on this machine; use 'cpu'"
+        )
+    local = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1)
+    return torch.device(device_type, local)
+
+
+def _agree(degrees: Sequence[int | None], rank: int) -> None:
+    """All ranks must ask for the same mesh; otherwise every rank raises, none waits (WP-10)."""
+    everyone: list[Sequence[int | None] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tuple(degrees))
+    odd = [r for r, d in enumerate(everyone) if d != everyone[0]]
+    if odd:
+        raise MeshError(
+            "ranks ask for different meshes: rank 0 (weight, sequence, pipeline, zero, "
+            f"expert_weight, expert) = {everyone[0]}, but rank {odd[0]} {everyone[odd[0]]} (this "
+            f"is rank {rank}); start every rank with the same configuration"
+        )

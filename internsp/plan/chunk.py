@@ -1,0 +1,173 @@
+"""Pure: a chunk as ``internsp plan``, ``parallelize`` and :mod:`internsp.plan.simulate` see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from internsp.quantize import Message
+from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPlan:
+    """One weight as the schedule sees it; bytes are per rank and message payload."""
+
+    name: str
+    gather_bytes: int
+    reduce_bytes: int
+    slot_bytes: int
+    shard_bytes: int
+    trainable: bool = True
+    resident: bool = False
+    """Whole at rest (weight group of one, same dtype): never gathered."""
+    small: bool = False
+    """Travels together with its small neighbours."""
+    coded: Message | None = None
+    """What is gathered of each shard, where a codec codes it."""
+    expert: bool = False
+    """Travels over the experts' weight group, which is not the dense weights'."""
+    gather_dtype: torch.dtype | None = None
+    """What it is gathered in; what travels together has one dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """What its gradient travels in."""
+    autocasts: bool = False
+    """Whether an active autocast decides its dtype."""
+    gradient_bytes: int = 0
+    """Of its unsharded gradient as it travels, padded."""
+    sum_bytes: int = 0
+    """Of its unsharded gradient, summed over micro-batches in fp32 or wider."""
+
+    def kind(self) -> tuple[object, ...]:
+        """What those that travel together have in common."""
+        return self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts
+
+    @property
+    def moves(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return not self.resident
+
+    @property
+    def travels(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.reduce_bytes > 0
+
+    @property
+    def trained(self) -> bool:
+        """See :class:`internsp.wp.schedule.Weight`."""
+        return self.trainable
+
+    compute_dtype = None  # what a slot must hold of it: a plan has one dtype
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPlan:
+    """One unit as the schedule sees it; ``block`` is -1 outside the blocks."""
+
+    name: str
+    weights: tuple[WeightPlan, ...]
+    slot: int
+    block: int = -1
+    recomputed: bool = False
+    trigger_at: int = -1
+    """Position of the first weight used after the prefetch trigger; -1: the block's entry is it."""
+    at_entry: bool = False
+    """Whether the block takes all its weights at its entry."""
+
+    @cached_property
+    def groups(self) -> tuple[Group[WeightPlan], ...]:
+        """What travels in one collective, in the order of use."""
+        return groups_of(self.weights, lambda w: w.small, WeightPlan.kind, self.extent)
+
+    @property
+    def has_trigger(self) -> bool:
+        """Whether a module inside it is the prefetch trigger; else its entry is."""
+        return self.trigger_at >= 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the unit's unsharded weights in a slot."""
+        return slot_bytes(self.weights)
+
+    def extent(self, weight: WeightPlan) -> tuple[int, int]:
+        """First and last byte (excluded) of a weight in the slot."""
+        start = slot_bytes(self.weights[: self.weights.index(weight)])
+        return start, start + weight.slot_bytes
+
+
+def slot_bytes(weights: Sequence[WeightPlan]) -> int:
+    """Bytes of unsharded weights in a slot."""
+    return sum(w.slot_bytes for w in weights if not w.resident)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a schedule: what happens to one weight; ``kind`` as in :mod:`internsp.trace`."""
+
+    kind: str
+    phase: str
+    weight: str
+    nbytes: int = 0
+
+    def line(self) -> str:
+        """As :meth:`internsp.trace.Event.line`."""
+        return f"{self.kind} {self.phase} {self.weight}"
+
+
+@dataclass
+class Schedule:
+    """The ordered actions of one optimizer step."""
+
+    actions: list[Line] = field(default_factory=list)
+
+    def lines(self, kinds: Sequence[str] | None = None) -> list[str]:
+        """The actions as text, optionally only some kinds."""
+        return [a.line() for a in self.actions if kinds is None or a.kind in kinds]
+
+    def nbytes(self, kind: str) -> int:
+        """Payload bytes of all actions of a kind."""
+        return sum(a.nbytes for a in self.actions if a.kind == kind)
+
+    def count(self, kind: str) -> int:
+        """Number of actions of a kind."""
+        return sum(a.kind == kind for a in self.actions)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Everything :func:`internsp.plan.simulate.simulate` needs to know about a chunk."""
+
+    policy: Policy
+    blocks: tuple[UnitPlan, ...]
+    embedding: UnitPlan | None
+    head: UnitPlan | None
+    pending_units: int
+    others: tuple[UnitPlan, ...] = ()
+
+    @property
+    def outer(self) -> tuple[UnitPlan, ...]:
+        """Gathered at the model's entry and reduced at the end of backward."""
+        return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
+
+    @cached_property
+    def pending_bytes(self) -> int:
+        """Unsharded gradients that may be in flight: of the ``pending_units`` largest units."""
+        sizes = [sum(w.gradient_bytes for w in u.weights if w.trainable) for u in self.units]
+        return sum(sorted(sizes, reverse=True)[: self.pending_units])
+
+    @property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """All of them, each once (a tied head is the embedding)."""
+        head = () if self.head is None or self.head is self.embedding else (self.head,)
+        return (*self.blocks, *self.outer, *head)
+
+    def slots(self) -> list[int]:
+        """Bytes of each slot: the pool's exact size (WP-1)."""
+        policy = self.policy
+        own = slot_sizes([u.slot_bytes for u in self.blocks], policy.depth, policy.resident)
+        sizes = dict(enumerate(own))
+        sizes |= {unit.slot: unit.slot_bytes for unit in self.units if unit.block < 0}
+        return [sizes[i] for i in sorted(sizes)]

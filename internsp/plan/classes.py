@@ -1,0 +1,163 @@
+"""How ``internsp plan`` prints many ranks and long schedules: by classes, with ranges of numbers.
+
+Few ranks and short schedules are printed one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from internsp.mesh.shape import MeshShape
+from internsp.plan.chunk import Schedule
+from internsp.plan.repeats import Item, folded_lines, ranges
+from internsp.plan.resident import human
+
+FEW_RANKS = 16
+FEW_STAGES = 4
+FEW_LINES = 400
+FEW_PASSES = 100
+_SHOWN_GROUPS = 3  # of the groups of one kind, before the last one
+
+
+def print_mesh(shape: MeshShape, console: Console) -> None:
+    """Every rank's places, or of many ranks those of each pipeline stage and who shares a group."""
+    if shape.world_size > FEW_RANKS:
+        console.print(_stages_table(shape))
+        console.print(_groups_table(shape))
+        return
+    rows, own = [], []
+    for rank in range(shape.world_size):
+        inside = rank % shape.stage_size
+        replica, _, weight = shape.dense.place(inside)
+        data, sequence = divmod(inside, shape.sequence)
+        zero = replica % shape.zero_size
+        rows.append((rank, rank // shape.stage_size, data, sequence, replica, zero, weight))
+        replica, expert, weight = shape.experts.place(inside)
+        own.append((rank, replica, replica % shape.experts.zero, expert, weight))
+    columns = ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight")
+    console.print(_table(f"Mesh of {shape.world_size} ranks", columns, rows))
+    if shape.separate:
+        around = ("rank", "replica", "zero", "expert", "expert weight")
+        console.print(_table("Experts on the same ranks", around, own))
+
+
+def _stages_table(shape: MeshShape) -> Table:
+    """Ranks of a stage do the same with other parts of the data and the weights."""
+    places = (shape.data, shape.sequence, shape.replicas, shape.zero_size, shape.weight)
+    inside = [ranges(range(size)) for size in places]
+    rows = [
+        (ranges(range(p * shape.stage_size, (p + 1) * shape.stage_size)), p, *inside)
+        for p in range(min(shape.pipeline, FEW_RANKS))
+    ]
+    if shape.pipeline > FEW_RANKS:
+        last = shape.world_size - shape.stage_size
+        rows += [("...",), (ranges(range(last, shape.world_size)), shape.pipeline - 1, *inside)]
+    columns = ("ranks", "pipeline", "data", "sequence", "replica", "zero", "weight")
+    return _table(f"Mesh of {shape.world_size} ranks, by pipeline stage", columns, rows)
+
+
+def _groups_table(shape: MeshShape) -> Table:
+    names = ["weight", "replica", "zero", "sequence", "data", "pipeline"]
+    if shape.separate:
+        names += ["expert", "expert_weight", "expert_replica", "expert_zero"]
+    table = Table(title="Ranks that share a group", title_justify="left")
+    for column in ("group", "ranks", "groups", "members"):
+        table.add_column(column, justify="right" if column in ("ranks", "groups") else "left")
+    for name in names:
+        groups = shape.ranks(name)
+        if len(groups[0]) == 1:
+            continue
+        shown = [ranges(group) for group in groups[:_SHOWN_GROUPS]]
+        if len(groups) > _SHOWN_GROUPS:
+            shown += ["..."] * (len(groups) > _SHOWN_GROUPS + 1) + [ranges(groups[-1])]
+        label = name.replace("_", " ")
+        table.add_row(label, str(len(groups[0])), str(len(groups)), "; ".join(shown))
+    return table
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for values in rows:
+        table.add_row(*(str(value) for value in values))
+    return table
+
+
+def classes(figures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Pipeline ranks by what is the same for them, in the order of the first of each.
+
+    Each alone, where they are few.
+    """
+    found: dict[Hashable, list[int]] = {}
+    for rank, figure in enumerate(figures):
+        key = (rank, figure) if len(figures) <= FEW_STAGES else figure
+        found.setdefault(key, []).append(rank)
+    return found
+
+
+def ranks_label(ranks: Sequence[int]) -> str:
+    """``pipeline rank 3`` or ``pipeline ranks 3-6``."""
+    return f"pipeline rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
+    """Components and their bytes on each pipeline rank; ranks of the same figures share a column.
+
+    Args:
+        rows: component -> bytes by pipeline rank.
+    """
+    columns = list(zip(*rows.values(), strict=True))
+    same = classes(columns)
+    table = Table(title="Memory of a rank, without activations", title_justify="left")
+    names = [*rows, "sum"]
+    values = [[*columns[ranks[0]], sum(columns[ranks[0]])] for ranks in same.values()]
+    if len(same) <= FEW_STAGES:
+        table.add_column("component")
+        for ranks in same.values():
+            table.add_column(ranks_label(ranks), justify="right")
+        for index, name in enumerate(names):
+            table.add_row(name, *(human(figures[index]) for figures in values))
+        return table
+    table.add_column("pipeline ranks")
+    for name in names:
+        table.add_column(name, justify="right")
+    for ranks, figures in zip(same.values(), values, strict=True):
+        table.add_row(ranges(ranks), *(human(figure) for figure in figures))
+    return table
+
+
+def schedule_lines(schedule: Schedule) -> list[str]:
+    """Every action of a step on a line; of many, what repeats from block to block once."""
+    if len(schedule.actions) <= FEW_LINES:
+        return [_action(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions]
+    items: list[Item] = []
+    text: dict[Hashable, str] = {}
+    for action in schedule.actions:
+        before, number, after = _numbered(action.weight)
+        key = (action.kind, action.phase, before, after, action.nbytes)
+        name = f"{_plain(before)}{{}}{_plain(after)}" if number is not None else _plain(before)
+        text[key] = _action(action.kind, action.phase, name, action.nbytes)
+        items.append(Item(key, number))
+    return folded_lines(items, text)
+
+
+def _numbered(name: str) -> tuple[str, int | None, str]:
+    """``layers.12.wq`` as ``("layers.", 12, ".wq")``: the block's number is the first one."""
+    found = re.search(r"(?<![0-9A-Za-z_])\d{1,9}(?![0-9A-Za-z_])", name)
+    if found is None:
+        return name, None, ""
+    return name[: found.start()], int(found.group()), name[found.end() :]
+
+
+def _plain(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _action(kind: str, phase: str, name: str, nbytes: int) -> str:
+    amount = f"  {human(nbytes)}" if nbytes else ""
+    return f"{kind:<5} {phase:<9} {name}{amount}"

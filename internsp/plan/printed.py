@@ -1,0 +1,251 @@
+"""``internsp plan``: mesh, schedule of one step, bytes of each collective and memory; runs nothing.
+
+The model is built on the meta device, so a plan of any size takes a second and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.factory import Model, build_model, device_type
+from internsp.mesh import MeshShape
+from internsp.plan.assign import Assignment, assign
+from internsp.plan.blocks import read
+from internsp.plan.chunk import ChunkPlan, Schedule
+from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines
+from internsp.plan.pipeline import (
+    PipelinePlan,
+    make_pipeline_plan,
+    print_schedules,
+    tables,
+)
+from internsp.plan.resident import Residents, human
+from internsp.plan.simulate import simulate
+from internsp.plan.units import DTYPES, chunk_plan, coded_bytes
+
+_LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
+
+_KINDS = {
+    "AG": "weight gather",
+    "WAIT": "wait",
+    "USE": "use of an unsharded weight",
+    "FREE": "free",
+    "RS": "gradient reduction",
+    "FINISH": "finish into the shard",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step as it will run, and the bytes it takes on each rank."""
+
+    shape: MeshShape
+    chunk: ChunkPlan
+    schedule: Schedule
+    memory: tuple[tuple[str, int], ...]
+    exchange_bytes: int
+    """Sequence exchange: payload that a rank receives in one step, at most."""
+    residents: Residents
+
+
+def make_plan(config: Config, world_size: int) -> Plan:
+    """What ``config`` will do on ``world_size`` ranks. Pure: no process group, no memory.
+
+    Raises:
+        ConfigError: degrees that do not fit the ranks, all mistakes at once.
+    """
+    mistakes = config.check(world_size)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    weights = config.weight_parallel
+    shape = MeshShape(world_size, **config.parallel.degrees())
+    model = build_model(config)
+    structure = read(model, weights.trigger, weights.blocks, weights.prefetch_triggers)
+    assignments = assign(model, structure, weights, shape.expert)
+    recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
+    chunk = chunk_plan(
+        assignments, structure, weights, shape, recomputed, device=device_type(config)
+    )
+    schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
+    return Plan(
+        shape,
+        chunk,
+        schedule,
+        tuple(_memory(config, shape, chunk, assignments, schedule)),
+        _exchange_bytes(config, shape, model),
+        Residents.of(
+            [chunk],
+            schedule,
+            lambda other: simulate(other[0], config.train.micro_batches, weights.overlap),
+        ),
+    )
+
+
+def _memory(
+    config: Config,
+    shape: MeshShape,
+    chunk: ChunkPlan,
+    assignments: Sequence[Assignment],
+    schedule: Schedule,
+) -> list[tuple[str, int]]:
+    """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
+    units = [*chunk.blocks, *chunk.others]
+    units += list({id(u): u for u in (chunk.embedding, chunk.head) if u}.values())
+    weights = [w for u in units for w in u.weights]
+    shards = sum(w.shard_bytes for w in weights)
+    experts = sum(w.shard_bytes for w in weights if w.expert)
+    small = [a.parameter for a in assignments if a.unit is None]
+    small_bytes = sum(p.numel() * p.element_size() for p in small)
+    size = DTYPES[config.train.dtype].itemsize
+    wide = max(size, 4)
+    elements = (shards + small_bytes) // size
+    # A weight group of one sends nothing.
+    moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
+    largest = sorted(map(sum, moving), reverse=True)
+    pending = sum(largest[: config.weight_parallel.pending_blocks])
+    moments = {"adamw": 2, "sgd": int(config.optimizer.momentum > 0)}[config.optimizer.name]
+    masters = int(size < 4)
+    owned = -(-(elements - experts // size) // shape.zero_size)
+    owned += -(-(experts // size) // shape.experts.zero)
+    summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
+    whole = sum(w.sum_bytes for w in weights if w.trainable) if summed else 0
+    coded = []
+    if config.weight_parallel.codec != "none":
+        coded = [("coded weights in flight (exact)", coded_bytes(chunk, schedule, shape))]
+    return [
+        ("weight shards", shards),
+        ("replicated parameters", small_bytes),
+        ("unsharded weights (slots, exact)", sum(chunk.slots())),
+        *coded,
+        ("reductions in flight (at most)", 2 * pending),
+        ("gradient sums", elements * wide),
+        ("unsharded gradient sums (full accumulation)", whole),
+        ("optimizer state", owned * wide * (moments + masters)),
+    ]
+
+
+def _exchange_bytes(config: Config, shape: MeshShape, model: Model) -> int:
+    """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute."""
+    if shape.sequence == 1:
+        return 0
+    sizes = model.sizes
+    heads = 2 * sizes.heads + 2 * sizes.kv_heads
+    rows = config.train.global_batch // shape.data
+    tokens = rows * config.data.sequence_length // shape.sequence
+    one = tokens * heads * sizes.head_dim * DTYPES[config.train.dtype].itemsize
+    one = one * (shape.sequence - 1) // shape.sequence
+    again = 0
+    if config.activation_checkpoint.mode == "full":
+        again = len(config.activation_checkpoint.selected(config.model.layers))
+    return one * (2 * config.model.layers + again)
+
+
+def print_plan(
+    config: Config,
+    world_size: int,
+    console: Console | None = None,
+    picture: Path | None = None,
+) -> None:
+    """Print :func:`make_plan` for a person; of a pipeline, every rank's part of it.
+
+    Args:
+        picture: file for a picture of a pipeline's schedule (SVG).
+
+    Raises:
+        ConfigError: see :func:`make_plan`; or a step is too long to be simulated, or a picture is
+            asked for without a pipeline, or where it cannot be written.
+    """
+    console = console or Console(soft_wrap=True, highlight=False)
+    _check_length(config)
+    if config.parallel.pipeline > 1:
+        _print_pipeline(make_pipeline_plan(config, world_size), config, console, picture)
+        return
+    if picture is not None:
+        raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
+    plan = make_plan(config, world_size)
+    print_mesh(plan.shape, console)
+    console.print(_schedule_table(plan))
+    console.print(_memory_table(plan))
+    if plan.residents.blocks:
+        console.print(plan.residents.line())
+    count = len(plan.schedule.actions)
+    console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
+    for line in schedule_lines(plan.schedule):
+        console.print(f"  {line}", markup=False)
+
+
+def _check_length(config: Config) -> None:
+    """Each block is simulated for each micro-batch, some milliseconds each."""
+    layers, number = config.model.layers, config.train.micro_batches
+    if layers * number > _LONGEST_STEP:
+        raise ConfigError(
+            f"train.micro_batches: {number} micro-batches x {layers} blocks are too many to plan "
+            f"one by one (at most {_LONGEST_STEP}); plan fewer micro-batches, since one is as the "
+            "other after the first few"
+        )
+
+
+def _print_pipeline(
+    plan: PipelinePlan, config: Config, console: Console, picture: Path | None
+) -> None:
+    if picture is not None:
+        try:
+            picture.write_text(plan.picture(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--picture {picture}: {error.strerror}") from error
+    print_mesh(plan.shape, console)
+    for table in tables(config, plan):
+        console.print(table)
+    rows: dict[str, list[int]] = {}
+    for rank in plan.ranks:
+        mine: dict[str, int] = {}
+        for chunk in rank.chunks:
+            each = _memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule)
+            for name, nbytes in each:
+                mine[name] = mine.get(name, 0) + nbytes
+        for name, nbytes in mine.items():
+            rows.setdefault(name, []).append(nbytes)
+    console.print(memory_by_rank(rows))
+    for number, rank in enumerate(plan.ranks):
+        if any(chunk.plan.policy.resident for chunk in rank.chunks):
+            told = rank.residents(config.weight_parallel.overlap).line()
+            console.print(f"Pipeline rank {number}: {told}")
+    print_schedules(plan, console)
+    console.print("Played with the messages between ranks: nobody waits for ever.")
+    if picture is not None:
+        console.print(f"Picture: {picture}")
+
+
+def _schedule_table(plan: Plan) -> Table:
+    table = Table(title="Collectives of one step, payload a rank receives", title_justify="left")
+    for column in ("what", "count", "bytes"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    units = (*plan.chunk.blocks, *plan.chunk.outer, plan.chunk.head)
+    experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
+    for kind in ("AG", "RS"):
+        schedule = plan.schedule
+        table.add_row(_KINDS[kind], str(schedule.count(kind)), human(schedule.nbytes(kind)))
+        if experts:
+            own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
+            size = plan.shape.experts.size
+            table.add_row(f"  of it experts, over {size} ranks", str(len(own)), human(sum(own)))
+    if plan.exchange_bytes:
+        table.add_row("sequence exchange", "", human(plan.exchange_bytes))
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(title="Memory of one rank, without activations", title_justify="left")
+    table.add_column("component")
+    table.add_column("bytes", justify="right")
+    for name, nbytes in plan.memory:
+        table.add_row(name, human(nbytes))
+    table.add_row("sum", human(sum(n for _, n in plan.memory)))
+    return table

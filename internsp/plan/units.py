@@ -1,0 +1,217 @@
+"""Pure: what a chunk will do and how much memory it takes, from a model that may be on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError
+from internsp.mesh.shape import MeshShape
+from internsp.plan.assign import Assignment, require_experts
+from internsp.plan.blocks import Structure, trigger_position
+from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
+from internsp.quantize import Message, buffer_bytes
+from internsp.wp.layout import ShardLayout
+from internsp.wp.schedule import Policy, fitting, spread
+from internsp.wp.slots import aligned
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
+    """The policy that a configuration asks for; :func:`resident` adds which blocks stay whole.
+
+    Raises:
+        ConfigError: the trigger "rolling" together with what it takes the place of.
+    """
+    rolling = config.trigger == "rolling"
+    if rolling and (config.granularity == "module" or config.prefetch_triggers):
+        raise ConfigError(
+            'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
+            'set granularity = "block" and no prefetch_triggers'
+        )
+    return Policy(
+        blocks,
+        config.prefetch_depth,
+        config.granularity == "module",
+        coalesce_bytes=0 if config.granularity == "module" else config.coalesce_bytes,
+        accumulate_whole=config.accumulation == "full",
+        rolling=rolling,
+    )
+
+
+def resident(config: WeightParallelConfig, sizes: Sequence[int]) -> frozenset[int]:
+    """The blocks of a chunk that stay whole until the optimizer step.
+
+    Args:
+        sizes: bytes of each block's unsharded weights.
+
+    Raises:
+        ConfigError: two settings say which.
+    """
+    settings = ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
+    chosen = [name for name in settings if getattr(config, name)]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{' and '.join(chosen)} of weight_parallel each say which blocks stay whole: set one"
+        )
+    if config.keep_between_micro_batches:
+        return frozenset(range(len(sizes)))
+    if config.resident_bytes:
+        return frozenset(fitting(sizes, config.prefetch_depth, config.resident_bytes))
+    return frozenset(spread(len(sizes), min(config.resident_blocks, len(sizes))))
+
+
+def chunk_plan(
+    assignments: Sequence[Assignment],
+    structure: Structure,
+    config: WeightParallelConfig,
+    shape: MeshShape,
+    recomputed: set[int],
+    split: bool = False,
+    device: str = "cpu",
+) -> ChunkPlan:
+    """The chunk as :func:`internsp.plan.simulate.simulate` wants it.
+
+    Args:
+        shape: ranks of the weight groups.
+        recomputed: indices of checkpointed blocks.
+        split: its backward may be computed in two parts. Then small blocks do not take their
+            weights at their entry: of weights that share a node of the graph, torch's weight part
+            goes through the whole block again, with weights no longer sure to be whole (WP-14).
+        device: type of the device that computes.
+
+    Raises:
+        StructureError: the mesh has an axis for experts and the model has none.
+    """
+    if shape.separate and shape.pipeline == 1:  # a stage of a pipeline may lack them
+        require_experts((a.name for a in assignments), config)
+    policy = policy_of(config, len(structure.blocks))
+    members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
+    for assignment in assignments:
+        if assignment.unit is not None:
+            members.setdefault(assignment.unit, []).append(assignment)
+    dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
+    weights_of = {
+        name: tuple(_weight(a, shape, dtype, policy, config) for a in own)
+        for name, own in members.items()
+    }
+    sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
+    exchanges = shape.sequence > 1 or shape.expert > 1
+    one_order = exchanges and (device != "cpu" or not config.overlap)
+    policy = replace(policy, resident=resident(config, sizes), one_order=one_order)
+    units: dict[str, UnitPlan] = {}
+    slot = policy.slots
+    for name, own in members.items():
+        block = own[0].block if own else next(
+            i for i, b in enumerate(structure.blocks) if b.name == name
+        )
+        weights = weights_of[name]
+        trigger_at = -1
+        if block >= 0:
+            inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
+            trigger_at = trigger_position(structure.blocks[block], inside, config.trigger)
+        where = policy.slot(block) if block >= 0 else slot
+        slot += block < 0
+        small = block >= 0 and bool(weights) and all(w.small for w in weights)
+        at_entry = block >= 0 and (config.compile or (small and not split))
+        again = block in recomputed
+        units[name] = UnitPlan(name, weights, where, block, again, trigger_at, at_entry)
+    embedding = units.get(structure.embedding[0]) if structure.embedding else None
+    head = _head(structure, assignments, units)
+    return ChunkPlan(
+        policy,
+        tuple(units[b.name] for b in structure.blocks),
+        embedding,
+        head,
+        config.pending_blocks,
+        tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
+    )
+
+
+def all_moving(chunk: ChunkPlan) -> ChunkPlan:
+    """The same chunk without resident blocks, to compare with."""
+    policy = replace(chunk.policy, resident=frozenset())
+    fewer = chunk.policy.slots - policy.slots
+    moved = {
+        unit.name: replace(
+            unit, slot=policy.slot(unit.block) if unit.block >= 0 else unit.slot - fewer
+        )
+        for unit in chunk.units
+    }
+    return replace(
+        chunk,
+        policy=policy,
+        blocks=tuple(moved[unit.name] for unit in chunk.blocks),
+        embedding=chunk.embedding and moved[chunk.embedding.name],
+        head=chunk.head and moved[chunk.head.name],
+        others=tuple(moved[unit.name] for unit in chunk.others),
+    )
+
+
+def coded_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> int:
+    """Bytes of the codec's buffers of a chunk that runs ``schedule``: exact (WP-1)."""
+    messages = {
+        weight.name: (weight.coded, shape.axis(weight.expert).size)
+        for unit in chunk.blocks
+        for weight in unit.weights
+        if weight.coded is not None
+    }
+    gathers = ((a.kind == "AG", a.weight) for a in schedule.actions if a.kind in ("AG", "WAIT"))
+    return buffer_bytes(messages, gathers)
+
+
+def _head(
+    structure: Structure, assignments: Sequence[Assignment], units: dict[str, UnitPlan]
+) -> UnitPlan | None:
+    """The unit that holds the head's weight: the embedding's, where the two are tied."""
+    if structure.head is None:
+        return None
+    for assignment in assignments:
+        if assignment.unit and any(o.module_name == structure.head[0] for o in assignment.owners):
+            return units[assignment.unit]
+    return None
+
+
+def _weight(
+    assignment: Assignment,
+    shape: MeshShape,
+    dtype: torch.dtype | None,
+    policy: Policy,
+    config: WeightParallelConfig,
+) -> WeightPlan:
+    parameter, size = assignment.parameter, shape.axis(assignment.expert).size
+    layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
+    compute = dtype or parameter.dtype
+    message = layout.shard_numel * compute.itemsize
+    sent = DTYPES[config.reduce_dtype] if config.reduce_dtype and size > 1 else compute
+    small = size > 1 and policy.small(layout.padded_numel * compute.itemsize)
+    coded = None
+    if config.codec != "none" and assignment.block >= 0 and size > 1 and not small:
+        if parameter.numel() >= config.codec_min_elements:
+            coded = Message.of(assignment.name, layout.shard_numel, compute, parameter.dtype)
+    return WeightPlan(
+        assignment.name,
+        gather_bytes=(size - 1) * (message if coded is None else coded.nbytes),
+        reduce_bytes=(size - 1) * layout.shard_numel * sent.itemsize,
+        slot_bytes=aligned(layout.padded_numel * compute.itemsize),
+        shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
+        trainable=parameter.requires_grad,
+        resident=size == 1 and compute == parameter.dtype,
+        small=small,
+        coded=coded,
+        gradient_bytes=layout.padded_numel * sent.itemsize,
+        expert=assignment.expert and shape.separate,
+        gather_dtype=compute,
+        reduce_dtype=sent,
+        autocasts=assignment.autocasts,
+        sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
+    )

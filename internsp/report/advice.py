@@ -1,0 +1,390 @@
+"""What to change: sentences from the figures of one traced step.
+
+:func:`advise` is pure: events of each rank and the settings that the step ran with go in, sentences
+come out, the one with the most seconds at stake first. A sentence names the block and the phase in
+which computing stood still, and what would hide or spare that communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from internsp.config import WeightParallelConfig
+from internsp.report.lanes import size
+from internsp.report.timeline import (
+    communication,
+    intersect,
+    measure,
+    step_times,
+    subtract,
+    where_waited,
+    window_of,
+)
+from internsp.trace import Event
+
+Traces = Mapping[int, Sequence[Event]]
+
+NOTICED = 0.02
+"""Share of a step from which exposed communication, or a difference between ranks, is mentioned."""
+
+FULL = 0.95
+"""Weights in flight for so much of compute leave the link no gap in which more could be hidden."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the step ran with.
+
+    Attributes:
+        weight: ranks in the weight group; sequence, zero: in theirs.
+        micro_batches: of one optimizer step.
+        blocks: transformer blocks of the model.
+    """
+
+    weights: WeightParallelConfig
+    weight: int = 1
+    sequence: int = 1
+    zero: int = 1
+    micro_batches: int = 1
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A sentence and the seconds of a step that are at stake."""
+
+    seconds: float
+    text: str
+
+
+def advise(traces: Traces, setting: Setting) -> list[str]:
+    """What to change, most seconds first; one sentence where nothing is worth changing.
+
+    Args:
+        traces: rank -> its events of one step; ranks without events are left out.
+    """
+    traced = {rank: list(events) for rank, events in sorted(traces.items()) if events}
+    if not traced:
+        return []
+    figures = _Figures.of(traced)
+    found = [*_uneven(traced, figures), *_stages(traced, figures)]
+    if figures.exposed > NOTICED * figures.step:
+        found += _synchronous(figures, setting)
+        if setting.weights.overlap:
+            found += [*_full_link(figures, setting), *_late_gathers(figures, setting)]
+            found += _reductions(traced, figures, setting)
+        found += [*_first_gather(figures, setting), *_exchanges(figures, setting)]
+        found += _published(figures, setting)
+    worth = [a for a in found if a.seconds > NOTICED / 2 * figures.step]
+    if worth:
+        return [a.text for a in sorted(worth, key=lambda a: -a.seconds)]
+    share = figures.exposed / figures.step if figures.step > 0 else 0.0
+    return [
+        f"Nothing to change: computing stood still for {share:.1%} of the step, and no single "
+        "place takes a share worth a setting."
+    ]
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Means over the ranks, in seconds of one step."""
+
+    step: float
+    compute: float
+    exposed: float
+    flying: float
+    """Time with weights or gradients in flight."""
+    nbytes: float
+    """Payload of those."""
+    places: Mapping[tuple[str, str, str], float]
+    """(kind, unit, phase) -> waiting."""
+    whole: float
+    """Bytes that the largest unit's gathers of one phase bring in, in all micro-batches."""
+    first: frozenset[str]
+    """Units whose gathers were launched before anything was computed."""
+
+    @classmethod
+    def of(cls, traces: Traces) -> _Figures:
+        count = len(traces)
+        times = [step_times(events) for events in traces.values()]
+        places: dict[tuple[str, str, str], float] = {}
+        flying = nbytes = 0.0
+        units: dict[tuple[str, str], float] = {}
+        for events in traces.values():
+            moved = [e for e in events if e.kind in ("AG", "RS")]
+            window = window_of(events)
+            spans = [(e.start, window[1] if e.end is None else e.end) for e in moved]
+            flying += measure(intersect([window], spans)) / count
+            nbytes += sum(e.nbytes for e in moved) / count
+            for row in where_waited(events):
+                key = (row.kind, row.unit, row.phase)
+                places[key] = places.get(key, 0.0) + row.seconds / count
+            for moving in communication(events, by=("unit", "phase")):
+                if moving.kind == "AG":
+                    place = moving.unit, moving.phase
+                    units[place] = max(units.get(place, 0.0), float(moving.nbytes))
+        return cls(
+            step=sum(t.step for t in times) / count,
+            compute=sum(t.compute for t in times) / count,
+            exposed=sum(t.exposed for t in times) / count,
+            flying=flying,
+            nbytes=nbytes,
+            places=places,
+            whole=max(units.values(), default=0.0),
+            first=_launched_first(next(iter(traces.values()))),
+        )
+
+    def waited(self, kind: str, phases: Iterable[str] = ()) -> dict[tuple[str, str], float]:
+        """Waits of a kind by (unit, phase), longest first; all phases by default."""
+        wanted = set(phases)
+        chosen = {
+            (unit, phase): seconds
+            for (k, unit, phase), seconds in self.places.items()
+            if k == kind and (not wanted or phase in wanted) and seconds > 0
+        }
+        return dict(sorted(chosen.items(), key=lambda item: -item[1]))
+
+
+def _launched_first(events: Sequence[Event]) -> frozenset[str]:
+    used = min((e.start for e in events if e.kind == "USE"), default=float("inf"))
+    return frozenset(e.unit for e in events if e.kind == "AG" and e.start < used)
+
+
+_PASSES = ("forward", "recompute", "backward")
+
+
+def _uneven(traces: Traces, figures: _Figures) -> list[Advice]:
+    """A rank that computes longer makes the others wait: no setting of communication helps."""
+    compute = {rank: step_times(events).compute for rank, events in traces.items()}
+    slow, fast = max(compute, key=lambda r: compute[r]), min(compute, key=lambda r: compute[r])
+    gap = compute[slow] - compute[fast]
+    if gap <= max(NOTICED * figures.step, 0.1 * figures.compute):
+        return []
+    return [
+        Advice(
+            gap,
+            f"Rank {slow} computes {_ms(gap)} longer than rank {fast}, and the ranks wait for each "
+            "other: even out the work (documents and valid tokens of each rank, other programs on "
+            "its processor) before touching communication.",
+        )
+    ]
+
+
+def _stages(traces: Traces, figures: _Figures) -> list[Advice]:
+    """Between a pipeline's passes a rank has nothing to do: the bubble, or a slow stage."""
+    waiting = 0.0
+    for events in traces.values():
+        passes = sorted(
+            (e.start, e.start if e.end is None else e.end)
+            for e in events
+            if e.kind in ("FORWARD", "BACKWARD") and e.unit.startswith("stage ")
+        )
+        if passes:
+            whole = [(passes[0][0], max(end for _, end in passes))]
+            waiting += measure(subtract(whole, passes)) / len(traces)
+    if waiting <= 0:
+        return []
+    return [
+        Advice(
+            waiting,
+            f"Ranks had no pass to run for {_ms(waiting)} between their first and their last one "
+            f"({waiting / figures.step:.0%} of a step): they waited for other stages. More "
+            "train.micro_batches make that matter less, and so do schedules with more chunks or "
+            "a split backward, whose times internsp plan compares (pipeline.schedule).",
+        )
+    ]
+
+
+def _synchronous(figures: _Figures, setting: Setting) -> list[Advice]:
+    if setting.weights.overlap or setting.weight == 1:
+        return []
+    return [
+        Advice(
+            figures.exposed,
+            f"Set weight_parallel.overlap = true: it is off, so every gather and every reduction "
+            f"is waited for at once ({_ms(figures.exposed)} of a step of {_ms(figures.step)}).",
+        )
+    ]
+
+
+def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
+    """Weights and gradients are in flight longer than there is compute to hide them behind."""
+    at_stake = figures.flying - figures.compute
+    if setting.weight == 1 or figures.flying <= 0 or figures.flying < FULL * figures.compute:
+        return []
+    waiting = sum(
+        seconds for (kind, _, _), seconds in figures.places.items() if kind in ("AG", "RS")
+    )
+    rate = figures.nbytes / figures.flying
+    longer = figures.flying / figures.compute if figures.compute > 0 else float("inf")
+    ways = [f"a micro-batch or sequences {longer:.2g} times as long or more"]
+    if setting.micro_batches > 1 and not setting.weights.keep_between_micro_batches:
+        ways.append(
+            "weight_parallel.keep_between_micro_batches = true, which gathers once for all "
+            f"{setting.micro_batches} micro-batches and needs a slot for every block"
+        )
+    if setting.micro_batches > 1 and setting.weights.accumulation == "sharded":
+        ways.append(
+            'weight_parallel.accumulation = "full", which reduces once for all micro-batches and '
+            "keeps unsharded gradients until then"
+        )
+    if not setting.weights.keep_between_micro_batches:
+        ways.append(
+            f"more weight_parallel.resident_blocks (now {setting.weights.resident_blocks}), which "
+            "are gathered once a step, as far as memory allows"
+        )
+    if setting.weight > 2:
+        fewer = setting.weight // 2
+        saved = 1 - (fewer - 1) / fewer * setting.weight / (setting.weight - 1)
+        ways.append(
+            f"parallel.weight = {fewer}, which sends {saved:.0%} less for twice the shards and "
+            "may keep the group on one machine's faster links"
+        )
+    return [
+        Advice(
+            max(at_stake, waiting),
+            f"The link is too slow for this size: {size(figures.nbytes)} of weights and gradients "
+            f"were in flight for {_ms(figures.flying)} ({size(rate)}/s), and there are "
+            f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
+            f"{'; '.join(ways)}.",
+        )
+    ]
+
+
+def _late_gathers(figures: _Figures, setting: Setting) -> list[Advice]:
+    """The link has gaps, and still blocks wait for their weights: gathers start too late."""
+    if figures.flying >= FULL * figures.compute:
+        return []
+    late = {
+        place: seconds
+        for place, seconds in figures.waited("AG", _PASSES).items()
+        if not (place[0] in figures.first and place[1] == "forward")
+    }
+    total = sum(late.values())
+    if not late:
+        return []
+    (unit, phase), worst = next(iter(late.items()))
+    ways: list[str] = []
+    depth = setting.weights.prefetch_depth
+    if depth + 1 < setting.blocks:
+        whole = figures.whole / setting.micro_batches * setting.weight / max(setting.weight - 1, 1)
+        ways.append(
+            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {size(whole)})"
+        )
+    if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
+        ways.append(
+            'weight_parallel.trigger = "qkv" (the block\'s entry'
+            + (", where the all-to-alls want the link too)" if setting.sequence > 1 else ")")
+        )
+    if setting.weights.granularity == "block":
+        ways.append("more, smaller blocks in a slot's time: a longer sequence or micro-batch")
+    return [
+        Advice(
+            total,
+            f"Gathers start too late: blocks waited {_ms(total)} for their weights, most "
+            f"{unit or 'a unit'} in {phase} ({_ms(worst)}), while the link was free for "
+            f"{_ms(max(figures.step - figures.flying, 0.0))}. What helps: {'; '.join(ways)}.",
+        )
+    ]
+
+
+def _first_gather(figures: _Figures, setting: Setting) -> list[Advice]:
+    """Nothing can hide the first gather of a pass."""
+    first = {
+        place: seconds
+        for place, seconds in figures.waited("AG", _PASSES).items()
+        if place[0] in figures.first and place[1] == "forward"
+    }
+    total = sum(first.values())
+    if not first or not setting.weights.overlap:
+        return []
+    text = (
+        f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
+        f"{next(iter(first))[0] or 'the first block'}. "
+    )
+    if setting.micro_batches > 1 and not setting.weights.keep_between_micro_batches:
+        text += (
+            "weight_parallel.keep_between_micro_batches = true pays it once a step instead of "
+            f"{setting.micro_batches} times, for a slot for every block."
+        )
+    else:
+        text += "More tokens in a step make it matter less."
+    return [Advice(total, text)]
+
+
+def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> list[Advice]:
+    """Waits for gradients: within backward the limit was reached; at its end nothing is left."""
+    inside = after = 0.0
+    for events in traces.values():
+        last = max((e.start for e in events if e.kind == "USE"), default=0.0)
+        finishes = [
+            (e.start, e.start if e.end is None else e.end)
+            for e in events
+            if e.kind == "WAIT" and e.phase == "finish"
+        ]
+        inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
+        after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
+    found = []
+    if inside > 0 and figures.flying < FULL * figures.compute:
+        limit = setting.weights.pending_blocks
+        found.append(
+            Advice(
+                inside,
+                f"Backward waited {_ms(inside)} for gradients of earlier blocks because no more "
+                f"than {limit} blocks' may be in flight: weight_parallel.pending_blocks = "
+                f"{limit + 1} lets it go on, for one more block of gradients in memory.",
+            )
+        )
+    if after > 0:
+        found.append(
+            Advice(
+                after,
+                f"After backward {_ms(after)} went by until the last gradients had arrived, with "
+                "nothing left to hide them behind. More micro-batches or tokens in a step make "
+                "that matter less"
+                + (
+                    "; fewer ranks in parallel.zero shorten it."
+                    if setting.zero > 1
+                    else "; smaller last-reduced weights (the first block's, the embedding's) too."
+                ),
+            )
+        )
+    return found
+
+
+def _exchanges(figures: _Figures, setting: Setting) -> list[Advice]:
+    """Attention needs the whole all-to-all: it is hidden by what else there is to compute."""
+    waited = figures.waited("A2A")
+    total = sum(waited.values())
+    if not waited or setting.sequence == 1:
+        return []
+    (unit, phase), worst = next(iter(waited.items()))
+    text = (
+        f"Sequence all-to-alls were waited for {_ms(total)}, most in {unit or 'attention'} in "
+        f"{phase} ({_ms(worst)}): keep each sequence group on the fastest links"
+    )
+    if setting.sequence > 1:
+        text += f", or lower parallel.sequence from {setting.sequence} where memory allows"
+    if setting.weights.trigger == "qkv":
+        text += '; weight_parallel.trigger = "out_proj" leaves them the link'
+    return [Advice(total, text + ".")]
+
+
+def _published(figures: _Figures, setting: Setting) -> list[Advice]:
+    total = sum(figures.waited("PUBLISH").values())
+    if total <= 0:
+        return []
+    return [
+        Advice(
+            total,
+            f"New parameters were still on their way from the optimizer when they were needed "
+            f"({_ms(total)}): fewer ranks in parallel.zero (now {setting.zero}) send less, for "
+            "more optimizer state on each.",
+        )
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+

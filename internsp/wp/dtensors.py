@@ -1,0 +1,162 @@
+"""What a module's parameter is: a ``DTensor`` whose ``.data`` means what it means on one process.
+
+torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows what is
+written through it, and ignores ``p.data = x`` (its local tensor stays; seen with torch 2.13). Here
+``p.data`` is ``p.detach()``, which shares the counter, and ``p.data = x`` copies ``x`` into the
+shard. What operations outside of a forward make of it keeps its name (:mod:`internsp.wp.mixed`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from internsp.errors import StructureError
+from internsp.wp.mixed import OfParameters, ParameterValue
+
+Aliases = dict[int, "weakref.ref[Any]"]
+
+
+class Member(Protocol):
+    """Whom a parameter belongs to: a sharded weight or a replicated parameter."""
+
+    name: str
+    dtype: torch.dtype
+    meet: Callable[[str], None] | None
+    """Called before a collective on the parameter: all ranks of its mesh must have come to it."""
+
+    def take(self, values: Tensor) -> None:
+        """Copy values, whole or a ``DTensor`` placed alike, into the shard."""
+
+    def invalidate(self) -> None:
+        """The values were written by a way that no version counter shows."""
+
+    aliases: Aliases
+    """What ``detach`` gave out, while it lives, by identity."""
+
+
+class ShardParameter(OfParameters):
+    """A model's parameter."""
+
+    _member: Member
+
+    @property
+    def of(self) -> str:
+        """Its name."""
+        return self._member.name
+
+    def detach(self) -> ShardParameter:
+        """Shares memory and version counter, and is watched as this is (``state_dict`` holds it).
+
+        Of the same type, or ``nn.Parameter`` (and so ``model.to``) would refuse it.
+        """
+        found: Any = super().detach()
+        found.__class__ = ShardParameter
+        found._member = self._member
+        aliases, key = self._member.aliases, id(found)
+        aliases[key] = weakref.ref(found, lambda _: aliases.pop(key, None))
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """:meth:`detach`: a write through it raises the counter by which slots are compared."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        """Copy ``values`` into the shard: a whole tensor (the same on all ranks), or a ``DTensor``.
+
+        What was had from ``data`` or ``detach`` before keeps the old values, as on one process
+        (``old = p.data; p.data = average; ...; p.data = old``).
+
+        Raises:
+            LayoutError: another shape or placement.
+            StructureError: another dtype.
+        """
+        member = self._member
+        if values.dtype != member.dtype:
+            raise StructureError(
+                f"{member.name}.data was given {values.dtype} for its {member.dtype}: cast the "
+                "model before parallelize(), or set weight_parallel.compute_dtype"
+            )
+        member.take(values)
+        member.invalidate()
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As ``DTensor.redistribute``, and so ``full_tensor``: collective, blocks.
+
+        Raises:
+            CollectiveError: some rank of its group does not call it.
+        """
+        if self._member.meet is not None:
+            self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
+        return super().redistribute(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
+        copied = self._plain(self._local_tensor.detach().clone())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files hold an ordinary ``DTensor`` (parameter), and of its memory only its own part.
+
+        torch cannot save a ``DTensor`` that begins within a storage (seen with torch 2.13), as
+        those of an optimizer's buckets do.
+        """
+        local = self._local_tensor.detach()
+        if local.untyped_storage().nbytes() != local.nbytes:
+            local = local.clone()
+        return self._plain(local).__reduce_ex__(protocol)
+
+    def _plain(self, local: Tensor) -> Tensor:
+        plain = DTensor(local, self._spec, requires_grad=False)
+        if getattr(self, "_is_param", False):
+            return nn.Parameter(plain, requires_grad=self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
+
+
+def part(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
+    """Before ``values`` are copied into ``parameter``: let its ``aliases`` keep what they show.
+
+    On one process ``p.data = values`` gives ``p`` other memory; here it must stay in its own.
+    """
+    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
+    held = [alias for alias in (known() for known in list(aliases.values())) if alias is not None]
+    held = [alias for alias in held if alias._local_tensor.data_ptr() == local.data_ptr()]
+    if any(alias is values for alias in held):  # its own values: nothing changes
+        return
+    old = local.detach().clone() if held else local
+    for alias in held:
+        alias._local_tensor = old.detach()
+
+
+def own(parameter: nn.Parameter, member: Member) -> nn.Parameter:
+    """Make ``parameter``, a ``DTensor``, ``member``'s, in place."""
+    owned: Any = parameter
+    owned.__class__ = ShardParameter
+    owned._member = member
+    return parameter
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
+    kind = _BITS[math.gcd(one.element_size(), 8)]
+    return torch.equal(one.view(kind), other.view(kind))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# As torch does for DTensor itself, so that its optimizers take their foreach path on a device.
+for _module in (torch_optimizer, _foreach_utils):
+    for _type in (ShardParameter, ParameterValue):
+        if _type not in _module._foreach_supported_types:
+            _module._foreach_supported_types.append(_type)

@@ -1,0 +1,123 @@
+"""Pure: how a weight is cut, padded and packed.
+
+A weight ``[n, ...]`` is cut on one dimension into ``ceil(n / W)`` rows a rank. Only the global
+tail is padded, so a gather of the padded shards *is* the padded whole, in one piece::
+
+    n = 5, W = 4    rank 0: r0 r1   rank 1: r2 r3   rank 2: r4 --   rank 3: -- --
+    gathered slot   r0 r1 r2 r3 r4 -- -- --         whole = the first 5 rows, contiguous
+
+For a cut on another dimension the shard is kept with that dimension first, and the whole is a
+transposed view of the slot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from internsp.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Pure arithmetic of one cut weight.
+
+    Attributes:
+        shape: of the unsharded weight.
+        dim: the dimension that is cut (not negative).
+        size: ranks in the weight group.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    size: int
+
+    @classmethod
+    def create(cls, shape: tuple[int, ...], dim: int, size: int) -> ShardLayout:
+        """Normalise ``dim`` (negative counts from the end).
+
+        Raises:
+            LayoutError: when ``dim`` is out of range.
+        """
+        if not -len(shape) <= dim < len(shape):
+            raise LayoutError(f"cannot cut dimension {dim} of a weight of shape {list(shape)}")
+        return cls(tuple(shape), dim % len(shape), size)
+
+    @cached_property
+    def front(self) -> tuple[int, ...]:
+        """The shape with the cut dimension first."""
+        return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of every padded shard."""
+        return math.ceil(self.shape[self.dim] / self.size)
+
+    @cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Of the padded shard, cut dimension first."""
+        return (self.rows, *self.front[1:])
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether the tail of the gathered whole is padding."""
+        return self.size * self.rows != self.shape[self.dim]
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of the padded shard."""
+        return math.prod(self.shard_shape)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of the padded unsharded weight: what a slot holds and a gather moves."""
+        return self.size * self.shard_numel
+
+    def valid_rows(self, rank: int) -> int:
+        """Rows of ``rank``'s shard that are not padding (may be zero)."""
+        return min(max(self.shape[self.dim] - rank * self.rows, 0), self.rows)
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """``rank``'s rows of ``whole``, without padding, cut dimension first (a view)."""
+        start = min(rank * self.rows, self.shape[self.dim])
+        return whole.movedim(self.dim, 0).narrow(0, start, self.valid_rows(rank))
+
+    def unsharded_view(self, padded: Tensor) -> Tensor:
+        """The unsharded weight as a view of the flat, padded, gathered elements."""
+        rows = padded[: self.padded_numel].view(self.size * self.rows, *self.front[1:])
+        return rows[: self.shape[self.dim]].movedim(0, self.dim)
+
+    def pack(self, gradient: Tensor, out: Tensor) -> None:
+        """Write an unsharded gradient into ``out`` (flat, padded) with a zero tail."""
+        flat = out.view(self.size * self.rows, *self.front[1:])
+        flat[: self.shape[self.dim]].copy_(gradient.movedim(self.dim, 0))
+        flat[self.shape[self.dim] :].zero_()
+
+    def add(self, gradient: Tensor, out: Tensor) -> None:
+        """Add an unsharded gradient to ``out``, as :meth:`pack` has made it."""
+        flat = out.view(self.size * self.rows, *self.front[1:])
+        flat[: self.shape[self.dim]].add_(gradient.movedim(self.dim, 0))
+
+    def in_rows(self, gradient: Tensor) -> bool:
+        """Whether ``gradient``'s rows are, as they lie, those of the shards."""
+        return self.dim == 0 and gradient.is_contiguous()
+
+    def packed_as_is(self, gradient: Tensor) -> Tensor | None:
+        """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
+        if self.padded:
+            return None
+        front = gradient.movedim(self.dim, 0) if self.dim else gradient
+        return front.view(-1) if front.is_contiguous() else None
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    found: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        found.insert(0, step)
+        step *= n
+    return tuple(found)
