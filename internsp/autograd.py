@@ -41,18 +41,17 @@ transforming = torch._C._are_functorch_transforms_active
 
 
 def no_second_derivatives() -> None:
-    """Called where backward comes to weights that travel.
+    """Called where backward comes to weights that travel, and gradients are recorded there.
 
     Raises:
-        GradientError: the backward that runs is recorded (``create_graph=True``).
+        GradientError: always: the backward that runs is recorded (``create_graph=True``).
     """
-    if torch.is_grad_enabled():
-        raise GradientError(
-            "create_graph=True is not supported through a parallel model: the graph of the "
-            "gradients would read weights from slots that other blocks have taken by then. Compute "
-            "second derivatives (a gradient penalty) on one process, or with finite differences of "
-            "two forwards; torch.autograd.grad for inputs without create_graph is right"
-        )
+    raise GradientError(
+        "create_graph=True is not supported through a parallel model: the graph of the gradients "
+        "would read weights from slots that other blocks have taken by then. Compute second "
+        "derivatives (a gradient penalty) on one process, or with finite differences of two "
+        "forwards; torch.autograd.grad for inputs without create_graph is right"
+    )
 
 
 def under_transform(name: str) -> StructureError:

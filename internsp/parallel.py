@@ -21,12 +21,10 @@ from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
-from internsp.layers.adopt import adopt
 from internsp.layers.entry import compile_block, take_at_entry
-from internsp.layers.parameters import Scope, attach, enclose, sites
+from internsp.layers.parameters import Scope, attach, enclose, weights_of
 from internsp.layers.recompute import checkpoint_block
 from internsp.layers.supported import require_supported
-from internsp.layers.views import Site, Use
 from internsp.layers.watch import refuse_optimizer, watch
 from internsp.mesh import ParallelMesh
 from internsp.plan.assign import Assignment, Owner, assign, block_of, require_experts_matched
@@ -53,7 +51,6 @@ from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import Group
-from internsp.wp.sites import WeightSite
 from internsp.wp.slots import MemoryPool, Unit
 
 MakeCollectives = Callable[..., Collectives]
@@ -186,7 +183,7 @@ class _Builder:
         self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
-        self.scopes[-1] = Scope(Use)
+        self.scopes[-1] = Scope(block=False)
 
     def build(self, trace: Trace) -> ISPCommunicator:
         shape = self.mesh.shape
@@ -200,7 +197,7 @@ class _Builder:
             self.split,
             self.mesh.device.type,
         )
-        places: list[tuple[Owner, Unit | None, ShardedParameter | int]] = []
+        places: list[tuple[Owner, ShardedParameter | ReplicatedParameter]] = []
         for assignment in assignments:
             places += self._place(assignment)
         blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
@@ -216,20 +213,13 @@ class _Builder:
         )
         communicator.plan = plan
         by_unit = self._communicators(communicator, others)
-        for owner, unit, what in places:
-            site: Site
-            if unit is None or isinstance(what, int):
-                assert isinstance(what, int), "a replicated parameter has an index and no unit"
-                site = self.replicated.site(what)
-            else:
-                through = by_unit.get(unit.name, communicator)
-                site = WeightSite(communicator, through, unit, what)
-            scopes = (self.model, *(block.module for block in self.structure.blocks))
-            if not sites(owner.module):
-                adopt(owner.module_name, owner.module, any(owner.module is m for m in scopes))
-            block = block_of(owner.module_name, self.structure)
-            attach(owner.module, owner.module_name, owner.name, site, self.scopes[block])
-            member = self.replicated.members[what] if isinstance(what, int) else what
+        for weight in self.sharded:
+            weight.communicator = by_unit.get(weight.unit.name, communicator)
+        scopes = (self.model, *(block.module for block in self.structure.blocks))
+        for owner, member in places:
+            scope = self.scopes[block_of(owner.module_name, self.structure)]
+            wrapped = not any(owner.module is module for module in scopes)
+            attach(owner.module, owner.module_name, owner.name, member, scope, wrapped)
             communicator.places[owner.module, owner.name] = member
         hooked = [
             (block.module, unit, block.trigger_module)
@@ -244,14 +234,13 @@ class _Builder:
         )
         return communicator
 
-    def _place(self, a: Assignment) -> list[tuple[Owner, Unit | None, ShardedParameter | int]]:
+    def _place(self, a: Assignment) -> list[tuple[Owner, ShardedParameter | ReplicatedParameter]]:
         if a.unit is None:
             member = ReplicatedParameter(a.name, a.parameter, self.mesh, self.dtype)
             self.replicated.append(member)
-            index = len(self.replicated.members) - 1
             for o in a.owners:
                 o.module._parameters[o.name] = member.parameter
-            return [(o, None, index) for o in a.owners]
+            return [(o, member) for o in a.owners]
         axis = self.mesh.experts if a.expert else self.mesh.dense
         layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, axis.size)
         weight = ShardedParameter(
@@ -266,7 +255,7 @@ class _Builder:
         unit.weights.append(weight)
         for o in a.owners:
             o.module._parameters[o.name] = weight.parameter
-        return [(o, unit, weight) for o in a.owners]
+        return [(o, weight) for o in a.owners]
 
     def _block_unit(self, index: int) -> Unit:
         name = self.structure.blocks[index].name
@@ -400,7 +389,7 @@ def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
     register_optimizer_step_post_hook(stepped)
     model.register_state_dict_pre_hook(lambda *_: communicator.publish())
     for module in model.modules():
-        if sites(module):
+        if weights_of(module):
             module.register_load_state_dict_post_hook(partial(_loaded, communicator))
 
 
@@ -409,7 +398,7 @@ def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
 
     Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
     """
-    for name in sites(module):
+    for name in weights_of(module):
         member = communicator.places[module, name]
         given = module._parameters.get(name)
         if given is not None and given is not member.parameter:

@@ -8,7 +8,7 @@ timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -54,18 +54,18 @@ class Trace:
     Args:
         clock: times are its marks until :meth:`resolve`; by default ``time.perf_counter``, whose
             are numbers at once.
+
+    Attributes:
+        now: gives the time for an event: seconds, or the clock's mark.
     """
 
     def __init__(self, enabled: bool = False, clock: Clock | None = None) -> None:
         self.enabled = enabled
         self.clock = clock
+        self.now: Callable[[], Any] = time.perf_counter if clock is None else clock.mark
         self.events: list[Event] = []
         self._waits: list[tuple[Any, Any]] = []
         self._exposed = 0.0
-
-    def now(self) -> Any:
-        """The time for an event: seconds, or the clock's mark."""
-        return time.perf_counter() if self.clock is None else self.clock.mark()
 
     def waited(self, start: Any, end: Any) -> None:
         """Count a wait between two results of :meth:`now`."""

@@ -1,6 +1,5 @@
 """Model layers that can meet a weight communicator."""
 
-from internsp.layers.access import guard, whole
 from internsp.layers.linear import (
     ColumnParallelLinearWithCommExt,
     GroupedLinearWithCommExt,
@@ -15,6 +14,4 @@ __all__ = [
     "ParallelEmbeddingWithCommExt",
     "ParallelLinearWithCommExt",
     "RowParallelLinearWithCommExt",
-    "guard",
-    "whole",
 ]

@@ -16,9 +16,64 @@ import torch
 from torch import Tensor, nn
 
 from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
-from internsp.layers.parameters import sites, unwritten
-from internsp.layers.views import views
-from internsp.wp.sites import BlockUses
+from internsp.layers.parameters import Views, Weight, unwritten, weights_of
+
+
+class BlockUse:
+    """The use of all of a block's weights in one forward, replicated ones included.
+
+    Attributes:
+        weights: in the order of use.
+        sharded: those that backward needs at their places again.
+    """
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = weights
+        self.sharded = [weight for weight in weights if weight.guarded]
+
+    def unshard(self) -> list[Tensor]:
+        """The tensors to compute with."""
+        found: dict[Weight, Tensor] = {}
+        if self.sharded:
+            tensors = self.sharded[0].communicator.unshard_all(self.sharded)
+            found = dict(zip(self.sharded, tensors, strict=True))
+        whole = [
+            found[weight] if weight.guarded else weight.communicator.unshard(weight)
+            for weight in self.weights
+        ]
+        self._shown = {weight: weight.shown for weight in self.weights}
+        return whole
+
+    def release(self) -> None:
+        """The block's forward is over."""
+        if self.sharded:
+            self.sharded[0].communicator.release_all(self.sharded)
+
+    def before_backward(self, gradients: Any) -> None:
+        """Backward comes to an output of the block: the same values must be there."""
+        if torch.is_grad_enabled():
+            no_second_derivatives()
+        communicator = self.sharded[0].communicator
+        if communicator.weight_part:
+            return
+        for weight in self.sharded:
+            weight.show_again(self._shown[weight])
+        communicator.before_all(self.sharded)
+
+    def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients of all weights, ``None`` where there is none; the last used is ready first."""
+        sharded = []
+        for weight, gradient in reversed(list(zip(self.weights, gradients, strict=True))):
+            if gradient is None:
+                continue
+            communicator = weight.communicator
+            if weight.guarded and not communicator.weight_part:
+                sharded.append((weight, gradient))
+            else:
+                weight.show_again(self._shown[weight])
+                communicator.on_grad_ready(weight, gradient)
+        if sharded:
+            self.sharded[0].communicator.on_grads_ready(sharded)
 
 
 def take_at_entry(
@@ -32,16 +87,16 @@ def take_at_entry(
         prepare: what is done to the code in between, such as ``torch.compile``.
     """
     inner = prepare(block.forward) if prepare is not None else block.forward
-    held: list[Any] = [m._parameters for m in block.modules() if sites(m)]
-    modules = [m for m in block.modules() if sites(m)]
-    own = [site for weights in held for site in weights.sites.values()]
-    uses = BlockUses(own)
-    parameters = [site.parameter for site in own]
+    modules = [m for m in block.modules() if weights_of(m)]
+    held: list[Any] = [m._parameters for m in modules]
+    own = [weight for weights in held for weight in weights.weights.values()]
+    parameters = [weight.parameter for weight in own]
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = given((args, kwargs))
-        taken = views(uses, parameters)
+        use = BlockUse(own)
+        taken = Views.apply(use, *parameters)
         plain = _plain(held, taken)
         handed = [dict(inside) for inside in plain]
         try:
@@ -52,13 +107,12 @@ def take_at_entry(
             for module, weights in zip(modules, held, strict=True):
                 module.__dict__["_parameters"] = weights
         _keep_what_was_put_in(held, plain, handed)
-        for site, tensor in zip(own, taken, strict=True):
-            unwritten(site, tensor)
+        for weight, tensor in zip(own, taken, strict=True):
+            unwritten(weight, tensor)
         output = apart(output, taken)
-        uses.release()
-        if uses.cut:
-            call = partial(_before_backward, uses, uses.tags())
-            before_backward_of(output, call, before)
+        use.release()
+        if use.sharded:
+            before_backward_of(output, use.before_backward, before)
         return output
 
     block.forward = forward  # type: ignore[method-assign]
@@ -72,9 +126,9 @@ def _plain(held: list[Any], taken: Sequence[Tensor]) -> list[dict[str, Any]]:
         if weights.scope.recomputed:
             weights.before_recomputed()
         inside = dict(weights)
-        for name, site in weights.sites.items():
+        for name, weight in weights.weights.items():
             view = next(views)
-            inside[name] = view if inside[name] is site.parameter else weights.other(name)
+            inside[name] = view if inside[name] is weight.parameter else weights.other(name)
         plain.append(inside)
     return plain
 
@@ -89,15 +143,10 @@ def _keep_what_was_put_in(
                 weights[name] = value
 
 
-def _before_backward(uses: BlockUses, tags: list[Any], gradients: Any) -> None:
-    no_second_derivatives()
-    uses.before_backward(tags)
-
-
 def compile_block(block: nn.Module, **options: Any) -> None:
     """:func:`take_at_entry` around the compiled block.
 
     Args:
         options: for ``torch.compile``.
     """
-    take_at_entry(block, lambda inner: torch.compile(inner, **options))
+    take_at_entry(block, partial(torch.compile, **options))

@@ -1,7 +1,7 @@
 """Linear layers whose weights may be cut over a weight group.
 
 Without a communicator each is an ordinary layer; with one, its weight enters the computation as
-a differentiable view of a slot (see :mod:`internsp.layers.access`). The names are those that
+a differentiable view of a slot (see :mod:`internsp.layers.parameters`). The names are those that
 InternEvo's users know; column and row differ only in the dimension on which the weight is cut,
 because under weight parallelism the product itself is always whole.
 """
@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp.layers.access import guard, guard_sites, whole
-from internsp.layers.parameters import sites
+from internsp.layers.parameters import open_weights, plain
 
 
+@plain(saves=True)
 class ParallelLinearWithCommExt(nn.Linear):
-    """``y = x W^T + b`` with ``W`` [out, in] at rest as ``ceil(out / wp)`` rows a rank."""
+    """``y = x W^T + b`` with ``W`` [out, in] at rest as ``ceil(out / wp)`` rows a rank.
 
-    takes_whole = True
+    An ordinary layer: ``[..., in]`` -> ``[..., out]``. With a communicator attached its forward
+    waits for this weight's own gather only.
+    """
+
     shard_dim = 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` -> ``[..., out]``. Waits for this weight's own gather only."""
-        output = F.linear(input, whole(self, "weight"), whole(self, "bias"))
-        return guard(self, output)
 
     def open(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """Take the weight once for several products (one gather, one reduction).
@@ -36,21 +34,20 @@ class ParallelLinearWithCommExt(nn.Linear):
             ``project``, a plain function of the unsharded weight, and ``guard``, to be applied to
             the result of all products, which keeps the weight present for their backward.
         """
-        weight, bias = whole(self, "weight"), whole(self, "bias")
+        weights, guard = open_weights(self)
 
         def project(input: Tensor) -> Tensor:
-            return F.linear(input, weight, bias)
+            return F.linear(input, weights["weight"], weights["bias"])
 
-        def finish(output: Tensor) -> Tensor:
-            return guard(self, output)
-
-        return project, finish
+        return project, guard
 
 
+@plain(saves=True)
 class ColumnParallelLinearWithCommExt(ParallelLinearWithCommExt):
     """Cut on the output dimension (dimension 0 of the weight)."""
 
 
+@plain(saves=True)
 class RowParallelLinearWithCommExt(ParallelLinearWithCommExt):
     """Cut on the input dimension (dimension 1 of the weight).
 
@@ -61,10 +58,10 @@ class RowParallelLinearWithCommExt(ParallelLinearWithCommExt):
     shard_dim = 1
 
 
+@plain(saves=True)
 class GroupedLinearWithCommExt(nn.Module):
     """``groups`` linear maps in one 3-D weight ``[groups, in, out]``, as experts keep them."""
 
-    takes_whole = True
     shard_dim = 0
     autocasts = True  # its products are what torch.autocast lowers
 
@@ -99,27 +96,21 @@ class GroupedLinearWithCommExt(nn.Module):
         Returns:
             ``[groups, rows, out]``, or ``[rows, out]``.
         """
-        weight = whole(self, "weight")
+        weight = self.weight
         if counts is None:
-            return guard(self, torch.bmm(input, weight))
+            return torch.bmm(input, weight)
         pieces = input.split(counts.tolist())
-        output = torch.cat([piece @ weight[g] for g, piece in enumerate(pieces)])
-        return guard(self, output)
+        return torch.cat([piece @ weight[g] for g, piece in enumerate(pieces)])
 
 
+@plain(saves=False)
 class ParallelEmbeddingWithCommExt(nn.Embedding):
-    """An embedding table ``[vocabulary, hidden]``, cut on either dimension over a weight group."""
+    """An embedding table ``[vocabulary, hidden]``, cut on either dimension over a weight group.
 
-    takes_whole = True
+    int64 ``[...]`` -> ``[..., hidden]``. Its backward needs no table and gathers none.
+    """
+
     shard_dim = 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        """int64 ``[...]`` -> ``[..., hidden]``. Its backward needs no table and gathers none."""
-        output = F.embedding(input, whole(self, "weight"), self.padding_idx)
-        # No guard: only the forward reads the table. The use in forward still ends here.
-        for site in sites(self).values():
-            site.release()
-        return output
 
 
 __all__ = [
@@ -128,5 +119,4 @@ __all__ = [
     "ParallelEmbeddingWithCommExt",
     "ParallelLinearWithCommExt",
     "RowParallelLinearWithCommExt",
-    "guard_sites",
 ]

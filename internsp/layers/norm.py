@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.errors import MissingDependencyError
-from internsp.layers.access import guard, whole
+from internsp.layers.parameters import plain
 
 NormName = Literal["torch", "apex", "auto"]
 ApexKernel = Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
@@ -63,28 +63,7 @@ def resolve_norm(name: NormName) -> Literal["torch", "apex"]:
     return "torch"
 
 
-class ParallelRMSNorm(nn.RMSNorm):
-    """What ``parallelize`` makes of a ``torch.nn.RMSNorm``."""
-
-    takes_whole = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As ``torch.nn.RMSNorm``."""
-        weight = whole(self, "weight")
-        return guard(self, F.rms_norm(x, self.normalized_shape, weight, self.eps))
-
-
-class ParallelLayerNorm(nn.LayerNorm):
-    """What ``parallelize`` makes of a ``torch.nn.LayerNorm``."""
-
-    takes_whole = True
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As ``torch.nn.LayerNorm``."""
-        weight, bias = whole(self, "weight"), whole(self, "bias")
-        return guard(self, F.layer_norm(input, self.normalized_shape, weight, bias, self.eps))
-
-
+@plain(saves=True)
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
@@ -98,8 +77,6 @@ class RMSNorm(nn.Module):
     Raises:
         MissingDependencyError: ``apex`` was asked for by name and is not installed.
     """
-
-    takes_whole = True
 
     def __init__(
         self,
@@ -118,7 +95,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` to ``[..., size]`` in the same dtype. Does not block."""
-        return guard(self, self._normalised(x, whole(self, "weight")))
+        return self._normalised(x, self.weight)
 
     def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._apex is not None and x.is_cuda:

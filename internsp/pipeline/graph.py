@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 
-from internsp.layers.views import uses_of
+from internsp.layers.parameters import weights_behind
 
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 
@@ -70,7 +70,7 @@ class _Ways:
             elif node not in seen:
                 seen.add(node)
                 stack.append((node, True))
-                if uses_of(node) is None:  # behind a use there is only its weight
+                if weights_behind(node) is None:  # behind a use there is only its weight
                     stack += [(fn, False) for fn, _ in node.next_functions if fn is not None]
 
     def _judge(self, node: Node) -> None:
@@ -78,17 +78,17 @@ class _Ways:
         if node in self._inputs or any(fn in self._on_way for fn, _ in edges):
             self._on_way.add(node)
             self.weights[node] = frozenset()
-        elif uses_of(node) is not None:
+        elif weights_behind(node) is not None:
             self.weights[node] = frozenset()  # told by the edges that lead to it
         else:
             self.weights[node] = frozenset().union(*(self._behind(fn, nr) for fn, nr in edges))
 
     def _behind(self, node: Node, output: int) -> frozenset[str]:
-        uses = uses_of(node)
-        if uses is None:
+        weights = weights_behind(node)
+        if weights is None:
             return self.weights[node]
         trained = node.next_functions[output][0] is not None
-        return frozenset({uses.sites[output].name} if trained else ())
+        return frozenset({weights[output].name} if trained else ())
 
 
 def _saved(node: Node) -> Iterator[Tensor]:

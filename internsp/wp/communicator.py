@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id as graph_task
 
 from internsp.autograd import in_backward
 from internsp.errors import OrderError, StaleWeightError
@@ -25,32 +26,105 @@ from internsp.mesh import ParallelMesh
 from internsp.plan.chunk import ChunkPlan
 from internsp.wp.collect import collect
 from internsp.wp.contents import Contents
-from internsp.wp.parameter import ShardedParameter, Tag
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
-from internsp.wp.slots import Unit
+from internsp.wp.slots import Slot, Unit
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
 class WPCommunicator(ABC):
-    """Gathers weights and reduces their gradients on behalf of layers."""
+    """Gathers weights and reduces their gradients on behalf of layers.
+
+    Four methods are what an implementation needs (``docs/own_communicator.md`` has one of sixty
+    lines, for :func:`internsp.parallelize`); the others have answers that are right for any.
+
+    Attributes:
+        weight_part: the weight part of a split backward runs, which needs no unsharded weight.
+    """
+
+    weight_part = False
 
     @abstractmethod
-    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """The unsharded weight, for use now. Waits for this weight's gather only."""
+    def unshard(self, weight: ShardedParameter) -> Tensor:
+        """The unsharded weight, for use now, in forward or in a recompute.
+
+        Waits for this weight's gather only. Its memory must have the same address each time as long
+        as a graph is alive that was made with it.
+        """
 
     @abstractmethod
-    def release(self, unit: Unit, weight: ShardedParameter) -> None:
-        """The layer's forward is over."""
+    def release(self, weight: ShardedParameter) -> None:
+        """The layer's forward is over: nothing reads the unsharded weight until its backward."""
 
     @abstractmethod
-    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
-        """The layer's backward is about to run with the view that carried ``tag``."""
+    def before_backward(self, weight: ShardedParameter) -> None:
+        """The layer's backward is about to run: what :meth:`unshard` gave must be there again."""
 
     @abstractmethod
-    def on_grad_ready(self, unit: Unit, weight: ShardedParameter, gradient: Tensor) -> None:
-        """The unsharded gradient is ready: start its reduction. Never blocks on that reduction."""
+    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
+        """The unsharded gradient of one use is ready: start its reduction; do not wait for it."""
+
+    def before_nodes(self, weight: ShardedParameter) -> None:
+        """:meth:`before_backward` of functions of any kind, which may run before a recompute."""
+        self.before_backward(weight)
+
+    def at_hand(self, weight: ShardedParameter) -> bool:
+        """In backward: whether all ranks use ``weight`` here, so that it may be unsharded."""
+        return True
+
+    # a block that takes all its weights at its entry
+
+    def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
+        """:meth:`unshard` of each."""
+        return [self.unshard(weight) for weight in weights]
+
+    def release_all(self, weights: Sequence[ShardedParameter]) -> None:
+        """:meth:`release` of each."""
+        for weight in weights:
+            self.release(weight)
+
+    def before_all(self, weights: Sequence[ShardedParameter]) -> None:
+        """:meth:`before_nodes` of each, the last used first."""
+        for weight in reversed(weights):
+            self.before_nodes(weight)
+
+    def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
+        """:meth:`on_grad_ready` of each: its last gradient from this pass through the block."""
+        for weight, gradient in ready:
+            self.on_grad_ready(weight, gradient)
+
+
+class UsersCommunicator(WPCommunicator):
+    """A user's own implementation, and what the library does around it.
+
+    What it reduces it hands to :meth:`ShardedParameter.add_reduced_grad`; replicas, ``.grad`` and
+    optimizers go on from there.
+    """
+
+    def __init__(self, chunk: Chunk, own: WPCommunicator) -> None:
+        self._chunk, self.own = chunk, own
+
+    def unshard(self, weight: ShardedParameter) -> Tensor:
+        """See :meth:`WPCommunicator.unshard`."""
+        weight.shown = weight.tag()
+        return self.own.unshard(weight)
+
+    def release(self, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.release`."""
+        if not in_backward():
+            self.own.release(weight)
+
+    def before_backward(self, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.before_backward`."""
+        self.own.before_backward(weight)
+
+    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
+        """See :meth:`WPCommunicator.on_grad_ready`."""
+        self._chunk.began()
+        self._chunk.reducer.touched[weight] = True
+        self.own.on_grad_ready(weight, gradient)
 
 
 class EmbeddingWeightParallelCommunicator(WPCommunicator):
@@ -62,36 +136,43 @@ class EmbeddingWeightParallelCommunicator(WPCommunicator):
     """
 
     def __init__(self, chunk: Chunk, unit: Unit) -> None:
-        self._chunk, self.unit = chunk, unit
+        self._chunk, self._queue, self.unit = chunk, chunk.queue, unit
 
-    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+    def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        return self._chunk.unshard(unit, weight, RECOMPUTE if in_backward() else FORWARD)
+        _follow_autocast(weight)
+        phase = RECOMPUTE if in_backward() else FORWARD
+        self._chunk.perform(self._queue.use(self.unit, weight, phase))
+        return self._chunk.pool.view(weight)
 
-    def release(self, unit: Unit, weight: ShardedParameter) -> None:
+    def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""
         if not in_backward():
-            self._chunk.perform(self._chunk.queue.release(unit, weight))
+            self._chunk.perform(self._queue.release(self.unit, weight))
 
-    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+    def before_backward(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.before_backward`."""
-        self._chunk.restore(weight, tag)
-        self._chunk.perform(self._chunk.queue.use(unit, weight, BACKWARD))
+        self._chunk.perform(self._queue.use(self.unit, weight, BACKWARD))
 
-    def on_grad_ready(self, unit: Unit, weight: ShardedParameter, gradient: Tensor) -> None:
+    def at_hand(self, weight: ShardedParameter) -> bool:
+        """See :meth:`WPCommunicator.at_hand`."""
+        return self._queue.holds(weight)
+
+    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`; kept until the unit's reductions are due."""
         self._chunk.began()
         self._chunk.reducer.on_grad_ready(weight, gradient)
-        self._chunk.perform(self._chunk.queue.grad_ready(unit, weight))
+        self._chunk.perform(self._queue.grad_ready(self.unit, weight))
 
 
 OUTPUTS = ("local", "gather", "vocabulary")
 
 
-class HeadWeightParallelCommunicator(WPCommunicator):
+class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
     """The output projection: its weight has a slot of its own, gathered after the last block.
 
     Its gradient is reduced where backward comes to the blocks: once, however often a rank used it.
+    When that is, the gather queue knows (``head``); else it is a unit beside the blocks as any.
 
     Args:
         unit: the head's weight (the embedding's unit where the two are tied).
@@ -104,24 +185,8 @@ class HeadWeightParallelCommunicator(WPCommunicator):
     def __init__(self, chunk: Chunk, unit: Unit, output: str = "local") -> None:
         if output not in OUTPUTS:
             raise ValueError(f"head output {output!r}: choose one of {', '.join(OUTPUTS)}")
-        self.unit, self.output = unit, output
-        self._beside = EmbeddingWeightParallelCommunicator(chunk, unit)
-
-    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """See :meth:`WPCommunicator.unshard`."""
-        return self._beside.unshard(unit, weight)
-
-    def release(self, unit: Unit, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.release`."""
-        self._beside.release(unit, weight)
-
-    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
-        """See :meth:`WPCommunicator.before_backward`."""
-        self._beside.before_backward(unit, weight, tag)
-
-    def on_grad_ready(self, unit: Unit, weight: ShardedParameter, gradient: Tensor) -> None:
-        """See :meth:`WPCommunicator.on_grad_ready`."""
-        self._beside.on_grad_ready(unit, weight, gradient)
+        super().__init__(chunk, unit)
+        self.output = output
 
 
 class ISPCommunicator(WPCommunicator):
@@ -187,89 +252,94 @@ class ISPCommunicator(WPCommunicator):
 
     # weights of blocks, for layers
 
-    def unshard(self, unit: Unit, weight: ShardedParameter) -> Tensor:
+    def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        recompute = in_backward()
-        if recompute:
-            self.recomputes(unit)
-        return self.state.unshard(unit, weight, RECOMPUTE if recompute else FORWARD)
+        unit, phase = weight.unit, FORWARD
+        if graph_task() != -1:  # in backward, without a Python call for each use
+            phase = RECOMPUTE
+            self._note_recompute(unit)
+        _follow_autocast(weight)
+        self.state.perform(self.queue.use(unit, weight, phase))
+        return self.state.pool.view(weight)
 
-    def unshard_all(self, unit: Unit) -> None:
-        """:meth:`unshard` for a block that takes all its weights at its entry."""
-        recompute = in_backward()
-        if recompute:
-            self.recomputes(unit)
-        for weight in unit.weights:
-            if weight.autocasts:
-                weight.follow_autocast()
-        phase = RECOMPUTE if recompute else FORWARD
+    def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
+        """See :meth:`WPCommunicator.unshard_all`."""
+        unit, phase = weights[0].unit, FORWARD
+        if in_backward():
+            phase = RECOMPUTE
+            self._note_recompute(unit)
+        for weight in weights:
+            _follow_autocast(weight)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
-        self.state.slot(unit).streams.read(*unit.weights)
+        self._slot(unit).streams.read(*unit.weights)
+        return [self.state.pool.view(weight) for weight in weights]
 
-    def release(self, unit: Unit, weight: ShardedParameter) -> None:
+    def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""
-        if not in_backward():
-            self.state.perform(self.queue.release(unit, weight))
+        if graph_task() == -1:
+            actions = self.queue.release(weight.unit, weight)
+            if len(actions) > 1 or self.state.trace.enabled:
+                self.state.perform(actions)
 
-    def before_backward(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+    def release_all(self, weights: Sequence[ShardedParameter]) -> None:
+        """Its bytes are released when the block is left; with rolling gathers, here."""
+        if not in_backward() and (self.queue.policy.rolling or self.state.trace.enabled):
+            self.state.perform(self.queue.release_all(weights[0].unit))
+
+    def before_backward(self, weight: ShardedParameter) -> None:
         """A recomputed block waits in its recompute, and only there: one gather serves both.
 
         torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
         waiting here would hold the recompute's first layer up for the whole block.
         """
-        self.state.restore(weight, tag)
-        if unit is self.queue.open and self.queue.is_reduced(weight):
+        unit = weight.unit
+        if unit is self.queue.open and weight in self.queue.reduced:
             return  # an output of its module that no weight had a part in
         if not unit.recomputed or (
             self._recomputed and unit is self.queue.open and not self.queue.holds(weight)
         ):
             self.state.perform(self.queue.use(unit, weight, BACKWARD))
 
-    def before_nodes(self, unit: Unit, weight: ShardedParameter, tag: Tag) -> None:
+    def before_nodes(self, weight: ShardedParameter) -> None:
         """:meth:`before_backward` for a function that keeps a weight by itself.
 
         torch's non-reentrant form would recompute only when it is asked for a saved tensor, and
         such a function may ask for none.
         """
-        self.before_backward(unit, weight, tag)
-        if not unit.recomputed or not weight.moves or self.queue.is_reduced(weight):
+        self.before_backward(weight)
+        unit = weight.unit
+        if not unit.recomputed or not weight.moves or weight in self.queue.reduced:
             return
         if not self.queue.holds(weight):
             self.state.perform(self.queue.use(unit, weight, BACKWARD))
         else:  # a gather in flight is the recompute's, which uses it next
             self.state.perform(self.queue.arrive(unit, weight, RECOMPUTE))
-        self.state.slot(unit).streams.read(weight)
+        self._slot(unit).streams.read(weight)
 
-    def before_all(self, unit: Unit, tags: Sequence[tuple[ShardedParameter, Tag]]) -> None:
-        """:meth:`before_backward` for a block that took all its weights at its entry."""
-        for weight, tag in tags:
-            self.state.restore(weight, tag)
+    def before_all(self, weights: Sequence[ShardedParameter]) -> None:
+        """:meth:`before_nodes` for a block that took all its weights at its entry."""
+        unit = weights[0].unit
+        if unit.recomputed or self.queue.split:
+            for weight in weights if unit.recomputed else reversed(weights):
+                self.before_nodes(weight)
+            return
         self.state.perform(self.queue.use_all(unit, BACKWARD, self.state.trace.enabled))
-        self.state.slot(unit).streams.read(*unit.weights)
+        self._slot(unit).streams.read(*unit.weights)
 
-    def at_hand(self, unit: Unit, weight: ShardedParameter) -> bool:
-        """In backward: whether a use of ``weight`` is in step with the other ranks."""
-        return unit is self.queue.open if unit.block >= 0 else self.queue.holds(weight)
+    def at_hand(self, weight: ShardedParameter) -> bool:
+        """See :meth:`WPCommunicator.at_hand`."""
+        return not weight.moves or weight.unit is self.queue.open
 
-    def on_grad_ready(
-        self, unit: Unit, weight: ShardedParameter, gradient: Tensor, last: bool = False
-    ) -> None:
-        """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2).
-
-        Args:
-            last: ``weight`` will have no other gradient from this pass through its block.
-        """
+    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
+        """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2)."""
         self.state.began()
-        self._refuse_other_way(unit)
+        self._refuse_other_way(weight.unit)
         self.state.reducer.on_grad_ready(weight, gradient)
-        self.state.perform(self.queue.grad_ready(unit, weight, last))
+        self.state.perform(self.queue.grad_ready(weight.unit, weight))
 
-    def on_grads_ready(
-        self, unit: Unit, ready: Sequence[tuple[ShardedParameter, Tensor]]
-    ) -> None:
-        """:meth:`on_grad_ready` for weights of a block that are ready together, each with its last
-        gradient from this pass.
-        """
+    def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
+        """See :meth:`WPCommunicator.on_grads_ready`."""
+        unit = ready[0][0].unit
         self.state.began()
         self._refuse_other_way(unit)
         for weight, gradient in ready:
@@ -285,10 +355,13 @@ class ISPCommunicator(WPCommunicator):
                 "weight_parallel.coalesce_bytes = 0 and compile = false"
             )
 
-    def recomputes(self, unit: Unit) -> None:
+    def _note_recompute(self, unit: Unit) -> None:
         """A weight is used in backward: the recompute of its block has begun."""
         if unit is self.queue.open and unit.recomputed:
             self._recomputed = True
+
+    def _slot(self, unit: Unit) -> Slot:
+        return self.state.pool.slots[unit.slot]
 
     # forward
 
@@ -355,7 +428,7 @@ class ISPCommunicator(WPCommunicator):
         Queues the end-of-backward callback, from the outermost graph task (WP-9).
         """
         task = torch._C._current_graph_task_id()
-        if self._weight_part():
+        if self.weight_part:
             return
         if task == self._backward_task:
             self._come_to(forward)
@@ -373,12 +446,12 @@ class ISPCommunicator(WPCommunicator):
 
     def expect_last_block(self) -> None:
         """Backward enters at the model's output: the last block comes first (usually there)."""
-        if not self._weight_part():
+        if not self.weight_part:
             self.state.perform(self.queue.at_output())
 
     def enter_backward(self, unit: Unit) -> None:
         """The gradient of a block's output has arrived (or its recompute begins)."""
-        if self.queue.open is unit or self._weight_part():
+        if self.queue.open is unit or self.weight_part:
             return
         self._recomputed = False
         self.state.perform(self.queue.enter_backward(unit, self._everywhere()))
@@ -458,13 +531,13 @@ class ISPCommunicator(WPCommunicator):
         """
         self.recovery.check()
         self.queue.begin_part(weights)
-        self.replicated.apart = weights
+        self._set_weight_part(weights)
 
     def end_part(self) -> None:
         """It is over; after the weights' own, gradients are as after any backward."""
-        weights = self._weight_part()
+        weights = self.weight_part
         self.state.perform(self.queue.end_part())
-        self.replicated.apart = False
+        self._set_weight_part(False)
         if weights:
             self.finish_backward()
 
@@ -501,7 +574,7 @@ class ISPCommunicator(WPCommunicator):
         self.settle_gathers()
         self.queue.reset()
         self.state.reducer.discard()
-        self.replicated.apart = False
+        self._set_weight_part(False)
         for weight in self.replicated.sharded:
             weight.drop_reduced_grad()
         self.replicated.reset()
@@ -523,8 +596,10 @@ class ISPCommunicator(WPCommunicator):
         """Whether all ranks go through all blocks, those whose data skip some as if they did."""
         return self.strict_order and not self._nested and not self.queue.split
 
-    def _weight_part(self) -> bool:
-        return self.queue.split == "weights"
+    def _set_weight_part(self, runs: bool) -> None:
+        for weight in self.replicated.everyone():
+            weight.communicator.weight_part = runs
+        self.weight_part = runs
 
     def _last_trained(self) -> int:
         """The block at which every rank's backward ends: a frozen one below is nowhere entered."""
@@ -562,9 +637,8 @@ class ISPCommunicator(WPCommunicator):
 
         Decided by the versions of this rank, as all that a plain loop over blocks can be.
         """
-        tags = self.state.slot(unit).tags
         for weight in unit.weights:
-            if tags.get(weight) != weight.tag():
+            if weight.shown != weight.tag():
                 self.queue.contents.pop(weight, None)
 
     def _ensure_callback(self) -> None:
@@ -581,3 +655,17 @@ class ISPCommunicator(WPCommunicator):
     def _queue_end(self) -> None:
         end = EndOfBackward(self.end_backward, self.recovery.backward_failed)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _follow_autocast(weight: ShardedParameter) -> None:
+    """Before a use: under autocast a linear layer's weight travels in its dtype (WP-1).
+
+    Decided where the weight is used, because autocast may surround a part of the model only; what
+    is gathered ahead takes the dtype of the last use.
+    """
+    if weight.autocasts:
+        device = weight.device_type
+        active = torch.is_autocast_enabled(device)
+        weight.compute_dtype = (
+            torch.get_autocast_dtype(device) if active else weight.base_compute_dtype
+        )

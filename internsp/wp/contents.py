@@ -94,7 +94,7 @@ class Contents:
             slot = self._state.pool.slots[unit.slot]
             for weight in unit.weights:
                 reused = held.get(weight) == weight.compute_dtype and self._comparable(weight)
-                reused = reused and slot.tags.get(weight) == weight.tag()
+                reused = reused and weight.shown == weight.tag()
                 if reused and not _holds(slot, unit, weight):
                     raise StaleWeightError(
                         f"{weight.name} was written on rank {self._rank} between a forward and its "

@@ -106,7 +106,8 @@ class Prefetcher:
                 on_gradient(tensor, partial(self._backward_begins, forward), {})
 
     def _backward_begins(self, forward: int, gradient: Tensor) -> None:
-        no_second_derivatives()
+        if torch.is_grad_enabled():
+            no_second_derivatives()
         if isinstance(gradient, DTensor):
             raise GradientError(
                 "the model's output was added to a term of its parameters themselves, which is a "
@@ -141,7 +142,8 @@ class Prefetcher:
                 on_gradient(tensor, partial(self._gradient_arrives, unit, forward), before)
 
     def _gradient_arrives(self, unit: Unit, forward: int | None, gradient: Tensor) -> None:
-        no_second_derivatives()
+        if torch.is_grad_enabled():
+            no_second_derivatives()
         if forward is not None:
             self.communicator.begin_backward(forward)
         self.communicator.enter_backward(unit)

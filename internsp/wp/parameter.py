@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,9 +39,17 @@ class ShardedParameter:
         sent_as: what its gradient is reduced in; ``None``: in the compute dtype.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
         device_type: where it computes.
+        travels: whether other ranks hold a part of it.
         moves: whether it is gathered: false where the shard is the unsharded weight already.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
+        unit: its block, or what it is beside the blocks; decides when it is gathered.
+        communicator: unshards it and takes its gradient.
+        shown: version and dtype of what its bytes in the slot hold; ``None``: of nothing.
     """
+
+    guarded = True  # other weights take its bytes between forward and backward
+    unit: Any
+    communicator: Any
 
     def __init__(
         self,
@@ -61,7 +71,8 @@ class ShardedParameter:
         self.base_compute_dtype = self.compute_dtype
         self.sent_as: torch.dtype | None = None
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
-        self.moves = layout.size > 1 or self.compute_dtype != self.dtype
+        self.travels = layout.size > 1
+        self.moves = self.travels or self.compute_dtype != self.dtype
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.moves
         self.device_type = device.type
@@ -70,6 +81,7 @@ class ShardedParameter:
         self.ready: Ready | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
+        self.shown: Tag | None = None
         self._generation = 0
         self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
         if parameter.device.type != "meta":
@@ -86,6 +98,7 @@ class ShardedParameter:
             shape=torch.Size(shape),
             stride=strides(shape),
         )
+        self._counter = whole  # has the parameter's version counter, and is read at once
         self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
 
     def wrap(self, storage: Tensor) -> DTensor:
@@ -121,33 +134,33 @@ class ShardedParameter:
         return self.parameter.requires_grad
 
     @property
-    def travels(self) -> bool:
-        """See :class:`internsp.wp.schedule.Weight`."""
-        return self.layout.size > 1
-
-    @property
     def gradient_bytes(self) -> int:
         """See :class:`internsp.wp.schedule.Weight`."""
         return self.layout.padded_numel * self.reduce_dtype.itemsize
 
     def version(self) -> int:
-        """A number that changes whenever the shard's values may have (see :func:`version_of`)."""
-        return version_of(self.parameter) + self._generation
+        """A number that changes whenever the shard's values may have.
+
+        Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
+        that one's. What raises neither (``foreach`` and fused operations, numpy) must be told by
+        :meth:`invalidate`.
+        """
+        local = self.parameter._local_tensor  # type: ignore[attr-defined]
+        return self._counter._version + local._version + self._generation
 
     def tag(self) -> Tag:
         """What a slot with this weight holds: the same values in two dtypes differ (WP-11)."""
-        return version_of(self.parameter) + self._generation, self.compute_dtype
+        return self.version(), self.compute_dtype
 
-    def follow_autocast(self) -> None:
-        """Before a use: under autocast a linear layer's weight travels in its dtype (WP-1).
+    def show_again(self, shown: Tag) -> None:
+        """Backward needs what a view of ``shown`` had: check that it is still to be had (WP-14).
 
-        Decided where the weight is used, because autocast may surround a part of the model only;
-        what is gathered ahead takes the dtype of the last use.
+        Raises:
+            StaleWeightError: the values have changed since.
         """
-        active = torch.is_autocast_enabled(self.device_type)
-        self.compute_dtype = (
-            torch.get_autocast_dtype(self.device_type) if active else self.base_compute_dtype
-        )
+        version, self.compute_dtype = shown
+        if version != self.version():
+            raise stale(self.name, dist.get_rank())
 
     def invalidate(self) -> None:
         """The shard was written behind autograd's back."""
@@ -226,16 +239,6 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of ``flat`` in the shapes of ``like``, in one call: a split and views take longer."""
     views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
     return views
-
-
-def version_of(parameter: nn.Parameter) -> int:
-    """Counts the writes to a ``DTensor`` parameter that autograd knows of.
-
-    Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
-    that one's. What raises neither (``foreach`` and fused operations, ``.data``) must be told to
-    the parameter's owner by ``invalidate``.
-    """
-    return parameter._version + parameter._local_tensor._version  # type: ignore[attr-defined]
 
 
 def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-from torch import Tensor
-
 from internsp.mesh import WeightAxis
 from internsp.quantize import Codec
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.ledger import Counters
-from internsp.wp.parameter import ShardedParameter, Tag, stale
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer
 from internsp.wp.schedule import (
@@ -84,34 +81,6 @@ class Chunk:
             elif kind == NEXT_PASS:
                 self.at_next_pass()
 
-    def slot(self, unit: Unit) -> Slot:
-        """The unit's."""
-        return self.pool.slots[unit.slot]
-
-    def unshard(self, unit: Unit, weight: ShardedParameter, phase: str) -> Tensor:
-        """Gather, or wait for, a weight that is used now, and view it."""
-        if weight.autocasts:
-            weight.follow_autocast()
-        self.perform(self.queue.use(unit, weight, phase))
-        return self.view(unit, weight)
-
-    def view(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """The unsharded weight, aliasing its slot (or its storage where no gather is needed)."""
-        if not weight.moves:
-            # Under a version counter of its own, and for autograd no view of anything.
-            return weight.layout.unsharded_view(weight.to_send()).data
-        return self.slot(unit).unsharded(unit, weight)
-
-    def shown(self, unit: Unit, weight: ShardedParameter) -> Tag:
-        """The tag of what :meth:`unshard` has shown."""
-        return self.slot(unit).tags[weight] if weight.moves else weight.tag()
-
-    def restore(self, weight: ShardedParameter, tag: Tag) -> None:
-        """What a view with ``tag`` showed is to be shown again: check that it can (WP-14)."""
-        version, weight.compute_dtype = tag
-        if version != weight.version():
-            raise stale(weight.name, dist.get_rank())
-
     def finish_reductions(self) -> None:
         """Wait for every reduction in flight, in launch order."""
         self.perform(self.queue.reductions.finish())
@@ -129,11 +98,12 @@ class Chunk:
 
     def _all_gather(self, action: Action) -> None:
         _, phase, unit, weights, evicted = action
-        slot = self.slot(unit)
+        slot = self.pool.slots[unit.slot]
         slot.take(unit, weights, evicted, self.pool.poison)
-        for launched in runs_of(weights, lambda weight: weight.compute_dtype):
+        runs = runs_of(weights, lambda w: w.compute_dtype) if len(weights) > 1 else (weights,)
+        for launched in runs:
             handle = self._launch(unit, slot, launched, phase)
-            if handle.done:
+            if handle.work is None:
                 self._decode(launched)
             else:
                 handle.carries = launched
@@ -141,18 +111,19 @@ class Chunk:
                     self.handles[weight] = handle
 
     def _launch(
-        self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
+        self, unit: Unit, slot: Slot, weights: Sequence[ShardedParameter], phase: str
     ) -> Handle:
         first = weights[0]
-        collectives, output = self.gathers[first.axis], slot.flat(unit, first)
+        collectives = self.gathers[first.axis]
+        if len(weights) > 1:
+            outputs = [slot.flat(unit, weight) for weight in weights]
+            shards, names = [w.to_send() for w in weights], [w.name for w in weights]
+            return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
         if self.codec is not None and first in self.codec.coded:  # large: it travels by itself
-            received, sent = self.codec.encode(first, output, slot.streams)
-            return collectives.all_gather(received, sent, unit.name, first.name, phase)
-        if len(weights) == 1:
-            return collectives.all_gather(output, first.to_send(), unit.name, first.name, phase)
-        outputs = [slot.flat(unit, weight) for weight in weights]
-        shards, names = [w.to_send() for w in weights], [w.name for w in weights]
-        return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
+            output, shard = self.codec.encode(first, slot.flat(unit, first), slot.streams)
+        else:
+            shard, output = first.to_send(), slot.flat(unit, first)
+        return collectives.all_gather(output, shard, unit.name, first.name, phase)
 
     def _wait(self, action: Action) -> None:
         name = action.unit.name if action.unit is not None else ""

@@ -73,6 +73,8 @@ class GatherQueue(Generic[U, W]):
             is not gathered again (WP-11).
         held: groups that a pass needs, their unit and what for; nothing else takes their bytes.
         flying: gathers that were not waited for; the weights of one launch together.
+        reduced: weights whose reduction was launched in the open block's backward, their bytes
+            released.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class GatherQueue(Generic[U, W]):
         self._seen: set[W] = set()  # used in a forward that has left their block
         self.open: U | None = None  # the block whose backward runs
         self._reaching = False  # its trigger, in the recompute, is still to fire
-        self._reduced: set[W] = set()  # in the open block's backward
+        self.reduced: set[W] = set()
         self.lowest = len(blocks)  # the block that this backward has come to
         self.in_blocks = False  # what lies above the blocks has had its gradients
         self._late: set[W] = set()  # of the head, ready since backward has come to the blocks
@@ -446,7 +448,7 @@ class GatherQueue(Generic[U, W]):
         self.held.clear()
         self._in_slot.clear()
         self._uses.clear()
-        self._reduced.clear()
+        self.reduced.clear()
         self._at = self._limit = 0
         self.open, self._reaching, self.split = None, False, ""
         self.in_blocks, self.lowest = False, len(self.blocks)
@@ -455,10 +457,6 @@ class GatherQueue(Generic[U, W]):
     def holds(self, weight: W) -> bool:
         """Whether the slot holds, or is getting, what is wanted of a weight."""
         return not weight.moves or self.contents.get(weight, _ABSENT) == weight.compute_dtype
-
-    def is_reduced(self, weight: W) -> bool:
-        """Whether its reduction was launched in the open block's backward, its bytes released."""
-        return weight in self._reduced
 
     # inside: gathers
 
@@ -650,7 +648,7 @@ class GatherQueue(Generic[U, W]):
         if not self.split:
             while (turn := self.reductions.close()) is not None:
                 self._take_turn(turn, out)
-        self._reduced.clear()
+        self.reduced.clear()
         self._let_go(unit)
         self._passed = self._backward.end[unit]
         self._advance(out)
@@ -674,7 +672,7 @@ class GatherQueue(Generic[U, W]):
         self.reductions.launch(unit, weights, out)
         if self.split:
             return
-        self._reduced.update(group.weights)
+        self.reduced.update(group.weights)
         if not self.policy.one_order and len(weights) == len(group.weights):
             self.held.pop(group, None)
             self._advance(out)

@@ -79,7 +79,7 @@ class GradientReducer:
 
     def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
         """Start the reduction of what is ready of ``weights``, zeros where nothing is (WP-2)."""
-        runs = runs_of(weights, lambda weight: weight.reduce_dtype)
+        runs = runs_of(weights, lambda w: w.reduce_dtype) if len(weights) > 1 else (weights,)
         self._queue.append([self._start(unit, run) for run in runs])
 
     def _start(self, unit: Unit, weights: Sequence[ShardedParameter]) -> PendingGradient:

@@ -23,7 +23,6 @@ from internsp.wp.parameter import (
     local_of,
     stale,
     unflatten,
-    version_of,
 )
 
 
@@ -32,7 +31,15 @@ class ReplicatedParameter:
 
     Args:
         compute_dtype: what its module computes with (``None``: its own).
+
+    Attributes:
+        communicator: takes its gradient.
+        shown: the version that was last computed with.
     """
+
+    guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
+    communicator: ReplicatedParameters
+    index: int
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class ReplicatedParameter:
         self.shape = parameter.shape
         self.compute_dtype = compute_dtype or parameter.dtype
         self._generation = 0
+        self.shown = -1
         self.ready: Ready | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
@@ -56,6 +64,7 @@ class ReplicatedParameter:
         whole = DTensor.from_local(
             local, mesh.param_mesh, [Replicate(), Replicate()], run_check=False
         )
+        self._counter = whole  # has the parameter's version counter, and is read at once
         self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
 
     def wrap(self, storage: Tensor) -> DTensor:
@@ -82,8 +91,18 @@ class ReplicatedParameter:
         return self.parameter.requires_grad
 
     def version(self) -> int:
-        """A number that changes whenever the values may have (see ``shard.version_of``)."""
-        return version_of(self.parameter) + self._generation
+        """See :meth:`ShardedParameter.version`."""
+        local = self.parameter._local_tensor  # type: ignore[attr-defined]
+        return self._counter._version + local._version + self._generation
+
+    def show_again(self, shown: int) -> None:
+        """The gradient of what was ``shown`` is ready: check that the values are the same (WP-14).
+
+        Raises:
+            StaleWeightError: they have changed since.
+        """
+        if shown != self.version():
+            raise stale(self.name, dist.get_rank())
 
     def invalidate(self) -> None:
         """The values were written behind autograd's back."""
@@ -110,72 +129,26 @@ class ReplicatedParameter:
 Parameter = ReplicatedParameter | ShardedParameter
 
 
-class ReplicatedSite:
-    """One module's use of one replicated parameter (:class:`internsp.layers.access.Site`)."""
-
-    guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
-
-    def __init__(self, replicated: ReplicatedParameters, index: int) -> None:
-        self._replicated = replicated
-        self._index = index
-        self._member = replicated.members[index]
-        self.parameter = self._member.parameter
-        self.tag = -1
-
-    @property
-    def name(self) -> str:
-        """The parameter's."""
-        return self._member.name
-
-    def acquire(self) -> Tensor:
-        """The local replica, in the compute dtype."""
-        tensor = self._member.current()
-        self.tag = self._member.version()
-        return tensor
-
-    def release(self) -> None:
-        """Nothing to give back."""
-
-    @property
-    def apart(self) -> bool:
-        """Whether the weight part of a split backward runs."""
-        return self._replicated.apart
-
-    def before_backward(self, tag: int) -> None:
-        """Nothing to gather."""
-
-    def before_nodes(self, tag: int) -> None:
-        """Nothing to gather."""
-
-    def at_hand(self) -> bool:
-        """Always."""
-        return True
-
-    def spoiled(self) -> None:
-        """A forward wrote into it: what was computed with it is not right any more."""
-        self._member.invalidate()
-
-    def on_grad_ready(self, gradient: Tensor, tag: int) -> None:
-        """Add this rank's part to the flat sum."""
-        if tag != self._member.version():
-            raise stale(self._member.name, self._replicated.rank)
-        self._replicated.began()
-        self._replicated.add(self._index, gradient)
-
-
 class ReplicatedParameters:
     """All replicated parameters of a chunk and one flat gradient for them.
 
     The flat vector ends with one flag a gradient (small and sharded ones), so that after the
     reduction every rank knows which parameters were used by some rank: an unused one keeps
     ``grad = None``, as on one process.
+
+    To layers it is these parameters' communicator (:class:`internsp.wp.communicator.WPCommunicator`
+    names the methods): there is nothing to gather.
+
+    Attributes:
+        weight_part: the weight part of a split backward runs.
+        began: called at each ready gradient.
     """
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
         self.rank = mesh.rank
-        self.began: Callable[[], None] = lambda: None  # called at each ready gradient
-        self.apart = False
+        self.began: Callable[[], None] = lambda: None
+        self.weight_part = False
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
@@ -188,15 +161,30 @@ class ReplicatedParameters:
         """All parameters of the chunk, small and sharded."""
         return [*self.members, *self.sharded]
 
-    def append(self, member: ReplicatedParameter) -> ReplicatedSite:
+    def append(self, member: ReplicatedParameter) -> None:
         """Take in a parameter; the flat gradient is made at the first ready gradient."""
+        member.communicator, member.index = self, len(self.members)
         self.members.append(member)
         self.numel += member.shape.numel()
-        return self.site(len(self.members) - 1)
 
-    def site(self, index: int) -> ReplicatedSite:
-        """A site for another owner of the same parameter."""
-        return ReplicatedSite(self, index)
+    # for layers
+
+    def unshard(self, weight: ReplicatedParameter) -> Tensor:
+        """The local replica, in the compute dtype."""
+        tensor = weight.current()
+        weight.shown = weight.version()
+        return tensor
+
+    def at_hand(self, weight: ReplicatedParameter) -> bool:
+        """Always."""
+        return True
+
+    def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
+        """Add this rank's part to the flat sum."""
+        self.began()
+        self.add(weight.index, gradient)
+
+    # the flat sum
 
     def gradient(self) -> Tensor:
         """The flat sum, fp32 or wider: values, then flags. Made when first needed."""
@@ -222,7 +210,7 @@ class ReplicatedParameters:
 
     def discard(self, member: ReplicatedParameter, used: bool) -> None:
         """Forget one parameter's sum on this rank, but not, if ``used``, that there was one."""
-        index = self.members.index(member)
+        index = member.index
         if index in self._with_gradient:
             self.value(index).zero_()
             if not used:

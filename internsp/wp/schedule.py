@@ -152,8 +152,6 @@ def runs_of(weights: Sequence[W], alike: Callable[[W], object]) -> list[list[W]]
 
     One run, but where autocast is on for a part of the group only: a message has one dtype.
     """
-    if len(weights) == 1:
-        return [[weights[0]]]
     return [list(run) for _, run in groupby(weights, alike)]
 
 

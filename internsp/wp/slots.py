@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from internsp.wp.parameter import ShardedParameter, Tag
+from internsp.wp.parameter import ShardedParameter
 from internsp.wp.schedule import Group
 from internsp.wp.streams import SlotStreams, Stream, current_stream
 
@@ -62,22 +62,18 @@ class Unit:
         for group in groups:
             offset = group.start
             for weight in group.weights:
+                weight.unit = self
                 self.offsets[weight] = offset
                 offset += aligned(weight.slot_nbytes) if weight.moves else 0
 
 
 class Slot:
-    """One buffer of bytes, and which version of which weight is in it.
-
-    Attributes:
-        tags: of each weight the version and dtype that were last gathered.
-    """
+    """One buffer of bytes, where the weights of a unit lie by their offsets."""
 
     def __init__(self, index: int, nbytes: int, device: torch.device, reuse: bool) -> None:
         self.index = index
         self.nbytes = nbytes
         self.device = device
-        self.tags: dict[ShardedParameter, Tag] = {}
         self.streams = SlotStreams(current_stream(device))
         self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device) if reuse else None
         self._buffers: dict[ShardedParameter, Tensor] = {}
@@ -91,14 +87,14 @@ class Slot:
         changed = False
         for weight in evicted:
             changed = True
-            self.tags.pop(weight, None)
+            weight.shown = None
             if weight in self._buffers:
                 self.streams.before_overwrite()
                 self._buffers[weight].untyped_storage().resize_(0)
         if self.streams.active:
             self.streams.before_overwrite(*weights)
         for weight in weights:
-            self.tags[weight] = weight.tag()
+            weight.shown = weight.tag()
             if self._whole is None:
                 self._allocate(weight)
             if changed and poison:
@@ -182,6 +178,14 @@ class MemoryPool:
     def slot_nbytes(self) -> int:
         """Bytes of all slots: exact, and known before training starts (WP-1)."""
         return sum(s.nbytes for s in self.slots)
+
+    def view(self, weight: ShardedParameter) -> Tensor:
+        """The unsharded weight, aliasing its slot (or its storage where no gather is needed)."""
+        if weight.moves:
+            return self.slots[weight.unit.slot].unsharded(weight.unit, weight)
+        weight.shown = weight.tag()
+        # Under a version counter of its own, and for autograd no view of anything.
+        return weight.layout.unsharded_view(weight.to_send()).data
 
     def live_nbytes(self) -> int:
         """Bytes of unsharded weights that exist now."""

@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Collectives
+from internsp.wp.collectives import Collectives, Works
 from internsp.wp.slots import aligned
-from internsp.wp.works import Works
 from tests.support.models import ROLLING, SOME, Block, Tiny, Twin
 from tests.support.ranks import run_ranks
 

@@ -75,7 +75,8 @@ def by_turns(twin: Twin) -> None:
         everybody, mine = twin.batch()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             losses = [twin.plain(*everybody), twin.ours(*mine)]
-        gathered = {tag[1] for tag in twin.communicator.state.pool.slots[unit.slot].tags.values()}
+        held = [w for u in twin.communicator.blocks if u.slot == unit.slot for w in u.weights]
+        gathered = {weight.shown[1] for weight in held if weight.shown}
         assert (torch.bfloat16 in gathered) == half, f"step {step}: {gathered}"
         for loss in losses:
             loss.backward()

@@ -16,7 +16,7 @@ LEVELS = [
     ["internsp.errors", "internsp.trace", "internsp.autograd", "internsp.train.stop",
      "internsp.cli.lifetime", "internsp.cli.fork_server", "internsp.failure.outcome",
      "internsp.failure.last_words", "internsp.failure.standstill",
-     "internsp.wp.streams", "internsp.wp.works", "internsp.wp.mixed"],
+     "internsp.wp.streams", "internsp.wp.collectives", "internsp.wp.mixed"],
     ["internsp.config", "internsp.mesh", "internsp.cli.environment"],
     ["internsp.wp.dtensors", "internsp.wp.ledger", "internsp.wp.collectives",
      "internsp.wp.layout", "internsp.wp.parameter", "internsp.wp.schedule",
@@ -231,7 +231,7 @@ def test_only_one_file_calls_torch_distributed_for_weights_and_gradients() -> No
             ["internsp.wp.slots imports internsp.wp.communicator"],
         ),
         ("internsp.mesh", "import internsp", ["internsp.mesh imports internsp"]),
-        ("internsp.wp.sites", "from internsp.wp.communicator import x", []),
+        ("internsp.wp.contents", "from internsp.wp.communicator import x", []),
         ("internsp.train.trainer", "from internsp import wp, mesh", []),
     ],
 )

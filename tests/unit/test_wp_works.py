@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from internsp.wp.works import Watcher, Works
+from internsp.wp.collectives import Watcher, Works
 
 
 class Gate:
