@@ -40,6 +40,7 @@ from internsp.wp.communicator import (
     EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,
     ISPCommunicator,
+    UsersCommunicator,
     WPCommunicator,
 )
 from internsp.wp.hooks import Prefetcher
@@ -64,6 +65,7 @@ def parallelize(
     *,
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     trace: Trace | None = None,
+    communicator: WPCommunicator | None = None,
     collectives: MakeCollectives = Collectives,
     split: bool = False,
 ) -> ISPCommunicator:
@@ -79,6 +81,8 @@ def parallelize(
         model: blocks, embedding and head are found by name patterns (WP-7).
         activation_checkpoint: blocks that recompute their activations.
         trace: where events of communication go.
+        communicator: gathers weights and reduces their gradients in place of the library's
+            (``docs/own_communicator.md``).
         collectives: makes what carries the messages of one group, with the arguments of
             :class:`internsp.wp.collectives.Collectives` (a benchmark passes an emulated link).
         split: a pipeline's schedule computes its input and its weight gradients apart.
@@ -90,22 +94,28 @@ def parallelize(
     Raises:
         StructureError: when no block or prefetch trigger is found, or a weight is shared between
             blocks.
+        TypeError: ``communicator`` is none.
     """
     config = config or WeightParallelConfig()
+    if communicator is not None and not isinstance(communicator, WPCommunicator):
+        raise TypeError(
+            f"communicator is a {type(communicator).__name__}: give a WPCommunicator, made "
+            "(docs/own_communicator.md)"
+        )
     structure, recomputed = agree(
         model, mesh, config, activation_checkpoint, split,
         lambda: _examined(model, mesh, config, activation_checkpoint),
     )  # fmt: skip
     trace = trace or Trace()
-    builder = _Builder(model, mesh, config, structure, recomputed, collectives, split)
-    communicator = builder.build(trace)
+    builder = _Builder(model, mesh, config, structure, recomputed, collectives, split, communicator)
+    made = builder.build(trace)
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
             module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace, name)
     for index, block in enumerate(structure.blocks):
         if config.compile:
             compile_block(block.module)
-        elif communicator.blocks[index].at_entry:
+        elif made.blocks[index].at_entry:
             take_at_entry(block.module)
         else:
             enclose(block.module, builder.scopes[index])
@@ -115,13 +125,13 @@ def parallelize(
                 block.module,
                 activation_checkpoint.reentrant,
                 checkpoint_context_fn if selective else None,
-                partial(trace.record, "BACKWARD", communicator.blocks[index].name),
+                partial(trace.record, "BACKWARD", made.blocks[index].name),
             )
     enclose(model, builder.scopes[-1])
-    _watch(model, communicator)
-    members = communicator.replicated.everyone()
+    _watch(model, made)
+    members = made.replicated.everyone()
     watch(model, [(member.name, member.parameter) for member in members])
-    return communicator
+    return made
 
 
 def _examined(
@@ -173,8 +183,9 @@ class _Builder:
         recomputed: set[int],
         collectives: MakeCollectives = Collectives,
         split: bool = False,
+        own: WPCommunicator | None = None,
     ) -> None:
-        self.make_collectives, self.split = collectives, split
+        self.make_collectives, self.split, self.own = collectives, split, own
         self.model, self.mesh, self.config = model, mesh, config
         self.structure = structure
         self.recomputed = recomputed
@@ -215,6 +226,8 @@ class _Builder:
         by_unit = self._communicators(communicator, others)
         for weight in self.sharded:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
+            if self.own is not None:
+                weight.communicator = UsersCommunicator(communicator.state, self.own)
         scopes = (self.model, *(block.module for block in self.structure.blocks))
         for owner, member in places:
             scope = self.scopes[block_of(owner.module_name, self.structure)]
@@ -276,11 +289,14 @@ class _Builder:
         by_name = {weight.name: weight for weight in self.sharded}
         units = {unit.name: unit for unit in (*blocks, *others)}
         for unit in units.values():
-            unit.place([
+            groups = [
                 Group([by_name[weight.name] for weight in group.weights], group.start, group.end)
                 for group in planned[unit.name].groups
-            ])  # fmt: skip
-            unit.slot, unit.at_entry = planned[unit.name].slot, planned[unit.name].at_entry
+            ]
+            # With a communicator of the user's own nothing is queued, and there are no slots.
+            unit.place(groups if self.own is None else ())
+            unit.slot = planned[unit.name].slot
+            unit.at_entry = planned[unit.name].at_entry and self.own is None
         queue = GatherQueue[Unit, ShardedParameter](
             plan.policy,
             blocks,
@@ -290,7 +306,7 @@ class _Builder:
             strict=self.config.unexpected_order == "error",
             limit=plan.pending_bytes,
         )
-        sizes = plan.slots()
+        sizes = plan.slots() if self.own is None else [0] * len(plan.slots())
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
         ledger, overlap = Ledger(self.mesh.next_model()), self.config.overlap

@@ -108,6 +108,7 @@ class UsersCommunicator(WPCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
+        _follow_autocast(weight)
         weight.shown = weight.tag()
         return self.own.unshard(weight)
 

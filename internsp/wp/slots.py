@@ -59,10 +59,11 @@ class Unit:
     def place(self, groups: Sequence[Group[ShardedParameter]]) -> None:
         """Give each weight its bytes in the slot."""
         self.groups = groups
+        for weight in self.weights:
+            weight.unit = self
         for group in groups:
             offset = group.start
             for weight in group.weights:
-                weight.unit = self
                 self.offsets[weight] = offset
                 offset += aligned(weight.slot_nbytes) if weight.moves else 0
 

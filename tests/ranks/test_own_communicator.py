@@ -1,0 +1,156 @@
+"""A user's own communicator, the one of ``docs/own_communicator.md``, beside one process (4.2)."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from internsp import ParallelMesh, WeightParallelConfig, WPCommunicator, ZeroOptimizer, parallelize
+from internsp.config import ActivationCheckpointConfig
+from tests.support.models import CUT, VOCABULARY, Tiny, close, local_part
+from tests.support.ranks import RankError, run_ranks
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "own_communicator.md"
+FULL = ActivationCheckpointConfig(mode="full")
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+
+
+def synchronous() -> WPCommunicator:
+    """The class that the document shows, made anew."""
+    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
+    variables: dict[str, Any] = {}
+    exec(source, variables)
+    return variables["Synchronous"]()
+
+
+class Counting(WPCommunicator):
+    """Another's methods, and how often each was called."""
+
+    def __init__(self, inner: WPCommunicator) -> None:
+        self.inner, self.calls = inner, dict.fromkeys(METHODS, 0)
+
+    def _count(self, method: str, *args: Any) -> Any:
+        self.calls[method] += 1
+        return getattr(self.inner, method)(*args)
+
+    def unshard(self, weight: Any) -> Any:
+        return self._count("unshard", weight)
+
+    def release(self, weight: Any) -> Any:
+        return self._count("release", weight)
+
+    def before_backward(self, weight: Any) -> Any:
+        return self._count("before_backward", weight)
+
+    def on_grad_ready(self, weight: Any, gradient: Any) -> Any:
+        return self._count("on_grad_ready", weight, gradient)
+
+
+METHODS = ("unshard", "release", "before_backward", "on_grad_ready")
+
+
+def train(
+    rank: int,
+    world: int,
+    weight: int,
+    zero: bool,
+    checkpoint: ActivationCheckpointConfig | None,
+    options: dict[str, Any],
+) -> dict[str, int]:
+    """Four steps of two micro-batches beside one process, every gradient and parameter."""
+    torch.manual_seed(0)
+    tied = bool(options.get("tied"))
+    plain = Tiny(tied=tied).double()
+    ours = copy.deepcopy(plain)
+    if options.get("frozen"):
+        for model in (plain, ours):
+            model.layers[0].wo.weight.requires_grad_(False)  # type: ignore[union-attr]
+    mesh = ParallelMesh.create(weight=weight, sequence=1, device_type="cpu")
+    own = Counting(synchronous())
+    if options.get("broken"):
+        own.inner.on_grad_ready = lambda weight, gradient: None  # type: ignore[method-assign]
+    config = WeightParallelConfig(
+        min_shard_elements=CUT, coalesce_bytes=options.get("coalesce_bytes", 0)
+    )
+    communicator = parallelize(
+        ours, mesh, config, activation_checkpoint=checkpoint, communicator=own
+    )
+    assert communicator.state.pool.slot_nbytes == 0
+    single = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    step: Any = partial(torch.optim.AdamW, lr=0.02)
+    optimizer: Any = ZeroOptimizer(communicator, step) if zero else step(ours.parameters())
+    generator = torch.Generator().manual_seed(1)
+    for number in range(4):
+        for _ in range(2):
+            ids = torch.randint(0, VOCABULARY, (world, 3, 5), generator=generator)
+            plain(ids.flatten(0, 1), ids.flatten(0, 1)).backward()
+            ours(ids[rank], ids[rank]).backward()
+        pairs = list(zip(plain.named_parameters(), ours.named_parameters(), strict=True))
+        if not zero:
+            for (name, a), (_, b) in pairs:
+                if a.grad is None:
+                    assert b.grad is None, name
+                    continue
+                assert b.grad is not None, f"{name} has no gradient"
+                found, wanted = b.grad.to_local(), local_part(a.grad, b)
+                close(found, wanted, f"step {number}: gradient of {name}", 1e-10, a.grad)
+        single.step()
+        optimizer.step()
+        single.zero_grad()
+        optimizer.zero_grad()
+        for (name, a), (_, b) in pairs:
+            close(b.to_local(), local_part(a, b), f"step {number}: {name}", 1e-10, a)
+    with torch.no_grad():
+        ids = torch.randint(0, VOCABULARY, (2, 4), generator=generator)
+        close(ours(ids), plain(ids), "logits of an evaluation")
+    return own.calls
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
+@pytest.mark.parametrize(
+    "checkpoint", [None, FULL, REENTRANT], ids=["kept", "recomputed", "reentrant"]
+)
+def test_the_communicator_of_the_document_trains_as_one_process(
+    zero: bool, checkpoint: ActivationCheckpointConfig | None
+) -> None:
+    for calls in run_ranks(train, 2, 2, zero, checkpoint, {}):
+        assert all(calls[method] > 0 for method in METHODS), calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tied": True}, {"frozen": True}, {"coalesce_bytes": 65536}],
+    ids=["tied", "frozen", "small"],
+)
+def test_tied_frozen_and_small_weights_are_right_with_it(options: dict[str, Any]) -> None:
+    run_ranks(train, 2, 2, True, None, options)
+
+
+def test_replicas_are_summed_with_it() -> None:
+    run_ranks(train, 4, 2, True, None, {})
+
+
+def test_one_that_reduces_nothing_is_seen() -> None:
+    with pytest.raises(RankError, match=r"AssertionError: embed\.weight has no gradient"):
+        run_ranks(train, 2, 2, False, None, {"broken": True})
+
+
+class Bare(nn.Module):
+    """Not a communicator."""
+
+
+def refused(rank: int, world: int) -> None:
+    mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
+    with pytest.raises(TypeError, match=r"communicator is a Bare: give a WPCommunicator"):
+        parallelize(Tiny(), mesh, communicator=Bare())  # type: ignore[arg-type]
+
+
+def test_what_is_no_communicator_is_refused_by_name() -> None:
+    run_ranks(refused, 2)
