@@ -21,10 +21,19 @@ def require_cut_attention(
     """Where sequences are cut, attention is ours, or the user has said that he sees to it.
 
     Raises:
-        StructureError: there is none; lists the modules that may hold the attention.
+        StructureError: there is none; lists the modules that may hold the attention. Or one is
+            torch's own, which knows this rank's tokens only.
     """
     if mesh.sequence == 1 or config.cuts_own_sequences:
         return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            raise StructureError(
+                f"{name} is a {type(module).__name__}, and the mesh cuts sequences over "
+                f"{mesh.sequence} ranks: it would attend to this rank's tokens only. Compute "
+                "attention by an internsp.DistributedAttention, or make the mesh with sequence = 1 "
+                f"(this is rank {mesh.rank})"
+            )
     if any(isinstance(module, DistributedAttention) for module in model.modules()):
         return
     composite = {

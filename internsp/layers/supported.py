@@ -38,9 +38,9 @@ def require_supported(model: nn.Module) -> None:
 
 
 def _module(name: str, module: nn.Module) -> None:
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+    if isinstance(module, nn.RNNBase):
         raise StructureError(
-            f"{name} is a {type(module).__name__}, which reads weights past its modules' forward: "
+            f"{name} is a {type(module).__name__}, which keeps its weights in a list of its own: "
             "write it with linear layers"
         )
     if isinstance(module, _TABLES) and (

@@ -1,0 +1,97 @@
+"""torch's own modules that read weights past the modules that own them (DESIGN 4.3)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import StructureError
+from internsp.mesh import ParallelMesh
+from internsp.parallel import parallelize
+from tests.support.models import ALL, Tiny, Twin, close
+from tests.support.ranks import run_ranks
+
+WIDTH = 6
+FULL = ActivationCheckpointConfig(mode="full")
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+
+
+class Attention(nn.Module):
+    """``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which it never calls."""
+
+    def __init__(self, separate: bool = False) -> None:
+        super().__init__()
+        keys = WIDTH - 1 if separate else WIDTH  # then q, k and v have weights of their own
+        self.attention = nn.MultiheadAttention(
+            WIDTH, 2, batch_first=True, kdim=keys, vdim=keys, add_bias_kv=separate
+        )
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.keys = keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = x[..., : self.keys]
+        x = x + self.attention(x, keys, keys, need_weights=False)[0]
+        return x + torch.tanh(self.up(x))
+
+
+def encoder(first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        WIDTH, 2, 2 * WIDTH + 1, dropout=0.0, batch_first=True, norm_first=first
+    )
+
+
+MODULES = {
+    "attention": Attention,
+    "attention of other keys": partial(Attention, separate=True),
+    "encoder layer": partial(encoder, False),
+    "encoder layer, norm first": partial(encoder, True),
+}
+
+
+def train(
+    rank: int, world: int, name: str, checkpoint: ActivationCheckpointConfig | None, options: Any
+) -> None:
+    mesh = ParallelMesh.create(weight=world, sequence=1, device_type="cpu")
+    twin = Twin(partial(Tiny, MODULES[name]), mesh, checkpoint, trigger="qkv", **options)
+    steps = [torch.optim.SGD(model.parameters(), 0.1) for model in (twin.plain, twin.ours)]
+    for step in range(3):
+        twin.backward()
+        twin.check_gradients(f"{name}, step {step}")
+        for optimizer in steps:
+            optimizer.step()
+        twin.zero_grad()
+        twin.check_parameters(f"{name}, step {step}")
+    ids = twin.batch()[0][0]
+    for model in (twin.plain, twin.ours):
+        model.eval()  # torch's fast path of an encoder layer reads the weights of all its modules
+    with torch.no_grad():
+        close(twin.ours(ids), twin.plain(ids), f"{name}: logits of an evaluation")
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("options", [{}, ALL], ids=["alone", "coalesced"])
+def test_modules_that_read_others_weights_train_as_on_one_process(name: str, options: Any) -> None:
+    run_ranks(train, 2, name, None, options)
+
+
+@pytest.mark.parametrize("checkpoint", [FULL, REENTRANT], ids=["recomputed", "reentrant"])
+@pytest.mark.parametrize("name", ["attention", "encoder layer"])
+def test_they_are_right_when_recomputed(
+    name: str, checkpoint: ActivationCheckpointConfig
+) -> None:
+    run_ranks(train, 2, name, checkpoint, {})
+
+
+def refused(rank: int, world: int) -> None:
+    mesh = ParallelMesh.create(weight=1, sequence=2, device_type="cpu")
+    with pytest.raises(StructureError, match=r"layers\.0\.self_attn is a MultiheadAttention"):
+        parallelize(Tiny(partial(encoder, False)).double(), mesh)
+
+
+def test_torchs_attention_over_a_cut_sequence_is_refused_by_name() -> None:
+    run_ranks(refused, 2)
