@@ -15,10 +15,15 @@ from torch import Tensor
 
 from internsp.errors import GradientError, StructureError
 
+# The autograd graph task that runs on this thread, or NO_TASK: the phase, from where we are (WP-9).
+# Asked at every use of a weight: a Python function around it would cost more than it.
+graph_task = torch._C._current_graph_task_id
+NO_TASK = -1
+
 
 def in_backward() -> bool:
-    """Whether an autograd graph task runs on this thread: the phase, from where we are (WP-9)."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether a graph task runs on this thread."""
+    return graph_task() != NO_TASK
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

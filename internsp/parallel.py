@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from internsp.agreement.additions import Additions
 from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
-from internsp.layers.entry import compile_block, take_at_entry
-from internsp.layers.parameters import Scope, attach, enclose, weights_of
-from internsp.layers.recompute import checkpoint_block
+from internsp.layers.parameters import Scope, attach
 from internsp.layers.supported import require_supported
-from internsp.layers.watch import refuse_optimizer, watch
 from internsp.mesh import ParallelMesh
 from internsp.plan.assign import Assignment, Owner, assign, block_of, require_experts_matched
 from internsp.plan.blocks import Structure, read
@@ -43,7 +34,7 @@ from internsp.wp.communicator import (
     UsersCommunicator,
     WPCommunicator,
 )
-from internsp.wp.hooks import Prefetcher
+from internsp.wp.hooks import BlockHooks, register_hooks
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.parameter import ShardedParameter
@@ -108,29 +99,10 @@ def parallelize(
     )  # fmt: skip
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed, collectives, split, communicator)
-    made = builder.build(trace)
+    made = builder.build(trace, activation_checkpoint)
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
             module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace, name)
-    for index, block in enumerate(structure.blocks):
-        if config.compile:
-            compile_block(block.module)
-        elif made.blocks[index].at_entry:
-            take_at_entry(block.module)
-        else:
-            enclose(block.module, builder.scopes[index])
-        if index in recomputed and activation_checkpoint is not None:
-            selective = activation_checkpoint.mode == "selective"
-            checkpoint_block(
-                block.module,
-                activation_checkpoint.reentrant,
-                checkpoint_context_fn if selective else None,
-                partial(trace.record, "BACKWARD", made.blocks[index].name),
-            )
-    enclose(model, builder.scopes[-1])
-    _watch(model, made)
-    members = made.replicated.everyone()
-    watch(model, [(member.name, member.parameter) for member in members])
     return made
 
 
@@ -196,7 +168,9 @@ class _Builder:
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
         self.scopes[-1] = Scope(block=False)
 
-    def build(self, trace: Trace) -> ISPCommunicator:
+    def build(
+        self, trace: Trace, checkpoint: ActivationCheckpointConfig | None
+    ) -> ISPCommunicator:
         shape = self.mesh.shape
         assignments = assign(self.model, self.structure, self.config, shape.expert)
         plan = chunk_plan(
@@ -228,22 +202,30 @@ class _Builder:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
             if self.own is not None:
                 weight.communicator = UsersCommunicator(communicator.state, self.own)
-        scopes = (self.model, *(block.module for block in self.structure.blocks))
         for owner, member in places:
             scope = self.scopes[block_of(owner.module_name, self.structure)]
-            wrapped = not any(owner.module is module for module in scopes)
-            attach(owner.module, owner.module_name, owner.name, member, scope, wrapped)
+            attach(owner.module, owner.module_name, owner.name, member, scope)
             communicator.places[owner.module, owner.name] = member
         hooked = [
-            (block.module, unit, block.trigger_module)
-            for block, unit in zip(self.structure.blocks, blocks, strict=True)
+            BlockHooks(
+                block.module,
+                blocks[i],
+                self.scopes[i],
+                block.trigger_module,
+                checkpoint if i in self.recomputed else None,
+            )
+            for i, block in enumerate(self.structure.blocks)
         ]
-        communicator.hooks = Prefetcher(
-            communicator,
+        selective = checkpoint is not None and checkpoint.mode == "selective"
+        communicator.hooks = register_hooks(
             self.model,
+            self.scopes[-1],
             hooked,
+            communicator,
             self._entered(communicator),
             self.dtype,
+            self.config.compile,
+            checkpoint_context_fn if selective else None,
         )
         return communicator
 
@@ -373,54 +355,6 @@ class _Builder:
                 counts(args, kwargs)
 
         return entered
-
-
-def _watch(model: nn.Module, communicator: ISPCommunicator) -> None:
-    """Notice writes that no version counter shows: fused optimizers, loads (WP-11)."""
-    reference = weakref.ref(communicator)
-
-    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = reference()
-        if alive is None:
-            return
-        written = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        for member in alive.replicated.everyone():
-            if id(member.parameter) in written:
-                member.invalidate()
-
-    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = reference()
-        if alive is None:
-            return
-        refuse_optimizer(optimizer, (member.parameter for member in alive.replicated.everyone()))
-        if alive.unfinished:
-            alive.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
-        if alive.state.handles:  # another model's optimizer writes none of the shards they read
-            ours = {id(member.parameter) for member in alive.replicated.everyone()}
-            if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
-                alive.settle_gathers()
-
-    # Never removed: a finalizer could run while torch iterates over its hooks.
-    register_optimizer_step_pre_hook(stepping)
-    register_optimizer_step_post_hook(stepped)
-    model.register_state_dict_pre_hook(lambda *_: communicator.publish())
-    for module in model.modules():
-        if weights_of(module):
-            module.register_load_state_dict_post_hook(partial(_loaded, communicator))
-
-
-def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
-    """A module's parameters were loaded; with ``assign=True`` ours were replaced: take the values.
-
-    Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
-    """
-    for name in weights_of(module):
-        member = communicator.places[module, name]
-        given = module._parameters.get(name)
-        if given is not None and given is not member.parameter:
-            member.take(given)
-            module._parameters[name] = member.parameter
-        member.invalidate()
 
 
 def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> None:

@@ -334,13 +334,14 @@ def plain(saves: bool) -> Callable[[type[nn.Module]], type[nn.Module]]:
     return note
 
 
-def wrap(module: nn.Module, held: Weights) -> None:
+def wrap(module: nn.Module) -> None:
     """Have ``module``'s own forward take its own weights, and keep them for the backward.
 
     The forward is wrapped and not the call, so that a checkpoint around it, and a direct call of
     ``forward``, find the weights.
     """
-    inner = module.forward
+    held, inner = module._parameters, module.forward
+    assert isinstance(held, Weights), "attach() came before"
     saves = _PLAIN.get(type(module)) if set(held) <= {"weight", "bias"} else None
     simple = saves is not None
 
@@ -491,21 +492,13 @@ def unwritten(weight: Weight, tensor: Tensor) -> None:
         )
 
 
-def attach(
-    module: nn.Module, module_name: str, name: str, weight: Weight, scope: Scope, wrapped: bool
-) -> None:
-    """Make ``module`` use its parameter ``name`` as ``weight`` from now on.
-
-    Args:
-        wrapped: its own forward takes the weights (:func:`wrap`); a block's is a scope already.
-    """
+def attach(module: nn.Module, module_name: str, name: str, weight: Weight, scope: Scope) -> None:
+    """Make ``module`` hold its parameter ``name`` as ``weight`` from now on."""
     held = module._parameters
     if not isinstance(held, Weights):
         owner = f"{type(module).__name__} {module_name}".strip()
         held = module.__dict__["_parameters"] = Weights(held, owner, scope)
         scope.members.append(held)
-        if wrapped:
-            wrap(module, held)
     held.weights[name] = weight
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,14 +12,21 @@ from internsp.autograd import compiled
 from internsp.errors import GradientError, StructureError
 from internsp.layers.supported import is_compiled
 
-Named = Sequence[tuple[str, nn.Parameter]]
+
+class Member(Protocol):
+    """A parameter that ``parallelize`` has made."""
+
+    name: str
+    parameter: nn.Parameter
 
 
-def watch(model: nn.Module, parameters: Named) -> None:
-    """At each forward of ``model``, refuse what would run past communication.
+def require_no_gradient_hooks(
+    model: nn.Module, members: Sequence[Member]
+) -> Callable[..., None]:
+    """A forward pre-hook of ``model`` that refuses what would run past communication.
 
     Args:
-        parameters: those that ``parallelize`` has made.
+        members: the parameters that ``parallelize`` has made.
     """
     first = [True]
 
@@ -29,15 +36,17 @@ def watch(model: nn.Module, parameters: Named) -> None:
                 if is_compiled(module):
                     raise compiled(name or "the model")
             first.clear()
-        for name, parameter in parameters:
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        for member in members:
+            parameter = member.parameter
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise GradientError(
-                    f"{name} has a gradient hook, which autograd would call without a gradient: "
-                    "that exists when its reduction is finished, after backward. Remove the hook "
-                    "and read .grad when backward() has returned, or hook the modules' outputs"
+                    f"{member.name} has a gradient hook, which autograd would call without a "
+                    "gradient: that exists when its reduction is finished, after backward. Remove "
+                    "the hook and read .grad when backward() has returned, or hook the modules' "
+                    "outputs"
                 )
 
-    model.register_forward_pre_hook(look)
+    return look
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:

@@ -16,9 +16,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id as graph_task
 
-from internsp.autograd import in_backward
+from internsp.autograd import NO_TASK, graph_task
 from internsp.errors import OrderError, StaleWeightError
 from internsp.failure.last_words import EndOfBackward
 from internsp.failure.recovery import Recovery
@@ -114,7 +113,7 @@ class UsersCommunicator(WPCommunicator):
 
     def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""
-        if not in_backward():
+        if graph_task() == NO_TASK:
             self.own.release(weight)
 
     def before_backward(self, weight: ShardedParameter) -> None:
@@ -142,13 +141,13 @@ class EmbeddingWeightParallelCommunicator(WPCommunicator):
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
         _follow_autocast(weight)
-        phase = RECOMPUTE if in_backward() else FORWARD
+        phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         self._chunk.perform(self._queue.use(self.unit, weight, phase))
         return self._chunk.pool.view(weight)
 
     def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""
-        if not in_backward():
+        if graph_task() == NO_TASK:
             self._chunk.perform(self._queue.release(self.unit, weight))
 
     def before_backward(self, weight: ShardedParameter) -> None:
@@ -256,7 +255,7 @@ class ISPCommunicator(WPCommunicator):
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
         unit, phase = weight.unit, FORWARD
-        if graph_task() != -1:  # in backward, without a Python call for each use
+        if graph_task() != NO_TASK:
             phase = RECOMPUTE
             self._note_recompute(unit)
         _follow_autocast(weight)
@@ -266,7 +265,7 @@ class ISPCommunicator(WPCommunicator):
     def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
         """See :meth:`WPCommunicator.unshard_all`."""
         unit, phase = weights[0].unit, FORWARD
-        if in_backward():
+        if graph_task() != NO_TASK:
             phase = RECOMPUTE
             self._note_recompute(unit)
         for weight in weights:
@@ -277,14 +276,14 @@ class ISPCommunicator(WPCommunicator):
 
     def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""
-        if graph_task() == -1:
+        if graph_task() == NO_TASK:
             actions = self.queue.release(weight.unit, weight)
             if len(actions) > 1 or self.state.trace.enabled:
                 self.state.perform(actions)
 
     def release_all(self, weights: Sequence[ShardedParameter]) -> None:
         """Its bytes are released when the block is left; with rolling gathers, here."""
-        if not in_backward() and (self.queue.policy.rolling or self.state.trace.enabled):
+        if graph_task() == NO_TASK and (self.queue.policy.rolling or self.state.trace.enabled):
             self.state.perform(self.queue.release_all(weights[0].unit))
 
     def before_backward(self, weight: ShardedParameter) -> None:
@@ -407,7 +406,7 @@ class ISPCommunicator(WPCommunicator):
 
     def enter_block(self, unit: Unit) -> None:
         """A block's forward or recompute begins."""
-        if in_backward():
+        if graph_task() != NO_TASK:
             self.enter_backward(unit)
         else:
             self._check_order(unit)
@@ -419,7 +418,7 @@ class ISPCommunicator(WPCommunicator):
 
     def on_trigger(self, unit: Unit) -> None:
         """The trigger inside a block fires: gather what comes next."""
-        self.state.perform(self.queue.trigger(unit, recompute=in_backward()))
+        self.state.perform(self.queue.trigger(unit, recompute=graph_task() != NO_TASK))
 
     # backward
 

@@ -1,4 +1,4 @@
-"""When: the hooks that perform the schedule on a model (InternEvo's prefetch, made tag-based).
+"""Every hook of a parallel model, registered by one function (:func:`register_hooks`).
 
 Nothing here decides what is gathered; every hook says where the model is, and
 :class:`internsp.wp.communicator.ISPCommunicator` acts. The phase is found from where a hook fires
@@ -8,81 +8,177 @@ Nothing here decides what is gathered; every hook says where the model is, and
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from internsp.autograd import (
+    NO_TASK,
     Given,
     given,
-    in_backward,
+    graph_task,
     no_second_derivatives,
     on_gradient,
     own,
     refuse_transformed,
     tensors,
+    transforming,
 )
+from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
+from internsp.layers.entry import compile_block, take_at_entry
+from internsp.layers.parameters import Scope, enclose, weights_of, wrap
+from internsp.layers.recompute import ContextFn, checkpoint_block
+from internsp.layers.watch import refuse_optimizer, require_no_gradient_hooks
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import not_to_be_copied
 from internsp.wp.slots import Unit
 
+Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
-class Prefetcher:
-    """Hooks of one chunk. ``remove`` takes them off again.
+
+@dataclass
+class BlockHooks:
+    """A block's module and what its hooks need.
+
+    Attributes:
+        trigger: the module inside it whose forward is the prefetch trigger; ``None``: its entry.
+        checkpoint: it recomputes its activations, in this form.
+    """
+
+    module: nn.Module
+    unit: Unit
+    scope: Scope
+    trigger: nn.Module | None
+    checkpoint: ActivationCheckpointConfig | None
+
+
+def register_hooks(
+    root: nn.Module,
+    root_scope: Scope,
+    blocks: Sequence[BlockHooks],
+    communicator: ISPCommunicator,
+    entered: Entered | None = None,
+    compute_dtype: torch.dtype | None = None,
+    compiles: bool = False,
+    context_fn: ContextFn | None = None,
+) -> Hooks:
+    """Register all of them, outermost first, in the order in which they fire.
+
+    Those of backward stand on tensors and nodes of a graph, and so are registered in each forward:
+    ``Tensor.register_hook`` on the outputs of the model and of each block
+    (:meth:`Hooks._leave_root`, :meth:`Hooks._leave_block`: backward enters here, gather),
+    ``Node.register_prehook`` on what a module made with its weights
+    (:func:`internsp.layers.parameters.leave`: the values must be there again), the weights' own
+    nodes (:class:`internsp.layers.parameters.Views`: a gradient is ready), and
+    ``Variable._execution_engine.queue_callback`` for the end of the outermost backward
+    (:meth:`ISPCommunicator._queue_end`).
 
     Args:
-        at_entry: called with the root's arguments at each outermost forward.
+        entered: called with the root's arguments at each outermost forward.
         compute_dtype: of the weights, where it is not their own; the root's floating inputs are
             cast to it.
+        compiles: ``torch.compile`` takes each block as a whole.
+        context_fn: what selective checkpointing keeps.
     """
+    hooks = Hooks(communicator, entered, compute_dtype)
+    keep = hooks.handles.append
+    members = communicator.replicated.everyone()
+
+    # The model. First of all hooks, so that a user's own find the weights' state of this pass.
+    keep(root.register_forward_pre_hook(hooks._enter_root, prepend=True, with_kwargs=True))
+    # After the user's own hooks of the model: a gradient hook on a parameter may be theirs.
+    keep(root.register_forward_pre_hook(require_no_gradient_hooks(root, members)))
+    # Called after an exception too: the ranks that will wait for this one are told.
+    keep(root.register_forward_hook(hooks._leave_root, always_call=True))
+
+    for block in blocks:
+        # The call: a checkpoint lies inside, so that these fire once in forward, and the recompute
+        # is seen by the gradient of the output.
+        enter = partial(hooks._enter_block, block.unit)
+        leave = partial(hooks._leave_block, block.unit)
+        keep(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        keep(block.module.register_forward_hook(leave))
+        trigger = block.trigger if block.trigger is not None else block.module
+        keep(trigger.register_forward_pre_hook(partial(hooks._on_trigger, block.unit)))
+
+    # Inside the calls: forwards of modules with weights of their own, ...
+    scopes = {id(root), *(id(block.module) for block in blocks)}
+    for module in root.modules():
+        if weights_of(module):
+            # ``assign=True`` puts other parameters in place of ours: their values are taken.
+            keep(module.register_load_state_dict_post_hook(partial(_loaded, communicator)))
+            if id(module) not in scopes:  # those of blocks and of the model are wrapped below
+                wrap(module)
+    # ... of blocks, which hold weights that are read past their modules, ...
+    for block in blocks:
+        if compiles:
+            compile_block(block.module)
+        elif block.unit.at_entry:
+            take_at_entry(block.module)
+        else:
+            enclose(block.module, block.scope)
+        if block.checkpoint is not None:  # around it, so that the recompute finds the weights
+            record = partial(communicator.state.trace.record, "BACKWARD", block.unit.name)
+            reentrant = block.checkpoint.reentrant
+            checkpoint_block(block.module, reentrant, context_fn, record)
+    # ... and of the model, for weights beside the blocks.
+    enclose(root, root_scope)
+
+    # Between two passes: what an optimizer writes, no version counter shows (foreach, fused), and
+    # what it is still publishing must be there before a state_dict reads it (WP-3, WP-11).
+    keep(root.register_state_dict_pre_hook(lambda *_: communicator.publish()))
+    alive = weakref.ref(communicator)
+    # Never removed: a finalizer could run while torch iterates over its hooks.
+    register_optimizer_step_pre_hook(partial(_stepping, alive))
+    register_optimizer_step_post_hook(partial(_stepped, alive))
+    return hooks
+
+
+class Hooks:
+    """What the hooks of one chunk do. ``remove`` takes those of its modules off again."""
 
     def __init__(
         self,
         communicator: ISPCommunicator,
-        root: nn.Module,
-        blocks: list[tuple[nn.Module, Unit, nn.Module | None]],
-        at_entry: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None,
-        compute_dtype: torch.dtype | None = None,
+        entered: Entered | None,
+        compute_dtype: torch.dtype | None,
     ) -> None:
         self.communicator = communicator
+        self.handles: list[RemovableHandle] = []
         self._compute_dtype = compute_dtype
-        self._at_entry = at_entry
+        self._entered = entered
         self._given: dict[Unit, Given] = {}
-        self._handles = [
-            root.register_forward_pre_hook(self._enter_root, prepend=True, with_kwargs=True),
-            root.register_forward_hook(self._leave_root, always_call=True),
-        ]
-        for module, unit, inside in blocks:
-            self._handles += [
-                module.register_forward_pre_hook(
-                    partial(self._enter_block, unit), prepend=True, with_kwargs=True
-                ),
-                module.register_forward_hook(partial(self._leave_block, unit)),
-            ]
-            trigger = inside if inside is not None else module
-            self._handles.append(trigger.register_forward_pre_hook(partial(self._on_trigger, unit)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
 
     def remove(self) -> None:
         """Take every hook off."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        refuse_transformed("the model", module._compiled_call_impl is not None)
-        if in_backward():
+        compiled = module._compiled_call_impl is not None  # module.compile()
+        if compiled or transforming() or torch.compiler.is_compiling():
+            refuse_transformed("the model", compiled)
+        if graph_task() != NO_TASK:
             return None
-        if self._at_entry is not None:
-            self._at_entry(args, kwargs)
+        if self._entered is not None:
+            self._entered(args, kwargs)
         self.communicator.begin_forward()
         if self._compute_dtype is None:
             return None
@@ -92,7 +188,7 @@ class Prefetcher:
         return given.to(self._compute_dtype) if given.is_floating_point() else given
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if graph_task() != NO_TASK:
             return
         self.communicator.leave_forward()
         error = sys.exc_info()[1]
@@ -118,18 +214,20 @@ class Prefetcher:
         self.communicator.expect_last_block()
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        refuse_transformed(f"block {unit.name}", module._compiled_call_impl is not None)
+        compiled = module._compiled_call_impl is not None
+        if compiled or transforming() or torch.compiler.is_compiling():
+            refuse_transformed(f"block {unit.name}", compiled)
         self.communicator.enter_block(unit)
         self._given[unit] = given((args, kwargs))
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        recompute = in_backward()
+        recompute = graph_task() != NO_TASK
         before = self._given.pop(unit, {})
         if not recompute:
             self.communicator.leave_block(unit)
         if not torch.is_grad_enabled():
             return
-        if not any(True for _ in tensors(output)):
+        if not isinstance(output, Tensor) and not any(True for _ in tensors(output)):
             raise StructureError(
                 f"block {unit.name} returns a {type(output).__name__}, in which no tensor can be "
                 "found, so that its backward could not be prefetched: return tensors, or tuples, "
@@ -150,3 +248,46 @@ class Prefetcher:
 
     def _on_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self.communicator.on_trigger(unit)
+
+
+def _stepping(
+    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    """Any optimizer of torch is about to step, perhaps ours or another model's."""
+    communicator = alive()
+    if communicator is None:
+        return
+    members = communicator.replicated.everyone()
+    refuse_optimizer(optimizer, (member.parameter for member in members))
+    if communicator.unfinished:
+        communicator.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
+    if communicator.state.handles:  # another model's optimizer writes none of the shards they read
+        ours = {id(member.parameter) for member in members}
+        if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+            communicator.settle_gathers()
+
+
+def _stepped(
+    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    communicator = alive()
+    if communicator is None:
+        return
+    written = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    for member in communicator.replicated.everyone():
+        if id(member.parameter) in written:
+            member.invalidate()
+
+
+def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
+    """A module's parameters were loaded; with ``assign=True`` ours were replaced: take the values.
+
+    Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
+    """
+    for name in weights_of(module):
+        member = communicator.places[module, name]
+        given = module._parameters.get(name)
+        if given is not None and given is not member.parameter:
+            member.take(given)
+            module._parameters[name] = member.parameter
+        member.invalidate()

@@ -100,30 +100,36 @@ class Chunk:
         _, phase, unit, weights, evicted = action
         slot = self.pool.slots[unit.slot]
         slot.take(unit, weights, evicted, self.pool.poison)
-        runs = runs_of(weights, lambda w: w.compute_dtype) if len(weights) > 1 else (weights,)
-        for launched in runs:
-            handle = self._launch(unit, slot, launched, phase)
-            if handle.work is None:
-                self._decode(launched)
-            else:
-                handle.carries = launched
-                for weight in launched:
-                    self.handles[weight] = handle
-
-    def _launch(
-        self, unit: Unit, slot: Slot, weights: Sequence[ShardedParameter], phase: str
-    ) -> Handle:
-        first = weights[0]
-        collectives = self.gathers[first.axis]
         if len(weights) > 1:
-            outputs = [slot.flat(unit, weight) for weight in weights]
-            shards, names = [w.to_send() for w in weights], [w.name for w in weights]
-            return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
-        if self.codec is not None and first in self.codec.coded:  # large: it travels by itself
-            output, shard = self.codec.encode(first, slot.flat(unit, first), slot.streams)
+            for run in runs_of(weights, lambda weight: weight.compute_dtype):
+                self._launched(run, self._coalesced(unit, slot, run, phase))
+            return
+        weight = weights[0]
+        collectives = self.gathers[weight.axis]
+        if self.codec is not None and weight in self.codec.coded:
+            output, shard = self.codec.encode(weight, slot.flat(unit, weight), slot.streams)
         else:
-            shard, output = first.to_send(), slot.flat(unit, first)
-        return collectives.all_gather(output, shard, unit.name, first.name, phase)
+            shard, output = weight.to_send(), slot.flat(unit, weight)
+        handle = collectives.all_gather(output, shard, unit.name, weight.name, phase)
+        self._launched(weights, handle)
+
+    def _coalesced(
+        self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
+    ) -> Handle:
+        outputs = [slot.flat(unit, weight) for weight in weights]
+        shards, names = [w.to_send() for w in weights], [w.name for w in weights]
+        collectives = self.gathers[weights[0].axis]
+        if len(weights) == 1:
+            return collectives.all_gather(outputs[0], shards[0], unit.name, names[0], phase)
+        return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
+
+    def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
+        if handle.work is None:
+            self._decode(weights)
+            return
+        handle.carries = weights
+        for weight in weights:
+            self.handles[weight] = handle
 
     def _wait(self, action: Action) -> None:
         name = action.unit.name if action.unit is not None else ""
