@@ -8,10 +8,10 @@ only sums over more than a few milliseconds mean anything, and a lost time may b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tools.bench.bounds import MBIT, union
+from tools.bench.bounds import MBIT
 
 Intervals = list[tuple[float, float]]
 Named = list[tuple[float, float, str]]
@@ -62,6 +62,17 @@ def causes(flights: Sequence[Intervals], end: float) -> Named:
         named += [(x, y, BEHIND) for x, y in gaps(ready, a, b)]
     named += [(a, b, NOTHING) for a, b in gaps(asked, 0.0, end)]
     return sorted((max(a, 0.0), min(b, end), name) for a, b, name in named if a < end and b > 0.0)
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Sorted, disjoint intervals that cover the same."""
+    out: Intervals = []
+    for low, high in sorted(intervals):
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return out
 
 
 def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> Intervals:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from internsp import ParallelMesh
 from internsp.wp.collectives import gather_slices, send_pairs
-from tools.bench.fsdp import Works, cuts
 from tools.bench.model import DTYPE
+from tools.overlap.fsdp import Works, cuts
 
 MESSAGES = 0
 """In place of a number of pieces: messages between pairs, one an unsharded weight."""

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tools.bench.model import Blocks
-from tools.bench.options import Spec
-from tools.bench.variants import Variant
+from tools.overlap.options import Spec
+from tools.overlap.variants import Variant
 
 CHUNKS = 8
 PENDING = 2  # reductions in flight, in blocks: what internsp allows itself
