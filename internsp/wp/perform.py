@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.mesh import WeightAxis
-from internsp.quantize import Codec
+from internsp.quantize import Quantizer
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.ledger import Counters
@@ -39,7 +39,7 @@ class Chunk:
         collectives: of the dense axis; waits, ledger and trace are the same for every axis.
         gathers: of each axis, ``collectives`` among them.
         queue: decides what happens next.
-        codec: codes the weights of blocks for their gathers, where asked for.
+        quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
             runs.
         at_next_pass: called when a pass gathers nothing more: a pipeline prefetches for the next.
@@ -52,7 +52,7 @@ class Chunk:
     queue: GatherQueue[Unit, ShardedParameter]
     counters: Counters
     trace: Trace
-    codec: Codec | None = None
+    quantizer: Quantizer | None = None
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
     at_next_pass: Callable[[], None] = lambda: None
@@ -134,7 +134,7 @@ class Chunk:
         for launched in runs_of(weights, lambda weight: weight.compute_dtype):
             handle = self._launch(unit, slot, launched, phase)
             if handle.done:
-                self._decode(launched)
+                self._dequantize(launched)
             else:
                 handle.carries = launched
                 for weight in launched:
@@ -145,8 +145,8 @@ class Chunk:
     ) -> Handle:
         first = weights[0]
         collectives, output = self.gathers[first.axis], slot.flat(unit, first)
-        if self.codec is not None and first in self.codec.coded:  # large: it travels by itself
-            received, sent = self.codec.encode(first, output, slot.streams)
+        if self.quantizer is not None and first in self.quantizer.weights:  # large: it goes alone
+            received, sent = self.quantizer.quantize(first, output, slot.streams)
             return collectives.all_gather(received, sent, unit.name, first.name, phase)
         if len(weights) == 1:
             return collectives.all_gather(output, first.to_send(), unit.name, first.name, phase)
@@ -162,10 +162,10 @@ class Chunk:
                 for other in handle.carries:
                     del self.handles[other]
                 self.collectives.wait(handle, name, action.weights[0].name, action.phase)
-                if self.codec is not None:
-                    self._decode(handle.carries)
+                if self.quantizer is not None:
+                    self._dequantize(handle.carries)
 
-    def _decode(self, weights: Sequence[ShardedParameter]) -> None:
-        """A gather was waited for: what came coded is decoded into its slot."""
-        if self.codec is not None and weights[0] in self.codec.coded:
-            self.codec.arrived(weights[0])
+    def _dequantize(self, weights: Sequence[ShardedParameter]) -> None:
+        """A gather was waited for: what came quantized fills its slot."""
+        if self.quantizer is not None and weights[0] in self.quantizer.weights:
+            self.quantizer.dequantize(weights[0])

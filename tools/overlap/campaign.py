@@ -20,7 +20,7 @@ from tools.overlap.network import Link
 from tools.overlap.options import Options, Spec
 
 CALIBRATION_STEPS = 5
-EXACT, CODED = Agreement(), Agreement(first=1e-2, decrease=0.1)  # coded weights are rounded
+EXACT, ROUNDED = Agreement(), Agreement(first=1e-2, decrease=0.1)
 Say = Callable[[str], None]
 Answers = list[dict[str, Any]]
 
@@ -147,8 +147,8 @@ def check(
     losses = [sum(column) for column in zip(*(a["losses"] for a in answers), strict=True)]
     if spec.family == "compute":
         losses = losses[:1]
-    rounded = spec.family == "ours" and "codec" in spec.arguments()
-    return (CODED if rounded else EXACT).refuses(losses, reference)
+    rounded = spec.family == "ours" and "quantize" in spec.arguments()
+    return (ROUNDED if rounded else EXACT).refuses(losses, reference)
 
 
 def steps_of(answers: Answers) -> list[float]:

@@ -1,6 +1,6 @@
-"""What coded weights do to the loss: the same training with every codec, side by side.
+"""What quantized all-gathers do to the loss: the same training with each kind, side by side.
 
-    python tools/codec_losses.py --text tests/data --steps 50
+    python tools/quantize_losses.py --text tests/data --steps 50
 
 The text is small, so that a run of minutes shows whether rounded weights still fit it. Seed, data
 order and initial values are the same in all runs; only what the gathers carry differs.
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train with each codec and print the losses."""
+    """Train with each kind and print the losses."""
 
     config: Path = ROOT / "configs" / "demo.toml"
     """Of the run; model, data and steps are overridden below."""
@@ -37,13 +37,13 @@ class Arguments:
     """Optimizer steps of each run."""
     every: int = 10
     """Steps between printed rows."""
-    codecs: tuple[str, ...] = ("none", "int8", "fp8")
+    kinds: tuple[str, ...] = ("none", "int8", "fp8")
     """The first is what the others are compared with."""
     options: tuple[str, ...] = ()
     """More options of the runs, as SECTION.KEY=VALUE."""
 
 
-def words(given: Arguments, codec: str, output: Path) -> list[str]:
+def words(given: Arguments, kind: str, output: Path) -> list[str]:
     """The words of one run's command line."""
     changes = {
         "data.source": "text",
@@ -54,7 +54,7 @@ def words(given: Arguments, codec: str, output: Path) -> list[str]:
         "train.sample_bytes": "0",
         "train.log_every": str(given.steps),
         "checkpoint.save": "false",
-        "weight_parallel.codec": codec,
+        "weight_parallel.quantize": kind,
         **dict(option.split("=", 1) for option in given.options),
     }
     options = [word for key, value in changes.items() for word in (f"--{key}", value)]
@@ -82,16 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or the exit status of the first run that failed."""
     given = tyro.cli(Arguments, args=argv, description=__doc__)
     runs: dict[str, list[StepMetrics]] = {}
-    with tempfile.TemporaryDirectory(prefix="codec-losses-") as home:
-        for codec in given.codecs:
-            output = Path(home) / codec
+    with tempfile.TemporaryDirectory(prefix="quantize-losses-") as home:
+        for kind in given.kinds:
+            output = Path(home) / kind
             # In this process: what the ranks of the runs have in common is loaded once.
-            status = internsp(words(given, codec, output))
+            status = internsp(words(given, kind, output))
             if status:
-                print(f"{codec}: exit status {status}", file=sys.stderr)
+                print(f"{kind}: exit status {status}", file=sys.stderr)
                 return status
-            runs[codec] = read_metrics(output / "metrics.jsonl")
-            print(f"{codec}: {len(runs[codec])} steps", file=sys.stderr)
+            runs[kind] = read_metrics(output / "metrics.jsonl")
+            print(f"{kind}: {len(runs[kind])} steps", file=sys.stderr)
     print("\n".join(table(runs, given.every)))
     return 0
 
