@@ -1,7 +1,7 @@
 """What the machinery costs and hides on one GPU: overhead, an EMULATED link, streams at odds.
 
 One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
-runs in a tiny form on the CPU, which tells that it works and nothing about speed:
+runs in a tiny form on the CPU, which shows that it works and nothing about speed:
 
     python -m tools.bench_gpu --json gpu.json --markdown docs/performance.md
     python -m tools.bench_gpu --device cpu

@@ -66,7 +66,7 @@ def measure(options: Options) -> tuple[dict[str, Any], Page, Page]:
             summary = chunks.run(options, link, session, say)
             return summary, chunks.page(summary), chunks.page(summary)
         outcome = campaign.run(options, link, session, say)
-    summary = campaign.summarise(outcome)
+    summary = campaign.summarize(outcome)
     return summary, report.page(summary, legend=True), report.page(summary)
 
 

@@ -21,6 +21,7 @@ if __package__ in (None, ""):
 
 from internsp.cli import main as internsp
 from internsp.report.metrics import StepMetrics, read_metrics
+from tools.bench.report import markdown_rows, say
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,19 +64,15 @@ def words(given: Arguments, kind: str, output: Path) -> list[str]:
 
 def table(runs: Mapping[str, Sequence[StepMetrics]], every: int) -> list[str]:
     """Losses by step, and what the gathers of a step carried, as lines of Markdown."""
-    names = list(runs)
-    first = runs[names[0]]
-    lines = ["| step | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
-    for index, row in enumerate(first):
-        if index == 0 or (index + 1) % every == 0 or index == len(first) - 1:
-            losses = [f"{runs[name][index].loss:.4f}" for name in names]
-            lines.append(f"| {row.step} | {' | '.join(losses)} |")
-    held_out = [next(r.eval_loss for r in reversed(runs[n]) if r.eval_loss is not None)
-                for n in names]
-    lines.append("| held out | " + " | ".join(f"{loss:.4f}" for loss in held_out) + " |")
-    carried = [f"{runs[name][-1].gathered_bytes / 2**20:.2f} MiB" for name in names]
-    lines.append("| gathered a step | " + " | ".join(carried) + " |")
-    return lines
+    each = list(runs.values())
+    rows = [("step", *runs)]
+    for index, first in enumerate(each[0]):
+        if index == 0 or (index + 1) % every == 0 or index == len(each[0]) - 1:
+            rows.append((str(first.step), *(f"{run[index].loss:.4f}" for run in each)))
+    held_out = [next(r.eval_loss for r in reversed(run) if r.eval_loss is not None) for run in each]
+    rows.append(("held out", *(f"{loss:.4f}" for loss in held_out)))
+    rows.append(("gathered a step", *(f"{run[-1].gathered_bytes / 2**20:.2f} MiB" for run in each)))
+    return markdown_rows(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,10 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # In this process: what the ranks of the runs have in common is loaded once.
             status = internsp(words(given, kind, output))
             if status:
-                print(f"{kind}: exit status {status}", file=sys.stderr)
+                say(f"{kind}: exit status {status}")
                 return status
             runs[kind] = read_metrics(output / "metrics.jsonl")
-            print(f"{kind}: {len(runs[kind])} steps", file=sys.stderr)
+            say(f"{kind}: {len(runs[kind])} steps")
     print("\n".join(table(runs, given.every)))
     return 0
 

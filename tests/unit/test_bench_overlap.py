@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from tools.bench.bounds import Line, play, shares
-from tools.bench.model import batch, elements, exchanged_bytes, layout, whole_batch
+from tools.bench.model import batch, elements, exchanged_bytes, full_batch, layout
 from tools.bench.report import put
 from tools.bench.rounds import Agreement, Spread, order
 from tools.bench.signals import terminate_as_interrupt
 from tools.overlap import campaign, report
 from tools.overlap.campaign import exposures
-from tools.overlap.fsdp import ChunkedAllGather, ChunkedReduceScatter, cuts
+from tools.overlap.fsdp import ChunkedAllGather, ChunkedReduceScatter, ranges_of
 from tools.overlap.laws import (
     ideal_seconds,
     least_bytes,
@@ -207,7 +207,7 @@ def test_a_preset_fills_what_flags_leave_open() -> None:
         (Options(variants=("ours:overlap",)), "KEY=VALUE"),
         (Options(variants=("ours@slow",)), "@free"),
         (Options(sequence_ranks=3), "not a multiple of --sequence-ranks"),
-        (Options(sequence_ranks=2, variants=("ours", "ddp")), "ddp cannot cut a sequence"),
+        (Options(sequence_ranks=2, variants=("ours", "ddp")), "ddp cannot shard a sequence"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_name(options: Options, words: str) -> None:
@@ -220,7 +220,7 @@ def test_cut_sequences_compare_triggers_and_their_parts_make_up_the_whole() -> N
     assert options.variants == TRIGGERS
     sizes = options.sizes()
     for data in range(2):
-        whole = whole_batch(sizes, data)
+        whole = full_batch(sizes, data)
         parts = [batch(sizes, rank) for rank in (2 * data, 2 * data + 1)]
         for index in range(2):
             assert torch.equal(torch.cat([part[index] for part in parts], 1), whole[index])
@@ -245,7 +245,7 @@ def test_a_variant_name_is_read_and_written_back() -> None:
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])
 def test_chunks_cover_everything_once(numel: int) -> None:
-    ranges = cuts(numel)
+    ranges = ranges_of(numel)
     assert len(ranges) == min(numel, 8)
     assert [i for a, b in ranges for i in range(a, b)] == list(range(numel))
 
@@ -384,7 +384,7 @@ def test_a_variant_that_trains_something_else_gets_no_time() -> None:
     session: Any = FakeSession(told)
     heard: list[str] = []
     outcome = campaign.run(options, Link(), session, heard.append)
-    summary = campaign.summarise(outcome)
+    summary = campaign.summarize(outcome)
     assert set(summary["variants"]) == {"compute", "ddp"}
     assert summary["variants"]["ddp"]["over_ideal"] == pytest.approx(2.0)
     assert summary["least_bytes"] == 16  # 16 bytes of weights, 2 ranks, 2 passes of 2 blocks

@@ -62,7 +62,7 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path, bench: Bench) -> None:
     for name in ("ours", *levers):
         row = summary["variants"][name]
         assert row["payload_seen"] == row["payload"], name
-        assert row["whole_bytes"] == row["slot_bytes"], name
+        assert row["unsharded_bytes"] == row["slot_bytes"], name
     payloads = [summary["variants"][name]["payload"] / ours["payload"] for name in levers]
     assert payloads[1] == payloads[2] < payloads[0] < 1 < payloads[3]
     assert ours["sent"] is None  # not known on a shared loopback
@@ -79,7 +79,7 @@ def test_cut_sequences_compete_for_the_link_and_train_the_same(
     flags = ("--network", "loopback", "--sequence-ranks", "2", "--json", str(file))
     done = bench(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
     assert done.returncode == 0, done.stderr
-    assert "every sequence cut over 2 ranks" in done.stdout
+    assert "every sequence sharded over 2 ranks" in done.stdout
     summary = json.loads(file.read_text())
     assert set(summary["variants"]) == {"compute", "ours", "ours:trigger=qkv"}
     tokens, hidden, layers = 16, 96, 3

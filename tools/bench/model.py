@@ -42,9 +42,9 @@ class Blocks(nn.Module):
     def __init__(self, sizes: Sizes, device: str = "cpu") -> None:
         super().__init__()
         config = model_config(sizes)
-        whole = Llama(config, device=device, dtype=DTYPE)
-        self.layers = whole.layers
-        self.head_dim, self.theta = whole.sizes.head_dim, config.rope_theta
+        zoo = Llama(config, device=device, dtype=DTYPE)
+        self.layers = zoo.layers
+        self.head_dim, self.theta = zoo.sizes.head_dim, config.rope_theta
         self.layout: SequenceLayout | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def fresh(sizes: Sizes, weights: Mapping[str, Tensor], device: str = "cpu") -> B
     return model
 
 
-def whole_batch(sizes: Sizes, data: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+def full_batch(sizes: Sizes, data: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     """Input and target of the ``data``-th sequences, not sharded, the same in every step.
 
     Args:
@@ -96,27 +96,27 @@ def whole_batch(sizes: Sizes, data: int, micro: int = 0) -> tuple[Tensor, Tensor
 def batch(sizes: Sizes, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     """One rank's part of its sequences: neighboring ranks share them where they are sharded."""
     data, part = divmod(rank, sizes.sequence_ranks)
-    whole = whole_batch(sizes, data, micro)
-    x, target = (w.detach().chunk(sizes.sequence_ranks, 1)[part].contiguous() for w in whole)
+    full = full_batch(sizes, data, micro)
+    x, target = (w.detach().chunk(sizes.sequence_ranks, 1)[part].contiguous() for w in full)
     return x.requires_grad_(True), target
 
 
 def layout(sizes: Sizes, rank: int) -> SequenceLayout | None:
-    """Where the rank's part lies; ``None`` where sequences are whole."""
+    """Where the rank's part lies; ``None`` where sequences are not sharded."""
     if sizes.sequence_ranks == 1:
         return None
     ids = torch.zeros(sizes.batch, sizes.sequence, dtype=torch.int64)
-    cut = sizes.sequence_ranks
-    return SequenceLayout.create(ids, rank=rank % cut, size=cut)
+    shards = sizes.sequence_ranks
+    return SequenceLayout.create(ids, rank=rank % shards, size=shards)
 
 
 def exchanged_bytes(sizes: Sizes) -> float:
     """Bytes a rank sends for attention in a step: q, k, v, the result, and their gradients."""
-    cut = sizes.sequence_ranks
-    tokens = sizes.micro_batches * sizes.batch * sizes.sequence / cut
+    shards = sizes.sequence_ranks
+    tokens = sizes.micro_batches * sizes.batch * sizes.sequence / shards
     share = (sizes.kv_heads or sizes.heads) / sizes.heads
     features = sizes.hidden * (2 + 2 * share) * 2
-    return sizes.layers * tokens * features * DTYPE.itemsize * (cut - 1) / cut
+    return sizes.layers * tokens * features * DTYPE.itemsize * (shards - 1) / shards
 
 
 def elements(sizes: Sizes) -> int:

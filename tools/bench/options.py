@@ -79,14 +79,36 @@ class Options:
         assert isinstance(value, int), f"{name} is filled in by resolve"
         return value
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; where outputs go is left out."""
+        return {k: v for k, v in asdict(self).items() if k not in OUTPUTS}
+
+
+@dataclass(frozen=True)
+class Trained(Options):
+    """Of a benchmark that trains the model of :mod:`tools.bench.model`."""
+
+    hidden: int | None = None
+    """Width of the blocks."""
+    heads: int | None = None
+    """Query heads."""
+    intermediate: int | None = None
+    """Width of the feed-forward network; none: 8/3 of hidden, where no preset says."""
+    layers: int | None = None
+    """Blocks."""
+    batch: int = 1
+    """Sequences a rank."""
+    steps: int = 2
+    """Timed steps of a variant in a round."""
+    lr: float = 1.0
+    """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
+    seed: int = 0
+    """Of weights, data and delays."""
+
     def sizes(self, **changes: Any) -> Sizes:
         """What the model takes of these options, and ``changes``."""
         own = {f.name: getattr(self, f.name) for f in fields(Sizes) if hasattr(self, f.name)}
         return Sizes(**{**own, **changes})
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; where outputs go is left out."""
-        return {k: v for k, v in asdict(self).items() if k not in OUTPUTS}
 
 
 def flag(name: str) -> str:

@@ -160,7 +160,7 @@ class Session(AbstractContextManager["Session"]):
     def _lost(self, rank: _Rank) -> RankError:
         rank.process.join(timeout=10)
         index, status = self._ranks.index(rank), rank.process.exitcode
-        return RankError(f"rank {index} ended with status {status}; it said:\n{rank.printed()}")
+        return RankError(f"rank {index} ended with status {status}; it printed:\n{rank.printed()}")
 
     def _end(self) -> None:
         for rank in self._ranks:

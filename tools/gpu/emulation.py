@@ -240,7 +240,7 @@ def _ours(
     link: Link, settings: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
 ) -> tuple[Trainee, ISPCommunicator]:  # fmt: skip
     blocks = on_device(model, weights, device)
-    # Norms stay whole on every rank: an emulated peer's norm is not this rank's shard.
+    # Norms are replicated: an emulated peer's norm is not this rank's shard.
     common = {"min_shard_elements": model.hidden + 1, "coalesce_bytes": 0}
     communicator = parallelize(
         blocks,

@@ -20,7 +20,7 @@ LOSSES, NORM = Agreement(each=2e-3, seen=0.02), 1e-2
 
 @dataclass
 class Trainee:
-    """A model, its data and its optimizer; :meth:`step` is one whole training step.
+    """A model, its data and its optimizer; :meth:`step` is one training step.
 
     Attributes:
         finish: after backward, what the variant must do to its gradients.
@@ -82,7 +82,7 @@ def trainee(
     optimizer: torch.optim.Optimizer | None = None,
     rank: int = 0,
 ) -> Trainee:
-    """Data of ``rank``, plain SGD unless told otherwise; the loss is a mean over all ranks'."""
+    """Data of ``rank``, plain SGD unless given; the loss is a mean over all ranks'."""
     x, target = batch(sizes, rank)
     return Trainee(
         name,

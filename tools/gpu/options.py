@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class Options(options.Trained):
     """Sizes left at none: 7B-like blocks on a GPU, tiny ones on a CPU."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -30,18 +30,8 @@ class Options(options.Options):
     parts: tuple[Part, ...] = ("overhead", "link", "streams", "ranks")
     """overhead: one rank beside the plain model and FSDP2. link: an EMULATED link. streams: the
     same losses with random delays on the side streams. ranks: several ranks on the device, gloo."""
-    hidden: int | None = None
-    """Width of the blocks."""
-    heads: int | None = None
-    """Query heads."""
-    intermediate: int | None = None
-    """Width of the feed-forward network."""
-    layers: int | None = None
-    """Blocks."""
     sequences: tuple[int, ...] | None = None
     """Tokens of a sequence; overhead takes each, the other parts the first."""
-    batch: int = 1
-    """Sequences a step."""
     compile: Compile | None = None
     """torch.compile of every block, in overhead."""
     emulated_ranks: int | None = None
@@ -52,14 +42,8 @@ class Options(options.Options):
     """Most random delay before and after a transfer, in streams."""
     ranks: int = 2
     """Processes on the one device, in ranks."""
-    steps: int = 2
-    """Timed steps of a variant in a round."""
     warm_up: int = 2
     """Steps of a variant before the first round."""
-    lr: float = 1.0
-    """Learning rate of plain SGD; the loss is a mean over elements."""
-    seed: int = 0
-    """Of weights, data and delays."""
 
     def resolve(self, device: str) -> Options:
         """The same for ``"cuda"`` or ``"cpu"`` with nothing left open, checked.

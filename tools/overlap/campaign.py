@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def exchanged(self) -> float:
-        """Bytes each rank sends for the attention of cut sequences in a step."""
+        """Bytes each rank sends for the attention of sharded sequences in a step."""
         return float(self.hello.get("exchanged", 0.0))
 
     @property
@@ -139,7 +139,7 @@ def check(
 ) -> str | None:
     """Whether the ranks' losses sum to the reference's; without exchange only the first can.
 
-    Compute only attends within its own part of a cut sequence, which is another loss: of that run
+    Compute only attends within its own shard of a sequence, which is another loss: of that run
     nothing is asked.
     """
     if spec.family == "compute" and sequence_ranks > 1:
@@ -156,7 +156,7 @@ def steps_of(answers: Answers) -> list[float]:
     return step_seconds([a["start"] for a in answers], [a["ends"] for a in answers])
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
+def summarize(outcome: Outcome) -> dict[str, Any]:
     """Medians, ratios and bounds of every variant that trained the same as the reference."""
     compute_runs = outcome.runs.get("compute", [])
     if "compute" in outcome.failed or not compute_runs:
@@ -200,6 +200,7 @@ def _row(
 ) -> dict[str, Any]:
     seconds = [s for answers in runs for s in steps_of(answers)]
     spread = Spread.of(seconds)
+    unsharded = [a["unsharded_bytes"] for a in runs[0] if "unsharded_bytes" in a]
     flat = [a for answers in runs for a in answers]
     first, sizes = runs[0][0], outcome.options.sizes()
     # Here payload is what the printed schedule says; a law holds for the others.
@@ -227,7 +228,7 @@ def _row(
         "sent": sent,
         "own_least": least,
         "over_least": sent / least if sent is not None and least else None,
-        "whole_bytes": max((a["whole_bytes"] for a in runs[0] if "whole_bytes" in a), default=None),
+        "unsharded_bytes": max(unsharded, default=None),
         "peak_bytes": max(a["peak_bytes"] for a in flat),
         "phases": first["phases"],
         "profile": first.get("profile"),
@@ -244,7 +245,7 @@ def _row(
 def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) -> dict[str, Any]:
     events = (first.get("profile") or {}).get("events", [])
     travelled = sum(e[6] for e in events if e[0] in ("AG", "RS", "FINISH", "PUBLISH"))
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "slot_bytes": first["slot_bytes"],
         "payload": first["payload"],
         "replica_bytes": first.get("replica_bytes", 0),
@@ -252,10 +253,10 @@ def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) ->
         "exposures": exposures(events),
     }
     rate = None if spec.free else outcome.rate_mbit
-    if rate is not None and not told["replica_bytes"]:  # the schedule has no replicas
+    if rate is not None and not row["replica_bytes"]:  # the schedule has no replicas
         bound = schedule_bound(outcome, first["schedule"], rate)
-        told.update({"bound": bound, "over_bound": median / bound})
-    return told
+        row.update({"bound": bound, "over_bound": median / bound})
+    return row
 
 
 def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float) -> float:

@@ -1,4 +1,4 @@
-"""``--probe chunks``: would weights cut into pieces travel faster over the benchmark's link?
+"""``--probe chunks``: would weights in pieces travel faster over the benchmark's link?
 
 The collectives of one step, in the order of the printed schedule, nothing computed: the library's
 messages, gloo's own collectives of unsharded weights, halves and quarters, with few and many in
@@ -33,7 +33,7 @@ def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, A
     """Measure every combination, interleaved, ``options.rounds`` times."""
     outcome = prepare(options, link, session, say)
     payload = session.ask("pieces_ready", pieces=PIECES)[0]
-    say(f"pieces arrive as the whole does; {payload} bytes a step")
+    say(f"pieces arrive as one collective does; {payload} bytes a step")
     cases = [(pieces, flying) for flying in FLYING for pieces in PIECES]
     seconds: Times = {case: [] for case in cases}
     busy: Times = {case: [] for case in cases}
@@ -44,10 +44,10 @@ def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, A
                 seconds[case].append(max(wall for wall, _ in ranks))
                 busy[case].append(statistics.mean(cpu for _, cpu in ranks))
         say(f"round {index + 1} of {options.rounds}")
-    return summarise(outcome, payload, seconds, busy)
+    return summarize(outcome, payload, seconds, busy)
 
 
-def summarise(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
+def summarize(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
     """Medians, and what they are of the rate and of unsharded weights with as many in flight."""
     rows: list[dict[str, Any]] = []
     for (pieces, flying), values in seconds.items():

@@ -15,7 +15,7 @@ def passes(layers: int, slots: int = 2, micro_batches: int = 1) -> Fraction:
     """Passes of all block weights over the link in a step, of the least that ``slots`` allow.
 
     A gather for forward, a gather for backward and a reduction: three passes a micro-batch, less
-    the blocks that a pass leaves whole in the slots for the next one: ``3 - slots / layers`` of
+    the blocks that a pass leaves unsharded in the slots for the next one: ``3 - slots / layers`` of
     one micro-batch, ``(3L - 2) / L`` for two slots. Gradients are reduced in every micro-batch.
     """
     turns = 2 * micro_batches - 1  # forward to backward, and backward to the next forward
@@ -39,7 +39,7 @@ def own_least_bytes(family: str, forms: Iterable[str], weight_bytes: int, ranks:
                     layers: int, micro_batches: int = 1) -> float | None:
     """Bytes a variant must send under its own memory rule (``None``: it sends nothing).
 
-    DDP keeps all weights whole and reduces once a step: two passes. FSDP2 reshards after every
+    DDP keeps all weights unsharded and reduces once a step: two passes. FSDP2 reshards after every
     block: two gathers and a reduction a micro-batch; without resharding after forward one gather,
     with its last block kept a block's gather less, with unsharded gradients summed (``full``) one
     reduction a step. In groups of two (``hybrid``) the others' half of the weights travels, and

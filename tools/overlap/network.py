@@ -86,7 +86,7 @@ class Namespaces(Link):
 
     Args:
         mtu: of every interface.
-        burst_kib: bucket of the token bucket filter; larger packets are cut to it.
+        burst_kib: bucket of the token bucket filter; larger packets are split.
         run: runs a command (a test may record instead).
         owner: the process id in the names.
     """

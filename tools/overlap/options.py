@@ -60,7 +60,7 @@ PRESETS: dict[str, Preset] = {
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class Options(options.Trained):
     """Sizes left at none come from the preset."""
 
     preset: PresetName = "even"
@@ -82,35 +82,23 @@ class Options(options.Options):
     """Least bytes / rate over compute; the rate follows from compute as measured first."""
     rate_mbit: float | None = None
     """Rate of each rank's link, in Mbit/s; given, it takes the ratio's place."""
-    hidden: int | None = None
-    """Width of the blocks."""
-    heads: int | None = None
-    """Query heads."""
     kv_heads: int | None = None
     """Key/value heads; none: as many as heads."""
-    intermediate: int | None = None
-    """Width of the feed-forward network; none: 8/3 of hidden."""
-    layers: int | None = None
-    """Blocks."""
-    batch: int = 1
-    """Sequences a rank."""
     sequence: int | None = None
     """Tokens of a sequence."""
     sequence_ranks: int = 1
-    """Ranks over which a sequence is cut: its all-to-alls compete for the link. For compute and
+    """Ranks over which a sequence is sharded: its all-to-alls compete for the link. For compute and
     ours only; the variants are then, unless given, where ours starts the next block's gather."""
     micro_batches: int = 1
     """Forward and backward passes of a step, each with data of its own."""
-    steps: int = 2
-    """Timed steps of a variant in a round, after --warm-up ones."""
+    warm_up: int = 1
+    """Steps of a variant in a round before those that count."""
     mtu: int = 9000
     """Of the links, in bytes."""
     burst_kib: int = 256
     """Bucket of the rate limit, in KiB."""
     lr: float = 20.0
-    """Learning rate of plain SGD; the loss is a mean, so its gradients are small."""
-    seed: int = 0
-    """Of weights and data."""
+    """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
     pin: bool = False
     """Bind rank r, gloo's threads included, to processor r modulo their number."""
     timeout: float = 300.0
@@ -136,20 +124,20 @@ class Options(options.Options):
         done.require_at_least(2, "ranks", why=": one rank sends nothing")
         done.require_multiple("hidden", of="heads")
         if done.sequence_ranks != 1:
-            done = done._with_cut_sequences()
+            done = done._with_sharded_sequences()
         names = done.variants if "compute" in done.variants else ("compute", *done.variants)
         unique = tuple(dict.fromkeys(names))
         for name in unique:
             Spec.parse(name).require(done.size("ranks"))
         return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
 
-    def _with_cut_sequences(self) -> Options:
+    def _with_sharded_sequences(self) -> Options:
         for name in ("ranks", "sequence", "heads"):
             self.require_multiple(name, of="sequence_ranks")
         done = replace(self, variants=TRIGGERS) if self.variants == DEFAULT_VARIANTS else self
         others = [v for v in done.variants if Spec.parse(v).family not in ("compute", "ours")]
         if others:
-            raise ValueError(f"--sequence-ranks: {', '.join(others)} cannot cut a sequence")
+            raise ValueError(f"--sequence-ranks: {', '.join(others)} cannot shard a sequence")
         return done
 
 

@@ -23,7 +23,7 @@ from tools.overlap.options import Options, Spec
 from tools.overlap.pieces import Message, messages, send, verify
 from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
-TOLD = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
+PROFILED = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
 """Kinds of events that the parent gets of the step that is looked into."""
 
 
@@ -79,7 +79,7 @@ class Worker:
         return seconds
 
     def pieces_ready(self, pieces: list[int]) -> int:
-        """Look whether pieces arrive as the whole does; bytes that a step sends."""
+        """Check that pieces arrive as one collective does; bytes that a step sends."""
         made = Ours(self.setting, Spec("ours"))
         schedule = made.report()["schedule"]
         self.messages = messages(schedule, self.setting.world)
@@ -89,7 +89,7 @@ class Worker:
         return sum(action[3] for action in schedule if action[0] in ("AG", "RS"))
 
     def pieces(self, pieces: int, flying: int, steps: int) -> list[tuple[float, float]]:
-        """Seconds and processor seconds of a step's collectives, after one that is not told."""
+        """Seconds and processor seconds of a step's collectives, after one that does not count."""
         mesh = self.setting.mesh
         return [send(mesh, self.messages, pieces, flying) for _ in range(steps + 1)][1:]
 
@@ -117,7 +117,7 @@ class Worker:
             if probe and index == 0 and figure() is not None:
                 with peak_of(variant.blocks, lambda: figure() or 0) as peak:
                     losses.append(variant.step())
-                result["whole_bytes"] = peak[0]
+                result["unsharded_bytes"] = peak[0]
             else:
                 losses.append(variant.step())
         result.update(self._timed(variant, steps, losses))
@@ -180,6 +180,6 @@ class Worker:
                 (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or over) - zero,
                  e.nbytes)
                 for e in events
-                if isinstance(variant, Ours) and (e.kind in TOLD or e.nbytes)
+                if isinstance(variant, Ours) and (e.kind in PROFILED or e.nbytes)
             ],
         }

@@ -17,15 +17,15 @@ HEAD = (
     "other cpu s",
     "sent MB",
     "sent / least",
-    "whole MB",
+    "unsharded MB",
     "peak MB",
 )
 LEGEND = """\
 step: forward, backward, SGD, over all ranks. over compute: step less compute only. waited: the
 computing thread, in Work.wait. other cpu: processor time of all other threads of a rank, gloo's
 among them. sent: by each rank's interface, headers included, over the least payload of that
-variant's own memory rule. whole: peak of unsharded weights. peak: resident memory of a rank above
-what the process had before the variant was built. MB are 10^6 bytes."""
+variant's own memory rule. unsharded: peak of unsharded weights. peak: resident memory of a rank
+above what the process had before the variant was built. MB are 10^6 bytes."""
 
 
 def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
@@ -49,7 +49,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
                 _number(r["other_cpu"], 3),
                 _number(r["sent"], 1, 1e6),
                 _number(r["over_least"], 3),
-                _number(r["whole_bytes"], 1, 1e6),
+                _number(r["unsharded_bytes"], 1, 1e6),
                 _number(r["peak_bytes"], 0, 1e6),
             )
         )
@@ -72,7 +72,7 @@ def facts(summary: dict[str, Any]) -> list[str]:
     ]
     if o["sequence_ranks"] > 1:
         lines.append(
-            f"every sequence cut over {o['sequence_ranks']} ranks: attention sends "
+            f"every sequence sharded over {o['sequence_ranks']} ranks: attention sends "
             f"{summary['exchanged_bytes'] / 1e6:.1f} MB a rank over the same link, which ideal "
             "counts and the schedules' bounds do not; compute only attends within its own part"
         )
@@ -109,8 +109,8 @@ def remarks(summary: dict[str, Any]) -> list[str]:
                 f"{row['label']}: payload sent in a step {row['payload_seen']} bytes, {same} the "
                 f"schedule's {row['payload']}{between}; slots {row['slot_bytes'] / 1e6:.1f} MB"
             )
-        cut = summary["options"]["sequence_ranks"] > 1
-        if (name == "ours" or cut) and row.get("exposures"):
+        shared = summary["options"]["sequence_ranks"] > 1
+        if (name == "ours" or shared) and row.get("exposures"):
             most = ", ".join(f"{u} {p} {s * 1e3:.0f} ms" for u, p, s in row["exposures"][:6])
             lines.append(f"{row['label']}: waited in one step, by block and phase: {most}")
         if name != "compute" and row.get("idle"):

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
 from internsp.plan.simulate import simulate
 from internsp.trace import Trace
-from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, layout, whole_batch
+from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, full_batch, layout
 from tools.bench.options import Sizes
 from tools.overlap.laws import HYBRID
 from tools.overlap.options import Options, Spec
@@ -33,7 +33,7 @@ Mark = Callable[[str], None]
 
 
 def no_mark(name: str) -> None:
-    """Where nobody wants a timeline."""
+    """For a step without a timeline."""
 
 
 @dataclass
@@ -166,11 +166,11 @@ class Variant(ABC):
         return {}
 
     def close(self) -> None:
-        """Let go of what garbage collection would not find."""
+        """Release what garbage collection would not find."""
         return
 
 
-def whole_bytes(model: nn.Module) -> int:
+def parameter_bytes(model: nn.Module) -> int:
     """Bytes of all parameters."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -199,19 +199,19 @@ class Compute(Variant):
 
     def unsharded_bytes(self) -> int:
         """All of them."""
-        return whole_bytes(self.model)
+        return parameter_bytes(self.model)
 
 
 class Ours(Variant):
     """internsp: ``parallelize`` with its defaults, changed by the settings in the name."""
 
     def prepare(self, model: Blocks) -> nn.Module:
-        """Cut the weights over the weight group: all ranks, unless the name says fewer."""
+        """Shard the weights over the weight group: all ranks, unless the name says fewer."""
         self.config = WeightParallelConfig(**self.spec.arguments())
         self.trace = Trace()
         model.layout = layout(self.setting.sizes, self.setting.rank)
         mesh = self.setting.mesh_for(self.spec)
-        assert model.layout is None or model.layout.rank == mesh.sequence_rank, "batch() cuts alike"
+        assert model.layout is None or model.layout.rank == mesh.sequence_rank, "as batch() does"
         self.communicator = parallelize(model, mesh, self.config, trace=self.trace)
         return model
 
@@ -225,8 +225,8 @@ class Ours(Variant):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """With full accumulation all but the last send no gradient."""
-        whole = self.config.accumulation == "full" and not last
-        return self.communicator.no_sync() if whole else nullcontext()
+        without = self.config.accumulation == "full" and not last
+        return self.communicator.no_sync() if without else nullcontext()
 
     def micro_batches(self) -> AbstractContextManager[Any]:
         """Nothing writes weights between them, so contents are used again."""
@@ -257,7 +257,7 @@ class Ours(Variant):
 def replica_bytes(optimizer: ZeroOptimizer) -> int:
     """Bytes a rank sends in a step to the holders of the same shards: gradients, new weights.
 
-    Weights that are not cut (norms) travel with their gradients in one all-reduce, not counted.
+    Weights that are not sharded (norms) travel with their gradients in one all-reduce, not counted.
     """
     total = 0
     for bucket in optimizer._buckets:
@@ -282,7 +282,7 @@ class Ddp(Variant):
 
     def unsharded_bytes(self) -> int:
         """All of them."""
-        return whole_bytes(self.model)
+        return parameter_bytes(self.model)
 
 
 def make(setting: Setting, spec: Spec) -> Variant:
@@ -322,7 +322,7 @@ def reference(setting: Setting, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=sizes.lr)
     groups = sizes.ranks // sizes.sequence_ranks
     batches = [
-        whole_batch(sizes, data, micro)
+        full_batch(sizes, data, micro)
         for micro in range(sizes.micro_batches)
         for data in range(groups)
     ]

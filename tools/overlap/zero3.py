@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3: an optional extra, skipped with a reason where it cannot be imported.
 
 Two of its limits decide whether it gathers again in backward at all: with the defaults
-(``stage3_max_live_parameters`` of 1e9) a small model simply stays whole. Here it may keep two
+(``stage3_max_live_parameters`` of 1e9) a small model simply stays unsharded. Here it may keep two
 blocks, as internsp does. It trains bf16 weights beside fp32 masters, which the others do not have.
 """
 
@@ -84,7 +84,7 @@ class Zero3(Variant):
         return float(total.detach()) / self.elements
 
     def unsharded_bytes(self) -> int:
-        """Matrices that are whole or on their way, by DeepSpeed's own book-keeping."""
+        """Matrices that are unsharded or on their way, by DeepSpeed's own book-keeping."""
         parameters: list[Any] = list(self.blocks.parameters())
         return sum(
             p.ds_numel * p.element_size()
