@@ -22,7 +22,7 @@ from internsp.plan.assign import Assignment, Owner, assign, block_of, require_ex
 from internsp.plan.blocks import Structure, read
 from internsp.plan.chunk import ChunkPlan
 from internsp.plan.units import DTYPES, chunk_plan
-from internsp.quantize import Codec
+from internsp.quantize import Quantizer
 from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
@@ -304,11 +304,11 @@ class _Builder:
         reducer = GradientReducer(reductions, trace, pool)
         collectives = gathers[self.mesh.dense]
         state = Chunk(collectives, gathers, pool, reducer, queue, counters, trace)
-        coded = {weight.name for unit in plan.units for weight in unit.weights if weight.coded}
-        if coded:
-            weights = frozenset(weight for weight in self.sharded if weight.name in coded)
-            state.codec = Codec(
-                self.config.codec, weights, self.mesh.device, self.config.memory_pool
+        names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
+        if names:
+            weights = frozenset(weight for weight in self.sharded if weight.name in names)
+            state.quantizer = Quantizer(
+                self.config.quantize, weights, self.mesh.device, self.config.memory_pool
             )
         return state
 

@@ -1,14 +1,15 @@
-"""Weights that travel as int8 or fp8 blocks with scales, and arrive in their slot decoded.
+"""The quantized all-gather: shards travel as int8 or fp8 codes with scales, one for each block.
 
 A shard is cut into blocks of 128 elements; each travels as 8-bit codes and one scale, so that the
 largest element of the block is the largest code (block-wise scaling as in ZeRO++, arXiv 2306.10209,
 and in the FP8 formats of arXiv 2209.05433)::
 
-    a rank's message:   codes of all blocks, a byte an element | scales | up to a 16th byte
+    a quantized shard:  codes of all blocks, a byte an element | scales | up to a 16th byte
 
-Every rank decodes the same bytes, its own part's too, so all ranks compute with the same values.
-The shard itself, what the optimizer steps and what a checkpoint holds, is never rounded, and
-gradients are not coded: that of the decoded weight is taken for the shard's own (straight through).
+Every rank dequantizes the same bytes, its own shard's too, so all ranks compute with the same
+values. The shard itself, what the optimizer steps and what a checkpoint holds, is never rounded,
+and gradients are not quantized: that of the rounded weight is taken for the shard's own (straight
+through).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ SCALES = {
 
 
 @dataclass(frozen=True)
-class Message:
-    """Pure: one coded shard, as a plan counts it.
+class QuantizedShard:
+    """Pure: what one shard travels as, as a plan counts it.
 
     Attributes:
         numel: elements of the padded shard.
@@ -49,17 +50,17 @@ class Message:
     @classmethod
     def of(
         cls, name: str, numel: int, compute_dtype: torch.dtype, dtype: torch.dtype
-    ) -> Message:
+    ) -> QuantizedShard:
         """Of a weight that is stored in ``dtype`` and computes in ``compute_dtype``.
 
         Raises:
-            ConfigError: that dtype cannot be coded.
+            ConfigError: that dtype cannot be quantized.
         """
         if compute_dtype not in SCALES:
             known = ", ".join(str(d).removeprefix("torch.") for d in SCALES)
             raise ConfigError(
-                f"weight_parallel.codec cannot code {name}, which computes in {compute_dtype}: "
-                f"compute in {known}, or set weight_parallel.codec = 'none'"
+                f"weight_parallel.quantize cannot take {name}, which computes in {compute_dtype}: "
+                f"compute in {known}, or set weight_parallel.quantize = 'none'"
             )
         return cls(numel, SCALES[compute_dtype], torch.promote_types(dtype, torch.float32))
 
@@ -70,7 +71,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Of the message."""
+        """That travel."""
         return -(-self.blocks * (BLOCK + self.scale_dtype.itemsize) // 16) * 16
 
     @property
@@ -78,24 +79,24 @@ class Message:
         """Elements of three buffers in the working dtype: the shard, and two for its scales."""
         return self.blocks * BLOCK, self.blocks, self.blocks
 
-    def codes(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[n, blocks * 128]`` of ``messages`` ``[n, nbytes]``, a view."""
-        return messages[:, : self.blocks * BLOCK].view(dtype)
+    def codes(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[n, blocks * 128]`` of ``sent`` ``[n, nbytes]``, a view."""
+        return sent[:, : self.blocks * BLOCK].view(dtype)
 
-    def scales(self, messages: Tensor) -> Tensor:
-        """``[n, blocks]`` of ``messages`` ``[n, nbytes]``, a view."""
+    def scales(self, sent: Tensor) -> Tensor:
+        """``[n, blocks]`` of ``sent`` ``[n, nbytes]``, a view."""
         start = self.blocks * BLOCK
         stop = start + self.blocks * self.scale_dtype.itemsize
-        return messages[:, start:stop].view(self.scale_dtype)
+        return sent[:, start:stop].view(self.scale_dtype)
 
 
 def buffer_bytes(
-    messages: Mapping[str, tuple[Message, int]], gathers: Iterable[tuple[bool, str]]
+    shards: Mapping[str, tuple[QuantizedShard, int]], gathers: Iterable[tuple[bool, str]]
 ) -> int:
-    """Bytes of all buffers that a codec ever has at once: it keeps them, by size.
+    """Bytes of all buffers that a :class:`Quantizer` ever has at once: it keeps them, by size.
 
     Args:
-        messages: by weight, with the ranks that send them.
+        shards: by weight, with the ranks that send them.
         gathers: ``(starts, weight)`` in order; what does not start has been waited for.
     """
     live: Counter[tuple[int, torch.dtype]] = Counter()
@@ -107,19 +108,19 @@ def buffer_bytes(
         most[numel, dtype] = max(most[numel, dtype], live[numel, dtype])
 
     for starts, weight in gathers:
-        if weight not in messages or starts == (weight in flying):
+        if weight not in shards or starts == (weight in flying):
             continue
-        message, ranks = messages[weight]
+        shard, ranks = shards[weight]
         if not starts:
             flying.discard(weight)
-            live.subtract((n * message.nbytes, torch.uint8) for n in (1, ranks))
+            live.subtract((n * shard.nbytes, torch.uint8) for n in (1, ranks))
             continue
         flying.add(weight)
-        take(message.nbytes, torch.uint8)
-        for numel in message.scratch:
-            take(numel, message.work_dtype)
-        live.subtract((numel, message.work_dtype) for numel in message.scratch)
-        take(ranks * message.nbytes, torch.uint8)
+        take(shard.nbytes, torch.uint8)
+        for numel in shard.scratch:
+            take(numel, shard.work_dtype)
+        live.subtract((numel, shard.work_dtype) for numel in shard.scratch)
+        take(ranks * shard.nbytes, torch.uint8)
     return sum(count * numel * dtype.itemsize for (numel, dtype), count in most.items())
 
 
@@ -127,64 +128,66 @@ CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Dtype of the codes and the largest of them."""
 
 
-class Codec:
-    """Codes the weights of one chunk's blocks.
+class Quantizer:
+    """Rounds the weights of one chunk's blocks for their all-gathers.
 
     Args:
         kind: ``"int8"`` or ``"fp8"`` (float8_e4m3fn).
-        coded: the weights that travel so.
+        weights: that travel so.
         reuse: ``weight_parallel.memory_pool``.
 
     Attributes:
-        buffers: messages sent and received, and scratch: allocated in the first step only.
+        buffers: quantized shards sent and received, and scratch: allocated in the first step only.
     """
 
     def __init__(
-        self, kind: str, coded: frozenset[ShardedParameter], device: torch.device, reuse: bool
+        self, kind: str, weights: frozenset[ShardedParameter], device: torch.device, reuse: bool
     ) -> None:
         self.dtype, self.largest = CODES[kind]
-        self.coded = coded
+        self.weights = weights
         self.buffers = MemoryPool((), device, reuse)
-        self._flying: dict[ShardedParameter, tuple[Message, Tensor, Tensor, Tensor, SlotStreams]]
+        self._flying: dict[
+            ShardedParameter, tuple[QuantizedShard, Tensor, Tensor, Tensor, SlotStreams]
+        ]
         self._flying = {}
 
-    def encode(
+    def quantize(
         self, weight: ShardedParameter, place: Tensor, streams: SlotStreams
     ) -> tuple[Tensor, Tensor]:
         """Where a gather of ``weight`` receives, and what it sends; both uint8, flat.
 
         Args:
-            place: of the weight in its slot, flat: :meth:`arrived` writes it.
+            place: of the weight in its slot, flat: :meth:`dequantize` writes it.
             streams: of that slot.
         """
         shard = weight.fresh()
-        message = Message.of(
+        quantized = QuantizedShard.of(
             weight.name, weight.layout.shard_numel, weight.compute_dtype, weight.dtype
         )
-        sent = self._take(message.nbytes, torch.uint8)
-        self._write(shard, message, sent[None])
-        received = self._take(weight.layout.size * message.nbytes, torch.uint8)
-        self._flying[weight] = (message, sent, received, place, streams)
+        sent = self._take(quantized.nbytes, torch.uint8)
+        self._write(shard, quantized, sent[None])
+        received = self._take(weight.layout.size * quantized.nbytes, torch.uint8)
+        self._flying[weight] = (quantized, sent, received, place, streams)
         return received, sent
 
-    def arrived(self, weight: ShardedParameter) -> None:
-        """The gather has been waited for: decode into the slot. Runs on the current stream."""
-        message, sent, received, place, streams = self._flying.pop(weight)
+    def dequantize(self, weight: ShardedParameter) -> None:
+        """The all-gather has been waited for: fill the slot. Runs on the current stream."""
+        quantized, sent, received, place, streams = self._flying.pop(weight)
         streams.before_overwrite(weight)  # readers of what the slot held when the gather began
-        self._read(received.view(-1, message.nbytes), message, self.dtype, place)
+        self._read(received.view(-1, quantized.nbytes), quantized, self.dtype, place)
         self.buffers.give(sent)
         self.buffers.give(received)
 
-    def _write(self, shard: Tensor, message: Message, out: Tensor) -> None:
-        """Code ``shard`` (flat) into ``out`` ``[1, nbytes]``."""
-        work, peaks, lowest = (self._take(n, message.work_dtype) for n in message.scratch)
-        work[: message.numel].copy_(shard)
-        work[message.numel :].zero_()
+    def _write(self, shard: Tensor, quantized: QuantizedShard, out: Tensor) -> None:
+        """Round ``shard`` (flat) into ``out`` ``[1, nbytes]``."""
+        work, peaks, lowest = (self._take(n, quantized.work_dtype) for n in quantized.scratch)
+        work[: quantized.numel].copy_(shard)
+        work[quantized.numel :].zero_()
         rows = work.view(-1, BLOCK)
         torch.amax(rows, 1, out=peaks)  # several times as fast as aminmax or a norm
         torch.amin(rows, 1, out=lowest)
         torch.maximum(peaks, lowest.neg_(), out=peaks)
-        scales = message.scales(out)[0]
+        scales = quantized.scales(out)[0]
         scales.copy_(peaks.div_(self.largest))
         # By what will be multiplied with: the scale as it travels. A block that is not finite has
         # a scale that is not, and stays so.
@@ -193,23 +196,25 @@ class Codec:
         rows.clamp_(-self.largest, self.largest)  # a rounded scale may be too small
         if not self.dtype.is_floating_point:
             work.round_()
-        message.codes(out, self.dtype)[0].copy_(work)
+        quantized.codes(out, self.dtype)[0].copy_(work)
         for scratch in (work, peaks, lowest):
             self.buffers.give(scratch)
 
     @staticmethod
-    def _read(messages: Tensor, message: Message, dtype: torch.dtype, place: Tensor) -> None:
-        """Decode ``messages`` ``[ranks, nbytes]`` into ``place``, flat."""
-        out = place.view(len(messages), message.numel)
-        codes, scales = message.codes(messages, dtype), message.scales(messages)
-        full = message.numel // BLOCK
+    def _read(
+        received: Tensor, quantized: QuantizedShard, dtype: torch.dtype, place: Tensor
+    ) -> None:
+        """Fill ``place``, flat, from ``received`` ``[ranks, nbytes]``."""
+        out = place.view(len(received), quantized.numel)
+        codes, scales = quantized.codes(received, dtype), quantized.scales(received)
+        full = quantized.numel // BLOCK
         cut = full * BLOCK
         if full:
             blocks = out[:, :cut].unflatten(1, (full, BLOCK))
             blocks.copy_(codes[:, :cut].unflatten(1, (full, BLOCK)))
             blocks.mul_(scales[:, :full, None])
-        if cut < message.numel:
-            out[:, cut:].copy_(codes[:, cut : message.numel]).mul_(scales[:, full:])
+        if cut < quantized.numel:
+            out[:, cut:].copy_(codes[:, cut : quantized.numel]).mul_(scales[:, full:])
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # what an evaluation makes, training uses

@@ -1,7 +1,7 @@
 """What the machinery costs and hides on one GPU: overhead, an EMULATED link, streams at odds.
 
 One device is enough. On a GPU the defaults are blocks of a 7B model in bf16; without one everything
-runs in a tiny form on the CPU, which tells that it works and nothing about speed:
+runs in a tiny form on the CPU, which shows that it works and nothing about speed:
 
     python -m tools.bench_gpu --json gpu.json --markdown docs/performance.md
     python -m tools.bench_gpu --device cpu
@@ -12,27 +12,21 @@ what the columns mean.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.bench.report import say, write
 from tools.gpu import emulation, overhead, ranks, report
 from tools.gpu.device import choose, name_of
 from tools.gpu.options import Options
 from tools.gpu.rounds import Differs
-
-
-def say(message: str) -> None:
-    """Progress, without times."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def run(options: Options, device: torch.device) -> dict[str, Any]:
@@ -64,12 +58,12 @@ def wrong(summary: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0; 1 when something trained something else; 2 when nothing could run."""
-    options = tyro.cli(Options, args=list(arguments), description=__doc__)
+    options = Options.read(arguments, __doc__)
     try:
         device = choose(options.device)
         options = options.resolve(device.type)
     except ValueError as error:
-        say(str(error))
+        say(error)
         return 2
     say(f"device: {name_of(device)}")
     try:
@@ -77,13 +71,9 @@ def main(arguments: Sequence[str]) -> int:
     except Differs as error:
         say(f"no time is printed: {error}")
         return 1
-    print(report.text(summary))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(summary, indent=1) + "\n")
-    if options.markdown is not None:
-        command = ["python", "-m", "tools.bench_gpu", *arguments]
-        report.put(options.markdown, report.markdown(summary, command))
+    page = report.page(summary)
+    print(page.text())
+    write(options, summary, page, ["python", "-m", "tools.bench_gpu", *arguments], "gpu")
     return 1 if wrong(summary) else 0
 
 

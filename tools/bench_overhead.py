@@ -14,26 +14,30 @@ shard repeated: every variant must then compute the plain model's loss, and is c
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
+from tools.bench import options
+from tools.bench.model import process_group, repeated
+from tools.bench.report import Page, Table, write
+from tools.bench.rounds import Spread, order
 
 VARIANTS = ("plain", "internsp", "fsdp2")
 PHASES = ("forward", "backward", "both")
@@ -42,13 +46,13 @@ GOAL = 0.5  # our added cost as a share of FSDP2's
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(options.Options):
     """What to measure."""
 
     blocks: int = 8
     """Blocks of the model; costs per model (root, end of backward) are spread over them."""
     hidden: int = 48
-    """Width; 48 is the smallest whose matrices the default settings cut rather than replicate."""
+    """Width; 48 is the smallest whose matrices the default settings shard rather than replicate."""
     tokens: int = 8
     """Tokens in the one batch."""
     world: int = 4
@@ -56,13 +60,11 @@ class Options:
     coalesce_bytes: int = WeightParallelConfig().coalesce_bytes
     """weight_parallel.coalesce_bytes; 0 gives every weight a gather of its own."""
     rounds: int = 400
-    """Rounds; each runs every variant once."""
+    """Rounds; each runs every variant once, in another order."""
     batches: int = 5
     """The rounds are also evaluated in this many consecutive parts, to show the spread."""
     warm_up: int = 30
     """Rounds before the first that counts."""
-    json: Path | None = None
-    """Write options, medians, ratios and all times to this file."""
 
 
 class Block(nn.Module):
@@ -121,18 +123,17 @@ def build(name: str, options: Options) -> Variant:
     model = Model(options)
     with torch.no_grad():
         for parameter in model.parameters():
-            rows = parameter[: len(parameter) // options.world]
-            parameter.copy_(rows.repeat(options.world, *[1] * (parameter.ndim - 1)))
+            parameter.copy_(repeated(parameter, options.world))
     if name == "internsp":
         mesh = ParallelMesh.create(weight=options.world, device_type="cpu")
         settings = WeightParallelConfig(coalesce_bytes=options.coalesce_bytes)
         communicator = parallelize(model, mesh, settings)
         return Variant(model, communicator.invalidate)
     if name == "fsdp2":
-        mesh = dist.init_device_mesh("cpu", (options.world,))
+        flat = dist.init_device_mesh("cpu", (options.world,))
         for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=flat)
+        fully_shard(model, mesh=flat)
     return Variant(model, lambda: None)
 
 
@@ -161,7 +162,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     Returns:
         ``losses``, ``collectives`` and ``times`` (microseconds a step, by variant and phase) and
-        what :func:`summarise` makes of the times.
+        what :func:`summarize` makes of the times.
 
     Raises:
         RuntimeError: when a variant computes another loss than the plain model.
@@ -175,10 +176,9 @@ def measure(options: Options) -> dict[str, Any]:
     times: dict[str, dict[str, list[float]]] = {n: {p: [] for p in PHASES} for n in VARIANTS}
     gc.collect()
     gc.freeze()
-    gc.disable()  # a collection would be charged to whoever runs when it is due
+    gc.disable()  # a collection would be charged to the variant that runs when it is due
     for index in range(-options.warm_up, options.rounds):
-        turn = index % len(VARIANTS)
-        for name in VARIANTS[turn:] + VARIANTS[:turn]:
+        for name in order(VARIANTS, index):
             _, forward, backward = step(variants[name], ids)
             if index >= 0:
                 times[name]["forward"].append(forward)
@@ -187,11 +187,11 @@ def measure(options: Options) -> dict[str, Any]:
         gc.collect()
     gc.enable()
     gc.unfreeze()
-    summary = summarise(times, options.blocks, options.batches)
+    summary = summarize(times, options.blocks, options.batches)
     return {"losses": losses, "collectives": counts, **summary, "times": times}
 
 
-def summarise(
+def summarize(
     times: dict[str, dict[str, list[float]]], blocks: int, batches: int
 ) -> dict[str, Any]:
     """Medians in microseconds a block, what each variant adds to ``plain``, and the ratios.
@@ -209,11 +209,12 @@ def summarise(
             _ratio({n: v[i * length : (i + 1) * length] for n, v in each.items()})
             for i in range(len(each["plain"]) // length)
         ]
-        plain = statistics.median(each["plain"])
+        spreads = {name: Spread.of(values) for name, values in each.items()}
+        plain = spreads["plain"].median
         phases[phase] = {
-            "median": {n: statistics.median(v) for n, v in each.items()},
-            "quartiles": {n: statistics.quantiles(v, n=4)[::2] for n, v in each.items()},
-            "added": {n: statistics.median(v) - plain for n, v in each.items() if n != "plain"},
+            "median": {n: s.median for n, s in spreads.items()},
+            "quartiles": {n: (s.low, s.high) for n, s in spreads.items()},
+            "added": {n: s.median - plain for n, s in spreads.items() if n != "plain"},
             "ratio": _ratio(each),
             "ratio_batches": parts,
         }
@@ -225,44 +226,45 @@ def _ratio(values: dict[str, list[float]]) -> float:
     return (ours - plain) / (other - plain)
 
 
-def show(result: dict[str, Any], options: Options) -> None:
-    """Print the figures."""
-    print(
+def page(result: dict[str, Any], options: Options) -> Page:
+    """The figures; what they say of the goal below them."""
+    facts = [
         f"{options.blocks} blocks, width {options.hidden}, {options.tokens} tokens, "
-        f"{options.world} ranks (fake), {options.rounds} rounds, torch {torch.__version__}\n"
-        "microseconds a block: median (quartiles)\n"
-    )
-    for phase in PHASES:
-        figures = result["phases"][phase]
-        for name in VARIANTS:
+        f"{options.world} ranks (fake), {options.rounds} rounds, torch {torch.__version__}",
+        "microseconds a block, and what a variant adds to plain",
+    ]
+    rows, remarks = [("variant", "phase", "median", "quartiles", "added")], []
+    for phase, figures in result["phases"].items():
+        for name, median in figures["median"].items():
             low, high = figures["quartiles"][name]
             added = figures["added"].get(name)
-            print(
-                f"{phase:9}{name:10}{figures['median'][name]:8.1f} ({low:.1f} .. {high:.1f})"
-                + ("" if added is None else f"   added {added:7.1f}")
-            )
+            rows.append(
+                (name, phase, f"{median:.1f}", f"{low:.1f} .. {high:.1f}",
+                 "-" if added is None else f"{added:.1f}")
+            )  # fmt: skip
         parts = figures["ratio_batches"]
-        print(
+        remarks.append(
             f"{phase:9}internsp adds {figures['ratio']:.2f} of what FSDP2 adds "
-            f"({min(parts):.2f} .. {max(parts):.2f} in {len(parts)} parts of the rounds)\n"
+            f"({min(parts):.2f} .. {max(parts):.2f} in {len(parts)} parts of the rounds)"
         )
     verdict = "holds" if result["phases"]["both"]["ratio"] <= GOAL else "does not hold"
-    print(f"goal (at most {GOAL} for both together) {verdict}")
+    remarks.append(f"goal (at most {GOAL} for both together) {verdict}")
+    return Page(facts, [Table(rows, remarks=remarks)])
 
 
-def main(options: Options) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
+    options = Options.read(arguments, __doc__)
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
-    result = measure(options)
-    dist.destroy_process_group()
-    show(result, options)
-    if options.json is not None:
-        told = {k: v for k, v in asdict(options).items() if k != "json"}
-        about = {"options": told, "torch": torch.__version__, "python": sys.version.split()[0]}
-        options.json.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+    with process_group("fake", options.world):
+        result = measure(options)
+    printed = page(result, options)
+    print(printed.text())
+    about = {"options": options.to_json(), "torch": torch.__version__}
+    summary = {**about, "python": sys.version.split()[0], **result}
+    write(options, summary, printed, ["python", "tools/bench_overhead.py", *arguments], "overhead")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(main(sys.argv[1:]))

@@ -12,38 +12,25 @@ docs/performance.md says what the columns mean and what they do not prove.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import tyro
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.bench import campaign, chunks, report
-from tools.bench.network import (
-    Link,
-    Namespaces,
-    NetworkError,
-    missing,
-    remove_stale,
-    terminate_as_interrupt,
-)
-from tools.bench.options import Options
-from tools.bench.session import RankError, Refused, Session
+from tools.bench.ranks import RankError, Refused, Session, Setup
+from tools.bench.report import Page, say, write
+from tools.bench.signals import terminate_as_interrupt
+from tools.overlap import campaign, chunks, report
+from tools.overlap.network import Link, Namespaces, NetworkError, missing, remove_stale
+from tools.overlap.options import Options
 
 OFFER = (
     "Run as root with iproute2 for a rate-limited link, or take --network loopback: plain "
     "loopback, no rate limit, and the tables say so"
 )
-
-
-def say(message: str) -> None:
-    """Progress, without times."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def make_link(options: Options) -> Link:
@@ -62,52 +49,51 @@ def make_link(options: Options) -> Link:
     return Namespaces(options.size("ranks"), options.mtu, options.burst_kib)
 
 
-def write(
-    options: Options,
-    summary: dict[str, object],
-    arguments: Sequence[str],
-    page: Callable[[dict[str, Any], Sequence[str]], str] = report.markdown,
-) -> None:
-    """The files asked for; ``page`` makes what goes into the one that people read."""
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(summary, indent=1) + "\n")
-    if options.markdown is not None:
-        command = ["python", "-m", "tools.bench_overlap", *arguments]
-        body = page(summary, command)
-        report.put(options.markdown, options.mark or options.preset, body)
-    if options.picture is not None and "variants" in summary:
-        from tools.bench.picture import draw
+def session_on(link: Link, options: Options) -> Session:
+    """The ranks, not started yet."""
+    return Session(
+        Setup(
+            "tools.overlap.rank:Worker", (options, link.interface), options.size("ranks"),
+            options.timeout, link.interface, link.namespaces, options.pin,
+        )
+    )  # fmt: skip
 
-        draw(summary, options.picture)
+
+def measure(options: Options) -> tuple[dict[str, Any], Page, Page]:
+    """The summary, what to print of it, and what goes into a file that people read."""
+    with make_link(options) as link, session_on(link, options) as session:
+        if options.probe == "chunks":
+            summary = chunks.run(options, link, session, say)
+            return summary, chunks.page(summary), chunks.page(summary)
+        outcome = campaign.run(options, link, session, say)
+    summary = campaign.summarize(outcome)
+    return summary, report.page(summary, legend=True), report.page(summary)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0; 1 when a variant failed or trained something else; 2 when nothing could run."""
-    options = tyro.cli(Options, args=list(arguments), description=__doc__)
+    options = Options.read(arguments, __doc__)
     terminate_as_interrupt()
     try:
         options = options.resolve()
-        with make_link(options) as link, Session(options, link) as session:
-            if options.probe == "chunks":
-                probed = chunks.run(options, link, session, say)
-                print(chunks.text(probed))
-                write(options, probed, arguments, chunks.markdown)
-                return 0
-            outcome = campaign.run(options, link, session, say)
+        summary, printed, page = measure(options)
     except (NetworkError, ValueError) as error:
-        say(f"{error}\n{OFFER}" if isinstance(error, NetworkError) else str(error))
+        say(f"{error}\n{OFFER}" if isinstance(error, NetworkError) else error)
         return 2
     except (RankError, Refused) as error:
-        say(str(error))
+        say(error)
         return 2
     except KeyboardInterrupt as error:
         say(f"stopped ({error or 'SIGINT'}); everything is removed")
         return 130
-    summary = campaign.summarise(outcome)
-    print(report.text(summary))
-    write(options, summary, arguments)
-    return 1 if outcome.failed else 0
+    print(printed.text())
+    command = ["python", "-m", "tools.bench_overlap", *arguments]
+    write(options, summary, page, command, f"overlap:{options.mark or options.preset}")
+    if options.picture is not None and "variants" in summary:
+        from tools.overlap.picture import draw
+
+        draw(summary, options.picture)
+    return 1 if summary.get("failed") else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python tools/count_gathers.py
 
-Four local processes, two pipeline ranks of two weight ranks each. One gather is one block's whole
+Four local processes, two pipeline ranks of two weight ranks each. One gather is one block's full
 weights; bytes are all that a rank receives, embedding and head included. Also says whether every
 gradient is right, which under a split backward FSDP2's are not. Prints two Markdown tables, those
 of docs/pipeline.md: a model of twelve small blocks under every schedule, and two blocks a chunk.
@@ -11,23 +11,23 @@ of docs/pipeline.md: a model of twelve small blocks under every schedule, and tw
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.pipelining import PipelineStage
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import model_zoo
 from internsp.config import ModelConfig, WeightParallelConfig
@@ -35,9 +35,12 @@ from internsp.mesh import ParallelMesh
 from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split
 from internsp.pipeline.pipeline import described
 from internsp.trace import Trace
+from tools.bench.ranks import Session, Setup
+from tools.bench.report import markdown_rows
 
 RANKS, WEIGHT, LENGTH, WIDTH = 2, 2, 16, 32
 WORLD = RANKS * WEIGHT
+TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -90,17 +93,17 @@ def wanted(case: Case) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def judge(case: Case, chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
+def right_gradients(case: Case, chunks: list[nn.Module], averaged: int) -> tuple[int, int]:
     """Right gradients of this rank, and all."""
     right = count = 0
-    whole = wanted(case)
+    reference = wanted(case)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             count += 1
             if parameter.grad is None:
                 continue
             mine = parameter.grad.full_tensor() * averaged  # type: ignore[attr-defined]
-            right += bool((mine - whole[name]).abs().max() < 1e-8 * whole[name].abs().max())
+            right += bool((mine - reference[name]).abs().max() < 1e-8 * reference[name].abs().max())
     return right, count
 
 
@@ -129,7 +132,7 @@ def ours(mesh: ParallelMesh, case: Case, keep: bool) -> Row:
     gathered = [event for event in trace.events if event.kind == "AG"]
     blocks = sum(1 / sizes[event.unit] for event in gathered if event.unit in sizes)
     received = sum(event.nbytes for event in gathered)
-    return Row(round(blocks, 6), received, *judge(case, pipeline.chunks, 1))
+    return Row(round(blocks, 6), received, *right_gradients(case, pipeline.chunks, 1))
 
 
 class _Counting(DefaultAllGather):
@@ -154,7 +157,7 @@ def fsdp2(mesh: ParallelMesh, case: Case) -> Row:
         for module in (*chunk.layers.values(), chunk):
             fully_shard(module, mesh=group, reshard_after_forward=True)
             counting = _Counting(row, module is not chunk)
-            module.set_custom_all_gather(counting)  # type: ignore[attr-defined]
+            module.set_custom_all_gather(counting)  # type: ignore[operator]
         given = described(chunk, (1, LENGTH, WIDTH), torch.float64)
         stages.append(
             PipelineStage(chunk, stage, count, mesh.device, group=mesh.pipeline_group, **given)
@@ -170,17 +173,15 @@ def fsdp2(mesh: ParallelMesh, case: Case) -> Row:
     runner._step_microbatches(
         [(i,) for i in mine], [{"labels": i} for i in mine], mine, return_outputs=False
     )
-    row.right, row.gradients = judge(case, [stage.submod for stage in stages], WEIGHT)
+    row.right, row.gradients = right_gradients(case, [stage.submod for stage in stages], WEIGHT)
     return row
 
 
-HEAD = (
-    "| schedule | blocks | micro-batches | FSDP2, resharding | right | ours, re-gathered "
-    "| ours, kept | right |\n|---|---|---|---|---|---|---|---|"
-)
+HEAD = ("schedule", "blocks", "micro-batches", "FSDP2, resharding", "right", "ours, re-gathered",
+        "ours, kept", "right")  # fmt: skip
 
 
-def line(mesh: ParallelMesh, case: Case) -> str:
+def line(mesh: ParallelMesh, case: Case) -> tuple[str, ...]:
     """A row of the table: the busiest rank's figures of three ways. Collective."""
     ways: list[Callable[[], Row]] = [
         lambda: fsdp2(mesh, case),
@@ -191,44 +192,28 @@ def line(mesh: ParallelMesh, case: Case) -> str:
     cells = [f"{row.gathers:g} ({row.received / 1024:.0f} KiB)" for row in (theirs, again, kept)]
     right = [f"{row.right} of {row.gradients}" for row in (theirs, again)]
     assert (again.right, again.gradients) == (kept.right, kept.gradients)
-    return (
-        f"| {case.schedule} | {case.blocks} | {case.micro_batches} | {cells[0]} | {right[0]} "
-        f"| {cells[1]} | {cells[2]} | {right[1]} |"
-    )
+    sizes = (case.schedule, str(case.blocks), str(case.micro_batches))
+    return (*sizes, cells[0], right[0], *cells[1:], right[1])
 
 
-def quiet() -> None:
-    """torch warns of every gradient that FSDP2 loses."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+class Counter:
+    """One process of four."""
 
+    def __init__(self) -> None:
+        # torch warns of every gradient that FSDP2 loses.
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        self.mesh = ParallelMesh.create(WEIGHT, 1, RANKS, device_type="cpu", timeout_seconds=60)
 
-def measure(rank: int, folder: str) -> None:
-    """One process: every case, printed by the first."""
-    quiet()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(folder) / 'rendezvous'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    mesh = ParallelMesh.create(WEIGHT, 1, RANKS, device_type="cpu", timeout_seconds=60)
-    tables: Sequence[Sequence[Case]] = (TWELVE, TWO_A_CHUNK)
-    for cases in tables:
-        lines = [line(mesh, case) for case in cases]
-        if rank == 0:
-            print("\n".join([HEAD, *lines, ""]), flush=True)
-    dist.destroy_process_group()
+    def count(self, cases: tuple[Case, ...]) -> list[tuple[str, ...]]:
+        """A row for each case. Collective."""
+        return [line(self.mesh, case) for case in cases]
 
 
 def _busiest(row: Row) -> Row:
     """The largest figures over the ranks; gradients of one rank of each stage."""
-    everyone: list[Row | None] = [None] * WORLD
-    dist.all_gather_object(everyone, row)
-    rows = [each for each in everyone if each is not None]
+    rows: list[Any] = [None] * WORLD
+    dist.all_gather_object(rows, row)
     firsts = rows[::WEIGHT]
     return Row(
         max(each.gathers for each in rows),
@@ -239,9 +224,11 @@ def _busiest(row: Row) -> Row:
 
 
 def main() -> None:
-    """Start the processes; blocks until the table is printed."""
-    with tempfile.TemporaryDirectory(prefix="count-gathers-") as folder:
-        mp.spawn(measure, args=(folder,), nprocs=WORLD)
+    """Start the processes; blocks until both tables are printed."""
+    with Session(Setup("tools.count_gathers:Counter", (), WORLD, TIMEOUT)) as session:
+        for cases in (TWELVE, TWO_A_CHUNK):
+            rows = session.ask("count", cases=cases)[0]
+            print("\n".join([*markdown_rows([HEAD, *rows]), ""]), flush=True)
 
 
 if __name__ == "__main__":

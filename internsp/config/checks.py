@@ -91,9 +91,9 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if len(chosen) > 1:
         text = "each says which blocks stay whole; set one of them"
         yield Problem(tuple(f"weight_parallel.{key}" for key in chosen), text)
-    if weights.codec != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
+    if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
         text = "float16 has no range for scales; use bfloat16 or float32"
-        kinds = ("weight_parallel.codec", "weight_parallel.compute_dtype", "train.dtype")
+        kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
         yield Problem(kinds, text)
     if weights.resident_blocks > model.layers:
         text = f"there are {model.layers} blocks (model.layers); 0 for none"

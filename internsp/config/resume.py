@@ -47,7 +47,7 @@ _SAID: dict[str, dict[Rule, str]] = {
     # What is cut decides how the optimizer's state is cut, and what weight decay leaves out.
     "weight_parallel": {
         Rule.FIXED: "experts min_shard_elements embedding_cut reduction",
-        Rule.TAKEN: "reduce_dtype codec codec_min_elements compute_dtype",
+        Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks keep_between_micro_batches resident_blocks resident_bytes accumulation "
         "coalesce_bytes pending_blocks unexpected_order head_output compile "

@@ -209,10 +209,10 @@ class WeightParallelConfig(Section):
     """Gradients over ranks: sum for a loss divided by all valid tokens, mean for mean losses."""
     reduce_dtype: Dtype | None = None
     """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
-    codec: Literal["none", "int8", "fp8"] = "none"
+    quantize: Literal["none", "int8", "fp8"] = "none"
     """What blocks' large weights are gathered as: rounded, with a scale for 128 elements."""
-    codec_min_elements: Amount = 16384
-    """Weights with fewer elements, the embedding's and the head's are not coded."""
+    quantize_min_elements: Amount = 16384
+    """Weights with fewer elements, the embedding's and the head's are not quantized."""
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
 

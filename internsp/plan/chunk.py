@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from internsp.quantize import Message
+from internsp.quantize import QuantizedShard
 from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
 
 
@@ -26,8 +26,8 @@ class WeightPlan:
     """Whole at rest (weight group of one, same dtype): never gathered."""
     small: bool = False
     """Travels together with its small neighbours."""
-    coded: Message | None = None
-    """What is gathered of each shard, where a codec codes it."""
+    quantized: QuantizedShard | None = None
+    """What is gathered of each shard, where ``weight_parallel.quantize`` rounds it."""
     expert: bool = False
     """Travels over the experts' weight group, which is not the dense weights'."""
     gather_dtype: torch.dtype | None = None

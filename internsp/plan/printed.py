@@ -28,7 +28,7 @@ from internsp.plan.pipeline import (
 )
 from internsp.plan.resident import Residents, human
 from internsp.plan.simulate import simulate
-from internsp.plan.units import DTYPES, chunk_plan, coded_bytes
+from internsp.plan.units import DTYPES, chunk_plan, quantized_bytes
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
 
@@ -116,14 +116,15 @@ def _memory(
     owned += -(-(experts // size) // shape.experts.zero)
     summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
     whole = sum(w.sum_bytes for w in weights if w.trainable) if summed else 0
-    coded = []
-    if config.weight_parallel.codec != "none":
-        coded = [("coded weights in flight (exact)", coded_bytes(chunk, schedule, shape))]
+    quantized = []
+    if config.weight_parallel.quantize != "none":
+        found = quantized_bytes(chunk, schedule, shape)
+        quantized = [("quantized shards in flight (exact)", found)]
     return [
         ("weight shards", shards),
         ("replicated parameters", small_bytes),
         ("unsharded weights (slots, exact)", sum(chunk.slots())),
-        *coded,
+        *quantized,
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),

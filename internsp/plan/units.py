@@ -13,7 +13,7 @@ from internsp.mesh.shape import MeshShape
 from internsp.plan.assign import Assignment, require_experts
 from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
-from internsp.quantize import Message, buffer_bytes
+from internsp.quantize import QuantizedShard, buffer_bytes
 from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import Policy, fitting, spread
 from internsp.wp.slots import aligned
@@ -157,16 +157,16 @@ def all_moving(chunk: ChunkPlan) -> ChunkPlan:
     )
 
 
-def coded_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> int:
-    """Bytes of the codec's buffers of a chunk that runs ``schedule``: exact (WP-1)."""
-    messages = {
-        weight.name: (weight.coded, shape.axis(weight.expert).size)
+def quantized_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> int:
+    """Bytes of the quantizer's buffers of a chunk that runs ``schedule``: exact (WP-1)."""
+    shards = {
+        weight.name: (weight.quantized, shape.axis(weight.expert).size)
         for unit in chunk.blocks
         for weight in unit.weights
-        if weight.coded is not None
+        if weight.quantized is not None
     }
     gathers = ((a.kind == "AG", a.weight) for a in schedule.actions if a.kind in ("AG", "WAIT"))
-    return buffer_bytes(messages, gathers)
+    return buffer_bytes(shards, gathers)
 
 
 def _head(
@@ -191,23 +191,25 @@ def _weight(
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
     compute = dtype or parameter.dtype
-    message = layout.shard_numel * compute.itemsize
+    shard_bytes = layout.shard_numel * compute.itemsize
     sent = DTYPES[config.reduce_dtype] if config.reduce_dtype and size > 1 else compute
     small = size > 1 and policy.small(layout.padded_numel * compute.itemsize)
-    coded = None
-    if config.codec != "none" and assignment.block >= 0 and size > 1 and not small:
-        if parameter.numel() >= config.codec_min_elements:
-            coded = Message.of(assignment.name, layout.shard_numel, compute, parameter.dtype)
+    quantized = None
+    if config.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
+        if parameter.numel() >= config.quantize_min_elements:
+            quantized = QuantizedShard.of(
+                assignment.name, layout.shard_numel, compute, parameter.dtype
+            )
     return WeightPlan(
         assignment.name,
-        gather_bytes=(size - 1) * (message if coded is None else coded.nbytes),
+        gather_bytes=(size - 1) * (shard_bytes if quantized is None else quantized.nbytes),
         reduce_bytes=(size - 1) * layout.shard_numel * sent.itemsize,
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
         trainable=parameter.requires_grad,
         resident=size == 1 and compute == parameter.dtype,
         small=small,
-        coded=coded,
+        quantized=quantized,
         gradient_bytes=layout.padded_numel * sent.itemsize,
         expert=assignment.expert and shape.separate,
         gather_dtype=compute,

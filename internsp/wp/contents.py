@@ -106,8 +106,8 @@ class Contents:
     def _comparable(self, weight: ShardedParameter) -> bool:
         """Not one that is on its way, to its slot or from an optimizer, nor one that is rounded."""
         state = self._state
-        coded = state.codec is not None and weight in state.codec.coded
-        return not coded and weight not in state.handles and weight.ready is None
+        rounded = state.quantizer is not None and weight in state.quantizer.weights
+        return not rounded and weight not in state.handles and weight.ready is None
 
 
 def _holds(slot: Slot, unit: Unit, weight: ShardedParameter) -> bool:

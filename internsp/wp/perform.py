@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from internsp.mesh import WeightAxis
-from internsp.quantize import Codec
+from internsp.quantize import Quantizer
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.ledger import Counters
@@ -36,7 +36,7 @@ class Chunk:
         collectives: of the dense axis; waits, ledger and trace are the same for every axis.
         gathers: of each axis, ``collectives`` among them.
         queue: decides what happens next.
-        codec: codes the weights of blocks for their gathers, where asked for.
+        quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
             runs.
         at_next_pass: called when a pass gathers nothing more: a pipeline prefetches for the next.
@@ -49,7 +49,7 @@ class Chunk:
     queue: GatherQueue[Unit, ShardedParameter]
     counters: Counters
     trace: Trace
-    codec: Codec | None = None
+    quantizer: Quantizer | None = None
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
     at_next_pass: Callable[[], None] = lambda: None
@@ -106,8 +106,8 @@ class Chunk:
             return
         weight = weights[0]
         collectives = self.gathers[weight.axis]
-        if self.codec is not None and weight in self.codec.coded:
-            output, shard = self.codec.encode(weight, slot.flat(unit, weight), slot.streams)
+        if self.quantizer is not None and weight in self.quantizer.weights:  # it goes alone
+            output, shard = self.quantizer.quantize(weight, slot.flat(unit, weight), slot.streams)
         else:
             shard, output = weight.to_send(), slot.flat(unit, weight)
         handle = collectives.all_gather(output, shard, unit.name, weight.name, phase)
@@ -125,7 +125,7 @@ class Chunk:
 
     def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
         if handle.work is None:
-            self._decode(weights)
+            self._dequantize(weights)
             return
         handle.carries = weights
         for weight in weights:
@@ -139,10 +139,10 @@ class Chunk:
                 for other in handle.carries:
                     del self.handles[other]
                 self.collectives.wait(handle, name, action.weights[0].name, action.phase)
-                if self.codec is not None:
-                    self._decode(handle.carries)
+                if self.quantizer is not None:
+                    self._dequantize(handle.carries)
 
-    def _decode(self, weights: Sequence[ShardedParameter]) -> None:
-        """A gather was waited for: what came coded is decoded into its slot."""
-        if self.codec is not None and weights[0] in self.codec.coded:
-            self.codec.arrived(weights[0])
+    def _dequantize(self, weights: Sequence[ShardedParameter]) -> None:
+        """A gather was waited for: what came quantized fills its slot."""
+        if self.quantizer is not None and weights[0] in self.quantizer.weights:
+            self.quantizer.dequantize(weights[0])

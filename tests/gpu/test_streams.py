@@ -20,9 +20,9 @@ from internsp.trace import Trace
 from internsp.wp.streams import DeviceClock, SlotStreams, current_stream
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks
+from tools.bench.model import process_group
 from tools.gpu import emulation, overhead, ranks, rounds
 from tools.gpu.link import EmulatedCollectives, Pace, make_link
-from tools.gpu.model import process_group
 from tools.gpu.options import Options
 
 CUDA = torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def test_a_wait_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 def train_with(place: Callable[[int], Any], **settings: Any) -> None:
     """Train with each step's forward on the stream that ``place`` gives, its backward called from
     the default one; the losses must be one process's."""
-    count = SMALL.number("emulated_ranks")
+    count = SMALL.size("emulated_ranks")
     model, weights = emulation._model(SMALL)
     with process_group("fake", count):
         mesh = ParallelMesh.create(weight=count, device_type="cuda")
@@ -132,7 +132,7 @@ def test_memory_is_what_the_pool_says() -> None:
 
 
 def test_a_wait_of_the_device_is_timed_by_the_device() -> None:
-    count = SMALL.number("emulated_ranks")
+    count = SMALL.size("emulated_ranks")
     model, weights = emulation._model(SMALL)
     with process_group("fake", count):
         mesh = ParallelMesh.create(weight=count, device_type="cuda")

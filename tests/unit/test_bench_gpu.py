@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ranks import start_server
 from tools import bench_gpu
-from tools.gpu import device, emulation, report, rounds
+from tools.bench.model import initial_weights, repeated
+from tools.gpu import device, emulation, overhead, report, rounds
 from tools.gpu.link import Pace, ThreadLink
 from tools.gpu.model import (
     Trainee,
     disagreement,
-    initial_weights,
     on_device,
-    repeated,
-    sizes,
     step_flops,
     tied,
 )
@@ -76,9 +75,9 @@ def test_a_failed_transfer_is_told_to_whoever_waits(link: ThreadLink) -> None:
 
 
 def test_a_tied_model_keeps_equal_shards_and_sums_their_gradients() -> None:
-    options = sizes(TINY, 16)
-    weights = repeated(initial_weights(options), 2)
-    made = tied("tied", on_device(options, weights, CPU), options, CPU, 2)
+    sizes = TINY.sizes(sequence=16, ranks=1)
+    weights = {n: repeated(w, 2) if w.ndim > 1 else w for n, w in initial_weights(sizes).items()}
+    made = tied("tied", on_device(sizes, weights, CPU), sizes, CPU, 2)
     before = {n: p.detach().clone() for n, p in made.model.named_parameters()}
     sums: dict[str, torch.Tensor] = {}
 
@@ -96,7 +95,7 @@ def test_a_tied_model_keeps_equal_shards_and_sums_their_gradients() -> None:
             halves = parameter.detach().chunk(2)
             assert torch.equal(halves[0], halves[1]), name
             gradient = sum(gradient.chunk(2)).repeat(2, 1)  # type: ignore[union-attr, arg-type]
-        wanted = before[name].float() - options.lr * gradient
+        wanted = before[name].float() - sizes.lr * gradient
         torch.testing.assert_close(parameter.float(), wanted, rtol=2e-2, atol=1e-4, msg=name)
 
 
@@ -111,7 +110,7 @@ def test_other_losses_gradients_and_nan_are_not_the_same_training() -> None:
     wanted = with_losses("plain", [2.0, 1.5, 1.0])
     assert disagreement(with_losses("ours", [2.0, 1.501]), wanted) is None
     for losses, norm, words in (
-        ([2.1], 1.0, "the loss of step 0"),
+        ([2.1], 1.0, "first loss"),
         ([2.0, math.nan], 1.0, "the loss of step 1"),
         ([2.0], 1.1, "first gradient of parameter 1"),
         ([2.0] * 4, 1.0, "4 losses"),
@@ -128,7 +127,7 @@ def test_other_losses_gradients_and_nan_are_not_the_same_training() -> None:
 def test_flops_are_those_of_the_products_and_of_causal_attention() -> None:
     options = replace(Options(), **{**LARGE, "layers": 1, "sequences": (128,)})
     weights = {"w": torch.empty(10, 20), "norm": torch.empty(20)}
-    assert step_flops(sizes(options, 128), weights) == 6 * 200 * 128 + 6 * 4096 * 128 * 128
+    assert step_flops(options.sizes(sequence=128), weights) == 6 * 200 * 128 + 6 * 4096 * 128 * 128
 
 
 def test_peaks_are_found_by_name_and_unknown_devices_have_none() -> None:
@@ -186,6 +185,7 @@ def test_the_emulated_link_hides_what_it_can_and_the_pool_says_its_bytes() -> No
 def test_all_parts_run_and_the_page_gets_them_between_its_marks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    start_server()  # the tests' own, before the benchmark starts one
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     arguments = [
@@ -213,8 +213,6 @@ def test_all_parts_run_and_the_page_gets_them_between_its_marks(
 def test_a_variant_that_trains_something_else_gets_no_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tools.gpu import overhead
-
     honest = overhead._ours
 
     def off(*arguments: Any) -> Trainee:
@@ -242,10 +240,10 @@ def test_the_report_marks_the_emulation_and_what_is_wrong() -> None:
         "memory": {**memory, **measured},
         "streams": [{"name": "no pool", "reason": "no pool did not train"}],
     }  # fmt: skip
-    text = report.markdown(summary, ["python", "-m", "tools.bench_gpu"])
+    text = report.page(summary).markdown(["python", "-m", "tools.bench_gpu"])
     assert report.EMULATED in text
     assert "| 0.5 | 11.00 (10.00 .. 12.00) | 10.00 | 5.00 | 1.100 | 1.050 |" in text
     assert "4.2 MiB held (+5.0%)" in text
     assert "Peak 10.0 MiB, predicted 10.0 MiB (+0.0%)" in text
     assert bench_gpu.wrong(summary) == ["no pool did not train"]
-    assert "only a GPU counts" in report.text({**summary, "memory": memory})
+    assert "only a GPU counts" in report.page({**summary, "memory": memory}).text()

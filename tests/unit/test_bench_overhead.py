@@ -5,39 +5,23 @@ No test of speed: the figures are in ``docs/overhead.md``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "bench_overhead.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("bench_overhead", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_overhead"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_overhead"]
+from tools import bench_overhead as bench
+from tools.bench.model import process_group
 
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with process_group("fake", 4):
+        yield
 
 
 # 7 weights a block, embedding and head; in backward the last two blocks are still there.
@@ -57,18 +41,16 @@ TOGETHER = {
 
 @pytest.mark.parametrize(("coalesce_bytes", "ours"), [(0, APART), (65536, TOGETHER)])
 def test_all_variants_compute_one_loss_and_only_the_parallel_ones_communicate(
-    bench: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     coalesce_bytes: int,
     ours: dict[str, int],
 ) -> None:
     path = tmp_path / "overhead.json"
-    options = bench.Options(
-        blocks=3, rounds=6, warm_up=1, batches=2, json=path, coalesce_bytes=coalesce_bytes
-    )
+    flags = ["--blocks", "3", "--rounds", "6", "--warm-up", "1", "--batches", "2", "--json",
+             str(path), "--coalesce-bytes", str(coalesce_bytes)]  # fmt: skip
 
-    assert bench.main(options) == 0
+    assert bench.main(flags) == 0
 
     told, printed = json.loads(path.read_text()), capsys.readouterr().out
     plain = told["losses"]["plain"]
@@ -91,14 +73,14 @@ def test_all_variants_compute_one_loss_and_only_the_parallel_ones_communicate(
     assert dist.is_initialized() is False
 
 
-def test_a_ratio_is_of_medians_of_all_rounds_and_of_each_part(bench: ModuleType) -> None:
+def test_a_ratio_is_of_medians_of_all_rounds_and_of_each_part() -> None:
     times = {
         "plain": {p: [10.0, 10.0, 90.0, 10.0, 10.0, 10.0] for p in bench.PHASES},
         "internsp": {p: [20.0, 20.0, 20.0, 40.0, 40.0, 40.0] for p in bench.PHASES},
         "fsdp2": {p: [50.0, 50.0, 50.0, 50.0, 50.0, 50.0] for p in bench.PHASES},
     }
 
-    both = bench.summarise(times, blocks=10, batches=2)["phases"]["both"]
+    both = bench.summarize(times, blocks=10, batches=2)["phases"]["both"]
 
     assert both["median"] == {"plain": 1.0, "internsp": 3.0, "fsdp2": 5.0}
     assert both["added"] == {"internsp": 2.0, "fsdp2": 4.0}
@@ -107,9 +89,7 @@ def test_a_ratio_is_of_medians_of_all_rounds_and_of_each_part(bench: ModuleType)
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_what_is_timed_yields_the_gradient_of_a_model_made_of_repeated_shards(
-    bench: ModuleType,
-) -> None:
+def test_what_is_timed_yields_the_gradient_of_a_model_made_of_repeated_shards() -> None:
     options = bench.Options(blocks=2)
     plain, ours = bench.build("plain", options).model, bench.build("internsp", options).model
     ids = torch.randint(bench.VOCABULARY, (options.tokens,))
@@ -125,7 +105,7 @@ def test_what_is_timed_yields_the_gradient_of_a_model_made_of_repeated_shards(
 
 @pytest.mark.usefixtures("four_ranks")
 def test_a_variant_with_another_loss_is_refused(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = bench.step
 

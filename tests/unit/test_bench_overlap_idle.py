@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tools.bench import idle, picture
 from tools.bench.bounds import MBIT
+from tools.overlap import idle, picture
 
 RATE = 8.0  # 10^6 bytes a second
 SECOND = RATE * MBIT

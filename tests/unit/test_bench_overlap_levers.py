@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from internsp.mesh import WeightAxis
-from tools.bench import chunks, pieces
-from tools.bench.bounds import MBIT, least_bytes, own_least_bytes, passes
-from tools.bench.campaign import Outcome
-from tools.bench.model import batch, elements, exchanged_bytes, whole_batch
-from tools.bench.options import Options, Spec
-from tools.bench.variants import with_shared_group
+from tools.bench.bounds import MBIT
+from tools.bench.model import batch, elements, exchanged_bytes, full_batch
+from tools.overlap import chunks, pieces
+from tools.overlap.campaign import Outcome
+from tools.overlap.laws import least_bytes, own_least_bytes, passes
+from tools.overlap.options import Options, Spec
+from tools.overlap.variants import with_shared_group
 
 
 def test_each_turn_between_passes_saves_the_blocks_in_the_slots() -> None:
@@ -44,14 +45,14 @@ def test_hybrid_groups_send_half_of_the_weights_and_once_the_sums_of_the_shards(
 
 def test_each_micro_batch_has_data_of_its_own_and_the_first_is_that_of_a_plain_step() -> None:
     options = Options(preset="tiny", ranks=4, sequence_ranks=2, micro_batches=3).resolve()
-    plain = replace(options, micro_batches=1)
-    found = [whole_batch(options, data, micro)[0] for micro in range(3) for data in range(2)]
+    sizes, plain = options.sizes(), options.sizes(micro_batches=1)
+    found = [full_batch(sizes, data, micro)[0] for micro in range(3) for data in range(2)]
     assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
-    assert torch.equal(batch(options, 3)[0], batch(plain, 3)[0])
-    parts = [batch(options, rank, 2)[0] for rank in (2, 3)]
-    assert torch.equal(torch.cat(parts, 1), whole_batch(options, 1, 2)[0])
-    assert elements(options) == 3 * elements(plain)
-    assert exchanged_bytes(options) == 3 * exchanged_bytes(plain)
+    assert torch.equal(batch(sizes, 3)[0], batch(plain, 3)[0])
+    parts = [batch(sizes, rank, 2)[0] for rank in (2, 3)]
+    assert torch.equal(torch.cat(parts, 1), full_batch(sizes, 1, 2)[0])
+    assert elements(sizes) == 3 * elements(plain)
+    assert exchanged_bytes(sizes) == 3 * exchanged_bytes(plain)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_pieces_of_a_weight_must_arrive_where_the_whole_does(
         monkeypatch.setattr(pieces, "send_pairs", fake.pairs)
         mesh: Any = SimpleNamespace(rank=0, weight=2, weight_group=fake, gradient_group=fake)
         if shift:
-            with pytest.raises(RuntimeError, match="do not arrive as the whole"):
+            with pytest.raises(RuntimeError, match="do not arrive as one collective"):
                 pieces.verify(mesh, 19, count)
         else:
             pieces.verify(mesh, 19, count)
@@ -157,10 +158,10 @@ def test_pieces_are_compared_with_whole_weights_that_have_as_much_in_flight() ->
     payload = int(8.0 * MBIT)  # a second at the rate
     seconds = {(1, 4): [1.25, 1.25], (2, 4): [1.0, 1.0], (1, 8): [2.0, 2.0], (2, 8): [3.0, 3.0]}
     busy = {case: [0.25, 0.75] for case in seconds}
-    summary = chunks.summarise(outcome, payload, seconds, busy)
+    summary = chunks.summarize(outcome, payload, seconds, busy)
     rows = summary["rows"]
     assert [row["against_whole"] for row in rows] == pytest.approx([1.0, 0.8, 1.0, 1.5])
     assert [row["of_rate"] for row in rows] == pytest.approx([0.8, 1.0, 0.5, 1 / 3])
-    page = chunks.markdown(summary, ["python", "x y"])
+    page = chunks.page(summary).markdown(["python", "x y"])
     assert "| halves | 4 | 1.000 | 1.000 .. 1.000 | 1.000 | 0.800 | 0.500 |" in page
     assert "python 'x y'" in page

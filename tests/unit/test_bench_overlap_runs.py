@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,30 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bench_ranks import STARTED
 from tests.support.ranks import start_server
 from tools import bench_overlap
-from tools.bench import session
-from tools.bench.network import Namespaces, NetworkError, missing
+from tools.overlap.network import Namespaces, NetworkError, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.bench_overlap", *arguments]
-    # Not measured by coverage: tools are no part of it, and a tracer doubles the time.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_PROCESS")}
-    return subprocess.run(
-        command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
 @pytest.fixture
-def within(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Bench]:
-    """:func:`bench` in this process, with ranks from the fork server: nothing is imported anew."""
+def bench(capfd: pytest.CaptureFixture[str]) -> Iterator[Bench]:
+    """The command in this process, with ranks from the tests' fork server."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         status = bench_overlap.main(arguments)
@@ -45,7 +31,6 @@ def within(
         return subprocess.CompletedProcess(arguments, status, told.out, told.err)
 
     kept = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    monkeypatch.setattr(session, "subprocess", STARTED)
     start_server()
     yield run
     for number, handler in kept.items():
@@ -55,14 +40,14 @@ def within(
 SMALL = ("--preset", "tiny", "--lr", "10", "--rounds", "1", "--steps", "1")
 
 
-@pytest.mark.slow
+@pytest.mark.unmeasured
 @pytest.mark.ranks
-def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
+def test_two_ranks_on_loopback_end_to_end(tmp_path: Path, bench: Bench) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
     files["picture"] = tmp_path / "out.png"
     levers = (
-        "ours:resident_blocks=2", "ours:codec=int8,coalesce_bytes=0",
-        "ours:codec=fp8,coalesce_bytes=0", "ours:reduce_dtype=float32",
+        "ours:resident_blocks=2", "ours:quantize=int8,coalesce_bytes=0",
+        "ours:quantize=fp8,coalesce_bytes=0", "ours:reduce_dtype=float32",
     )  # fmt: skip
     wanted = ("ours", *levers, "ddp", "fsdp2:chunked+unshard", "ours:nonsense=1")
     flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
@@ -77,7 +62,7 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
     for name in ("ours", *levers):
         row = summary["variants"][name]
         assert row["payload_seen"] == row["payload"], name
-        assert row["whole_bytes"] == row["slot_bytes"], name
+        assert row["unsharded_bytes"] == row["slot_bytes"], name
     payloads = [summary["variants"][name]["payload"] / ours["payload"] for name in levers]
     assert payloads[1] == payloads[2] < payloads[0] < 1 < payloads[3]
     assert ours["sent"] is None  # not known on a shared loopback
@@ -88,13 +73,13 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_cut_sequences_compete_for_the_link_and_train_the_same(
-    tmp_path: Path, within: Bench
+    tmp_path: Path, bench: Bench
 ) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--sequence-ranks", "2", "--json", str(file))
-    done = within(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
+    done = bench(*SMALL, *flags, "--variants", "ours", "ours:trigger=qkv")
     assert done.returncode == 0, done.stderr
-    assert "every sequence cut over 2 ranks" in done.stdout
+    assert "every sequence sharded over 2 ranks" in done.stdout
     summary = json.loads(file.read_text())
     assert set(summary["variants"]) == {"compute", "ours", "ours:trigger=qkv"}
     tokens, hidden, layers = 16, 96, 3
@@ -108,14 +93,14 @@ def test_cut_sequences_compete_for_the_link_and_train_the_same(
 @pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(
-    tmp_path: Path, within: Bench
+    tmp_path: Path, bench: Bench
 ) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--micro-batches", "2", "--json", str(file))
     full = "ours:accumulation=full"
     wanted = ("ours", full, "ours:gradient_group=shared", "ddp", "fsdp2:full",
               "fsdp2:chunked+last")  # fmt: skip
-    done = within(*SMALL, *flags, "--variants", *wanted, "zero3")
+    done = bench(*SMALL, *flags, "--variants", *wanted, "zero3")
     assert done.returncode == 0, done.stderr
     assert "2 micro-batches of 1 x 16 tokens" in done.stdout
     summary = json.loads(file.read_text())
@@ -132,12 +117,12 @@ def test_micro_batches_train_the_same_and_full_accumulation_reduces_once(
 @pytest.mark.unmeasured
 @pytest.mark.ranks
 def test_hybrid_groups_train_the_same_and_send_less_for_gathers(
-    tmp_path: Path, within: Bench
+    tmp_path: Path, bench: Bench
 ) -> None:
     file = tmp_path / "out.json"
     flags = ("--network", "loopback", "--ranks", "4", "--json", str(file))
     wanted = ("ours:weight=2", "fsdp2:hybrid", "fsdp2:chunked+hybrid")
-    done = within(*SMALL, *flags, "--variants", *wanted)
+    done = bench(*SMALL, *flags, "--variants", *wanted)
     assert done.returncode == 0, done.stderr
     summary = json.loads(file.read_text())
     assert set(summary["variants"]) == {"compute", *wanted}
@@ -151,10 +136,10 @@ def test_hybrid_groups_train_the_same_and_send_less_for_gathers(
 
 @pytest.mark.unmeasured
 @pytest.mark.ranks
-def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path, within: Bench) -> None:
+def test_the_probe_of_pieces_sends_a_step_without_training(tmp_path: Path, bench: Bench) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
     flags = [x for k, path in files.items() for x in (f"--{k}", str(path))]
-    done = within(*SMALL, "--network", "loopback", "--probe", "chunks", *flags)
+    done = bench(*SMALL, "--network", "loopback", "--probe", "chunks", *flags)
     assert done.returncode == 0, done.stderr
     summary = json.loads(files["json"].read_text())
     cases = {(row["pieces"], row["flying"]) for row in summary["rows"]}
@@ -182,8 +167,7 @@ def _can_make_namespaces() -> str | None:
 
 @pytest.mark.unmeasured
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_leaves_no_namespace_behind(number: signal.Signals) -> None:
+def test_a_stopped_run_leaves_no_namespace_behind() -> None:
     reason = _can_make_namespaces()
     if reason is not None:
         pytest.skip(f"needs network namespaces: {reason}")
@@ -195,7 +179,7 @@ def test_a_stopped_run_leaves_no_namespace_behind(number: signal.Signals) -> Non
         while not own <= set(_namespaces()) and time.monotonic() < until:
             time.sleep(0.05)
         assert own <= set(_namespaces())
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -246,8 +246,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "weight_parallel.resident_blocks: each says which blocks stay whole; set one of them",
         ),
         (
-            '[weight_parallel]\ncodec = "fp8"\n[train]\ndtype = "float16"', 1,
-            "weight_parallel.codec: float16 has no range for scales; use bfloat16 or float32",
+            '[weight_parallel]\nquantize = "fp8"\n[train]\ndtype = "float16"', 1,
+            "weight_parallel.quantize: float16 has no range for scales; use bfloat16 or float32",
         ),
         (
             '[activation_checkpoint]\nmode = "selective"\nreentrant = true',

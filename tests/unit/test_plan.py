@@ -163,21 +163,21 @@ def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prin
     assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.resident == {1}
 
 
-def test_a_codec_changes_what_gathers_carry_and_takes_the_memory_that_is_stated() -> None:
+def test_quantizing_changes_what_gathers_carry_and_takes_the_memory_that_is_stated() -> None:
     large = {"min_shard_elements": 64, "coalesce_bytes": 0}
     usual = make_plan(config(weight_parallel=large), 2)
-    coded = {**large, "codec": "int8", "codec_min_elements": 512}  # w1, w2, w3: 16 x 48
-    plan = make_plan(config(weight_parallel=coded), 2)
-    message = 3 * (128 + 4) + 4  # half of 768 elements, a scale for 128, to a multiple of 16 bytes
+    options = {**large, "quantize": "int8", "quantize_min_elements": 512}  # w1, w2, w3: 16 x 48
+    plan = make_plan(config(weight_parallel=options), 2)
+    shard = 3 * (128 + 4) + 4  # half of 768 elements, a scale for 128, to a multiple of 16 bytes
     times = 2 * 4 - 2
-    saved = times * 3 * (384 * 4 - message)
+    saved = times * 3 * (384 * 4 - shard)
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - saved
     assert plan.schedule.nbytes("RS") == usual.schedule.nbytes("RS")
     assert plan.schedule.lines() == usual.schedule.lines()
     memory = dict(plan.memory)
     # Two blocks' gathers are in flight at once at most, each sent (1) and received (2), and
     # 3 x 128 elements of scratch with two times 3 for the scales, in fp32.
-    assert memory.pop("coded weights in flight (exact)") == 6 * 3 * message + (384 + 6) * 4
+    assert memory.pop("quantized shards in flight (exact)") == 6 * 3 * shard + (384 + 6) * 4
     assert memory == dict(usual.memory)
 
 

@@ -53,7 +53,7 @@ def test_a_fixed_key_is_refused_with_both_values(
         ("optimizer", {"warmup_steps": 3}),
         ("optimizer", {"max_grad_norm": None}),
         ("train", {"steps": 200}),
-        ("weight_parallel", {"codec": "int8"}),
+        ("weight_parallel", {"quantize": "int8"}),
     ],
 )
 def test_a_key_that_is_taken_over_is_told_with_both_values(

@@ -1,1 +1,1 @@
-"""Parts of ``tools/bench_overlap.py``: a slow link of our own, the variants, and the report."""
+"""What the benchmarks share: options, rounds, tables, model, ranks, a schedule played on a link."""

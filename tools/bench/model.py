@@ -1,4 +1,4 @@
-"""The model of the benchmark: Llama blocks of the model zoo and nothing around them.
+"""The model of the benchmarks: Llama blocks of the model zoo and nothing around them.
 
 No embedding and no head, so that what travels is exactly what the byte laws are about. The input
 is a leaf that wants a gradient, as the output of an embedding does.
@@ -6,39 +6,45 @@ is a leaf that wants a gradient, as the output of an embedding does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ModelConfig
 from internsp.layers.rotary import rotary_tables
 from internsp.sp import SequenceLayout
 from model_zoo.llama import Llama
-from tools.bench.options import Options
+from tools.bench.options import Sizes
 
 DTYPE = torch.bfloat16
 
 
-def model_config(options: Options) -> ModelConfig:
+def model_config(sizes: Sizes) -> ModelConfig:
     """The zoo's configuration of the blocks."""
     return ModelConfig(
         family="llama",
-        hidden_size=options.size("hidden"),
-        layers=options.size("layers"),
-        heads=options.size("heads"),
-        kv_heads=options.kv_heads,
-        intermediate_size=options.intermediate,
+        hidden_size=sizes.hidden,
+        layers=sizes.layers,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        intermediate_size=sizes.intermediate,
     )
 
 
 class Blocks(nn.Module):
     """``layers`` Llama blocks; returns the summed squared distance of their output to a target."""
 
-    def __init__(self, options: Options, device: str = "cpu") -> None:
+    def __init__(self, sizes: Sizes, device: str = "cpu") -> None:
         super().__init__()
-        config = model_config(options)
-        whole = Llama(config, device=device, dtype=DTYPE)
-        self.layers = whole.layers
-        self.head_dim, self.theta = whole.sizes.head_dim, config.rope_theta
+        config = model_config(sizes)
+        zoo = Llama(config, device=device, dtype=DTYPE)
+        self.layers = zoo.layers
+        self.head_dim, self.theta = zoo.sizes.head_dim, config.rope_theta
         self.layout: SequenceLayout | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -53,10 +59,10 @@ class Blocks(nn.Module):
         return (x.float() - target).square().sum()
 
 
-def initial_weights(options: Options) -> dict[str, Tensor]:
+def initial_weights(sizes: Sizes) -> dict[str, Tensor]:
     """The weights that every variant starts from, the same on every rank."""
-    zoo = Llama(model_config(options), device="meta", dtype=DTYPE)
-    generator = torch.Generator().manual_seed(options.seed)
+    zoo = Llama(model_config(sizes), device="meta", dtype=DTYPE)
+    generator = torch.Generator().manual_seed(sizes.seed)
     weights: dict[str, Tensor] = {}
     for name, parameter in zoo.named_parameters():
         if name.startswith("layers."):
@@ -65,61 +71,79 @@ def initial_weights(options: Options) -> dict[str, Tensor]:
     return weights
 
 
-def fresh(options: Options, weights: dict[str, Tensor], device: str = "cpu") -> Blocks:
+def fresh(sizes: Sizes, weights: Mapping[str, Tensor], device: str = "cpu") -> Blocks:
     """A model with a copy of the initial weights."""
-    model = Blocks(options, device)
+    model = Blocks(sizes, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return model
 
 
-def whole_batch(options: Options, data: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    """Input and target of the ``data``-th sequences, not cut, the same in every step.
+def full_batch(sizes: Sizes, data: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+    """Input and target of the ``data``-th sequences, not sharded, the same in every step.
 
     Args:
         micro: which micro-batch of the step; each has data of its own.
     """
-    seed = options.seed * 1000 + micro * options.size("ranks") + data + 1
+    seed = sizes.seed * 1000 + micro * sizes.ranks + data + 1
     generator = torch.Generator().manual_seed(seed)
-    shape = (options.batch, options.size("sequence"), options.size("hidden"))
+    shape = (sizes.batch, sizes.sequence, sizes.hidden)
     x = torch.randn(shape, generator=generator).to(DTYPE)
     return x.requires_grad_(True), torch.randn(shape, generator=generator)
 
 
-def batch(options: Options, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    """One rank's part of its sequences: neighbouring ranks share them where they are cut."""
-    data, part = divmod(rank, options.sequence_ranks)
-    whole = whole_batch(options, data, micro)
-    x, target = (w.detach().chunk(options.sequence_ranks, 1)[part].contiguous() for w in whole)
+def batch(sizes: Sizes, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+    """One rank's part of its sequences: neighboring ranks share them where they are sharded."""
+    data, part = divmod(rank, sizes.sequence_ranks)
+    full = full_batch(sizes, data, micro)
+    x, target = (w.detach().chunk(sizes.sequence_ranks, 1)[part].contiguous() for w in full)
     return x.requires_grad_(True), target
 
 
-def layout(options: Options, rank: int) -> SequenceLayout | None:
-    """Where the rank's part lies; ``None`` where sequences are whole."""
-    if options.sequence_ranks == 1:
+def layout(sizes: Sizes, rank: int) -> SequenceLayout | None:
+    """Where the rank's part lies; ``None`` where sequences are not sharded."""
+    if sizes.sequence_ranks == 1:
         return None
-    ids = torch.zeros(options.batch, options.size("sequence"), dtype=torch.int64)
-    cut = options.sequence_ranks
-    return SequenceLayout.create(ids, rank=rank % cut, size=cut)
+    ids = torch.zeros(sizes.batch, sizes.sequence, dtype=torch.int64)
+    shards = sizes.sequence_ranks
+    return SequenceLayout.create(ids, rank=rank % shards, size=shards)
 
 
-def exchanged_bytes(options: Options) -> float:
+def exchanged_bytes(sizes: Sizes) -> float:
     """Bytes a rank sends for attention in a step: q, k, v, the result, and their gradients."""
-    cut = options.sequence_ranks
-    tokens = options.micro_batches * options.batch * options.size("sequence") / cut
-    share = (options.kv_heads or options.size("heads")) / options.size("heads")
-    features = options.size("hidden") * (2 + 2 * share) * 2
-    return options.size("layers") * tokens * features * DTYPE.itemsize * (cut - 1) / cut
+    shards = sizes.sequence_ranks
+    tokens = sizes.micro_batches * sizes.batch * sizes.sequence / shards
+    share = (sizes.kv_heads or sizes.heads) / sizes.heads
+    features = sizes.hidden * (2 + 2 * share) * 2
+    return sizes.layers * tokens * features * DTYPE.itemsize * (shards - 1) / shards
 
 
-def elements(options: Options) -> int:
+def elements(sizes: Sizes) -> int:
     """By which the summed loss of all ranks and micro-batches is divided."""
-    tokens = options.micro_batches * options.batch * options.size("sequence")
-    groups = options.size("ranks") // options.sequence_ranks
-    return groups * tokens * options.size("hidden")
+    tokens = sizes.micro_batches * sizes.batch * sizes.sequence
+    groups = sizes.ranks // sizes.sequence_ranks
+    return groups * tokens * sizes.hidden
 
 
-def large(options: Options, weights: dict[str, Tensor]) -> dict[str, int]:
-    """Elements of every weight that is cut: matrices, not norms."""
-    return {name: w.numel() for name, w in weights.items() if w.ndim > 1}
+def repeated(weight: Tensor, ranks: int) -> Tensor:
+    """Like ``weight``, but made of ``ranks`` copies of its first rows: all shards are equal."""
+    return weight[: len(weight) // ranks].repeat(ranks, *[1] * (weight.ndim - 1))
+
+
+@contextmanager
+def process_group(backend: str, ranks: int = 1) -> Iterator[None]:
+    """A process group of this process alone; ``"fake"`` pretends to have ``ranks`` and sends
+    nothing: what it gathers are copies of this rank's own shard, at once."""
+    store: Any = dist.HashStore()
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store = FakeStore()
+    dist.init_process_group(
+        backend, store=store, rank=0, world_size=ranks, timeout=timedelta(seconds=300)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

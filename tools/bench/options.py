@@ -1,311 +1,116 @@
-"""What a run of the benchmark is: flags, presets, and what a flag left open gets from its preset.
+"""What the benchmarks' options have in common: sizes, checks that name the flag, outputs.
 
-Imports no torch, so that ``--help`` and the process that only directs the ranks stay light.
+Imports no torch, so that ``--help`` and the process that only directs ranks stay light.
 """
 
 from __future__ import annotations
 
-import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 
-from tools.bench.bounds import HYBRID
+import tyro
 
-Network = Literal["namespaces", "loopback"]
-PresetName = Literal["light", "even", "heavy", "four", "tiny"]
-
-DEFAULT_VARIANTS = (
-    "compute",
-    "ours",
-    "ours@free",
-    "ours:trigger=rolling",
-    "ours:overlap=false",
-    "ours:memory_pool=false",
-    "ddp",
-    "fsdp2",
-    "fsdp2:prefetch",
-    "fsdp2:chunked",
-    "fsdp2:unshard",
-    "fsdp2:chunked+unshard+last",
-    "fsdp2:whole",
-    "zero3",
-)
-
-
-# With sequence ranks: where the next block's gather starts, beside the all-to-alls of attention.
-TRIGGERS = ("compute", "ours", *(f"ours:trigger={t}" for t in ("mlp", "attention", "qkv")))
+OUTPUTS = ("json", "markdown", "mark", "picture")
 
 
 @dataclass(frozen=True)
-class Preset:
-    """Sizes and a ratio of ideal communication to compute."""
+class Sizes:
+    """Of a model and its data: ``ranks`` share ``batch`` sequences each and every micro-batch.
 
-    ranks: int = 2
-    ratio: float | None = 1.3
-    hidden: int = 512
-    heads: int = 8
-    layers: int = 8
-    sequence: int = 256
+    Neighboring ranks share sequences where these are sharded (``sequence_ranks``); ``None`` leaves
+    a size to the model zoo.
+    """
 
-
-PRESETS: dict[str, Preset] = {
-    "light": Preset(ratio=0.6),
-    "even": Preset(ratio=1.3),
-    "heavy": Preset(ratio=2.8, sequence=160),
-    "four": Preset(ranks=4, ratio=1.3, sequence=128),
-    # For tests and for development: seconds, and no figure worth reading.
-    "tiny": Preset(ratio=1.3, hidden=96, heads=4, layers=3, sequence=16),
-}
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    kv_heads: int | None = None
+    intermediate: int | None = None
+    batch: int = 1
+    ranks: int = 1
+    sequence_ranks: int = 1
+    micro_batches: int = 1
+    seed: int = 0
+    lr: float = 1.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes left at none come from the preset."""
+    """Of every benchmark; a size left at none is filled in by the benchmark's ``resolve``."""
 
-    preset: PresetName = "even"
-    """light, even, heavy: communication 0.6, 1.3, 2.8 times compute; four: 1.3 at four ranks."""
-    network: Network = "namespaces"
-    """namespaces: a rate-limited link (root, iproute2); loopback: plain, no limit, any user."""
-    probe: Literal["none", "chunks"] = "none"
-    """chunks: only a step's collectives, unsharded weights against halves and quarters.
-
-    No training.
-    """
-    variants: tuple[str, ...] = DEFAULT_VARIANTS
-    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS of a
-    group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,
-    full, hybrid; @free: no rate limit. compute is always added."""
-    ranks: int | None = None
-    """Processes, each with one computing thread."""
-    ratio: float | None = None
-    """Least bytes / rate over compute; the rate follows from compute as measured first."""
-    rate_mbit: float | None = None
-    """Rate of each rank's link, in Mbit/s; given, it takes the ratio's place."""
-    hidden: int | None = None
-    """Width of the blocks."""
-    heads: int | None = None
-    """Query heads."""
-    kv_heads: int | None = None
-    """Key/value heads; none: as many as heads."""
-    intermediate: int | None = None
-    """Width of the feed-forward network; none: 8/3 of hidden."""
-    layers: int | None = None
-    """Blocks."""
-    batch: int = 1
-    """Sequences a rank."""
-    sequence: int | None = None
-    """Tokens of a sequence."""
-    sequence_ranks: int = 1
-    """Ranks over which a sequence is cut: its all-to-alls compete for the link. For compute and
-    ours only; the variants are then, unless given, where ours starts the next block's gather."""
-    micro_batches: int = 1
-    """Forward and backward passes of a step, each with data of its own."""
     rounds: int = 5
-    """Rounds; each runs every variant, starting with another one."""
-    steps: int = 2
-    """Timed steps of a variant in a round."""
+    """Rounds; each runs every variant, in another order."""
     warm_up: int = 1
-    """Steps of a variant in a round before the timed ones."""
-    mtu: int = 9000
-    """Of the links, in bytes."""
-    burst_kib: int = 256
-    """Bucket of the rate limit, in KiB."""
-    lr: float = 20.0
-    """Learning rate of plain SGD; the loss is a mean, so its gradients are small."""
-    seed: int = 0
-    """Of weights and data."""
-    pin: bool = False
-    """Bind rank r, gloo's threads included, to processor r modulo their number."""
-    timeout: float = 300.0
-    """Seconds that one variant may take in one round."""
+    """Steps of a variant before those that count."""
     json: Path | None = None
     """Write everything measured to this file."""
     markdown: Path | None = None
-    """Write the tables to this file."""
-    mark: str = ""
-    """Between which marks of it; none: those of the preset."""
-    picture: Path | None = None
-    """Write bars and timelines to this file (.png or .svg)."""
+    """Write the tables to this file, between its marks where it has them."""
 
-    def resolve(self) -> Options:
-        """The same with the preset's values where nothing was given, checked.
+    @classmethod
+    def read(cls, arguments: Sequence[str] | None, description: str | None) -> Self:
+        """From a command line; ends the process at a mistake in it."""
+        return tyro.cli(cls, args=arguments, description=description)
 
-        Raises:
-            ValueError: naming the flag, when values do not fit.
-        """
-        preset = asdict(PRESETS[self.preset])
-        if self.rate_mbit is not None:
-            preset["ratio"] = None
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        filled = {k: v for k, v in preset.items() if given[k] is None}
-        done = replace(self, **filled)
-        if self.ratio is not None and self.rate_mbit is not None:
-            raise ValueError("--ratio and --rate-mbit exclude each other")
-        counts = ("ranks", "layers", "rounds", "steps", "sequence", "batch", "micro_batches")
-        for name in counts:
-            if getattr(done, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if done.size("ranks") < 2:
-            raise ValueError("--ranks must be at least 2: one rank sends nothing")
-        if done.size("hidden") % done.size("heads"):
-            raise ValueError(f"--hidden {done.hidden} is not a multiple of --heads {done.heads}")
-        if done.sequence_ranks != 1:
-            done = done._with_cut_sequences()
-        names = done.variants if "compute" in done.variants else ("compute", *done.variants)
-        unique = tuple(dict.fromkeys(names))
-        for name in unique:
-            Spec.parse(name).require(done.size("ranks"))
-        return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
+    def fill(self, defaults: Mapping[str, Any]) -> Self:
+        """The same with ``defaults`` where nothing was given."""
+        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
 
-    def _with_cut_sequences(self) -> Options:
-        cut = self.sequence_ranks
-        for name in ("ranks", "sequence", "heads"):
-            if cut < 1 or self.size(name) % cut:
-                raise ValueError(f"--{name} {self.size(name)} is no multiple of --sequence-ranks")
-        done = replace(self, variants=TRIGGERS) if self.variants == DEFAULT_VARIANTS else self
-        others = [v for v in done.variants if Spec.parse(v).family not in ("compute", "ours")]
-        if others:
-            raise ValueError(f"--sequence-ranks: {', '.join(others)} cannot cut a sequence")
-        return done
+    def require_at_least(self, least: int, *names: str, why: str = "") -> None:
+        """Raise a ``ValueError`` that names the flag of a value below ``least``."""
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"{flag(name)} must be at least {least}{why}")
+
+    def require_multiple(self, name: str, of: str, why: str = "") -> None:
+        """Raise a ``ValueError`` that names both flags where one does not divide the other."""
+        if self.size(of) < 1 or self.size(name) % self.size(of):
+            raise ValueError(
+                f"{flag(name)} {self.size(name)} is not a multiple of {flag(of)} "
+                f"{self.size(of)}{why}"
+            )
 
     def size(self, name: str) -> int:
-        """A size that :meth:`resolve` has filled in."""
+        """A size that ``resolve`` has filled in."""
         value = getattr(self, name)
         assert isinstance(value, int), f"{name} is filled in by resolve"
         return value
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; paths of outputs are left out."""
-        outputs = ("json", "markdown", "mark", "picture")
-        return {k: v for k, v in asdict(self).items() if k not in outputs}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Options:
-        """The inverse of :meth:`to_json`."""
-        return cls(**{**data, "variants": tuple(data["variants"])})
-
-
-FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid")
-MESH_KEYS = ("weight", "gradient_group")  # of ours: the groups, which are no setting of weights
-FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
+        """Plain values; where outputs go is left out."""
+        return {k: v for k, v in asdict(self).items() if k not in OUTPUTS}
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A variant's name, taken apart: ``family[:settings][@free]``."""
+class Trained(Options):
+    """Of a benchmark that trains the model of :mod:`tools.bench.model`."""
 
-    family: str
-    settings: str = ""
-    free: bool = False
+    hidden: int | None = None
+    """Width of the blocks."""
+    heads: int | None = None
+    """Query heads."""
+    intermediate: int | None = None
+    """Width of the feed-forward network; none: 8/3 of hidden, where no preset says."""
+    layers: int | None = None
+    """Blocks."""
+    batch: int = 1
+    """Sequences a rank."""
+    steps: int = 2
+    """Timed steps of a variant in a round."""
+    lr: float = 1.0
+    """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
+    seed: int = 0
+    """Of weights, data and delays."""
 
-    @classmethod
-    def parse(cls, text: str) -> Spec:
-        """Read a name.
-
-        Raises:
-            ValueError: for an unknown family, FSDP2 form, or a setting that is not KEY=VALUE.
-        """
-        body, _, suffix = text.partition("@")
-        if suffix not in ("", "free"):
-            raise ValueError(f"variant {text!r}: only @free may follow a name")
-        family, _, settings = body.partition(":")
-        if family not in FAMILIES:
-            raise ValueError(f"variant {text!r}: the family is one of {', '.join(FAMILIES)}")
-        spec = cls(family, settings, bool(suffix))
-        if family == "fsdp2":
-            unknown = spec.forms - set(FORMS)
-            if unknown:
-                raise ValueError(f"variant {text!r}: forms of fsdp2 are {', '.join(FORMS)}")
-        elif family == "ours":
-            spec.arguments()
-        elif settings:
-            raise ValueError(f"variant {text!r}: {family} has no settings")
-        return spec
-
-    def __str__(self) -> str:
-        tail = f":{self.settings}" if self.settings else ""
-        return f"{self.family}{tail}{'@free' if self.free else ''}"
-
-    @property
-    def forms(self) -> set[str]:
-        """Of ``fsdp2``."""
-        return set(self.settings.split("+")) - {""}
-
-    def arguments(self) -> dict[str, Any]:
-        """Of ``ours``: keyword arguments of ``WeightParallelConfig``."""
-        return {k: v for k, v in self._given().items() if k not in MESH_KEYS}
-
-    @property
-    def weight(self) -> int | None:
-        """Of ``ours``: ranks of a weight group; ``None``: all."""
-        return self._given().get("weight") if self.family == "ours" else None
-
-    @property
-    def shared_group(self) -> bool:
-        """Of ``ours``: whether reductions go through the group of the gathers."""
-        return self.family == "ours" and self._given().get("gradient_group") == "shared"
-
-    def require(self, ranks: int) -> None:
-        """Whether the groups it asks for can be made of ``ranks`` ranks.
-
-        Raises:
-            ValueError: naming the variant, if not.
-        """
-        group = self.weight
-        if group is not None and (type(group) is not int or group < 1 or ranks % group):
-            raise ValueError(f"variant {self}: {ranks} ranks are not groups of {group}")
-        hybrid = self.family == "fsdp2" and "hybrid" in self.forms
-        if hybrid and (ranks % HYBRID or ranks == HYBRID):
-            raise ValueError(f"variant {self}: {ranks} ranks are not several groups of {HYBRID}")
-
-    def _given(self) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for part in filter(None, self.settings.split(",")):
-            key, sign, value = part.partition("=")
-            if not sign:
-                raise ValueError(f"variant {self}: {part!r} is not KEY=VALUE")
-            out[key] = _value(value)
-        if out.get("gradient_group", "shared") != "shared":
-            raise ValueError(f"variant {self}: gradient_group is shared, or not given")
-        return out
-
-    @property
-    def label(self) -> str:
-        """What the tables call it."""
-        return LABELS.get(str(self), str(self))
+    def sizes(self, **changes: Any) -> Sizes:
+        """What the model takes of these options, and ``changes``."""
+        own = {f.name: getattr(self, f.name) for f in fields(Sizes) if hasattr(self, f.name)}
+        return Sizes(**{**own, **changes})
 
 
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text == "none":
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-LABELS = {
-    "compute": "compute only",
-    "ours": "internsp",
-    "ours@free": "internsp, no rate limit",
-    "ours:trigger=rolling": "internsp, rolling",
-    "ours:overlap=false": "internsp, no overlap",
-    "ours:memory_pool=false": "internsp, no pool",
-    "ddp": "DDP",
-    "fsdp2": "FSDP2",
-    "fsdp2:prefetch": "FSDP2, explicit prefetch, async",
-    "fsdp2:chunked": "FSDP2, chunked async collectives",
-    "fsdp2:unshard": "FSDP2, unshard at out-projection",
-    "fsdp2:whole": "FSDP2, no reshard",
-    "zero3": "DeepSpeed ZeRO-3",
-}
-
-
-def known_presets() -> tuple[str, ...]:
-    """Names that ``--preset`` takes."""
-    return typing.get_args(PresetName)
+def flag(name: str) -> str:
+    """Of a field, on the command line."""
+    return f"--{name.replace('_', '-')}"

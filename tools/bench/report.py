@@ -1,168 +1,92 @@
-"""Tables: for the terminal and for ``docs/performance.md``."""
+"""Tables and facts: for the terminal, for a page between its marks, and as a file."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.idle import sentence
-
-HEAD = (
-    "variant",
-    "step s",
-    "quartiles",
-    "step / ideal",
-    "over compute s",
-    "waited s",
-    "other cpu s",
-    "sent MB",
-    "sent / least",
-    "whole MB",
-    "peak MB",
-)
-LEGEND = """\
-step: forward, backward, SGD, over all ranks. over compute: step less compute only. waited: the
-computing thread, in Work.wait. other cpu: processor time of all other threads of a rank, gloo's
-among them. sent: by each rank's interface, headers included, over the least payload of that
-variant's own memory rule. whole: peak of unsharded weights. peak: resident memory of a rank above
-what the process had before the variant was built. MB are 10^6 bytes."""
+from tools.bench.options import Options
 
 
-def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{value / scale:.{digits}f}"
+def say(message: object) -> None:
+    """Progress, without times."""
+    print(message, file=sys.stderr, flush=True)
 
 
-def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of text, the head first, in the order asked for."""
-    rows: list[tuple[str, ...]] = [HEAD]
-    order = [v for v in summary["options"]["variants"] if v in summary["variants"]]
-    for name in order:
-        r = summary["variants"][name]
-        rows.append(
-            (
-                r["label"],
-                _number(r["median"], 3),
-                f"{r['low']:.3f} .. {r['high']:.3f}",
-                _number(r["over_ideal"], 2),
-                _number(r["exposed"], 3),
-                _number(r["waited"], 3),
-                _number(r["other_cpu"], 3),
-                _number(r["sent"], 1, 1e6),
-                _number(r["over_least"], 3),
-                _number(r["whole_bytes"], 1, 1e6),
-                _number(r["peak_bytes"], 0, 1e6),
-            )
-        )
-    return rows
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, the head first; the first column names what the others measure."""
+
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    remarks: Sequence[str] = ()
+
+    def text(self) -> list[str]:
+        """Lines for the terminal."""
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = [self.title] if self.title else []
+        for first, *others in self.rows:
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join([first.ljust(widths[0]), *cells]))
+        return [*lines, "", *self.remarks, ""]
+
+    def markdown(self) -> list[str]:
+        """Lines of a page."""
+        lines = [f"### {self.title}", ""] if self.title else []
+        lines += markdown_rows(self.rows)
+        return [*lines, "", *(f"- {remark}" for remark in self.remarks), ""]
 
 
-def facts(summary: dict[str, Any]) -> list[str]:
-    """What the figures rest on, a sentence a line."""
-    o, m = summary["options"], summary["machine"]
-    ranks = o["ranks"]
-    several = o.get("micro_batches", 1)
-    micro = f"{several} micro-batches of " if several > 1 else ""
-    lines = [
-        f"{m['processor']}, {m['cores']} cores, Linux {m['kernel']}, Python {m['python']}, "
-        f"torch {m['torch']}",
-        f"{ranks} ranks with one computing thread each; {summary['link']}",
-        f"{o['layers']} Llama blocks, width {o['hidden']}, {o['heads']} heads, bf16, "
-        f"{micro}{o['batch']} x {o['sequence']} tokens a rank, "
-        f"{summary['weight_bytes'] / 1e6:.1f} MB of weights",
-    ]
-    if o["sequence_ranks"] > 1:
-        lines.append(
-            f"every sequence cut over {o['sequence_ranks']} ranks: attention sends "
-            f"{summary['exchanged_bytes'] / 1e6:.1f} MB a rank over the same link, which ideal "
-            "counts and the schedules' bounds do not; compute only attends within its own part"
-        )
-    if summary["rate_mbit"] is None:
-        lines.append("NO RATE LIMIT: ideal is compute alone; bytes on the interface are unknown")
-    else:
-        lines.append(
-            f"rate {summary['rate_mbit']:.0f} Mbit/s, of payload "
-            f"{summary['link_payload_mbit']:.0f} reached by one-MiB exchanges; least bytes a rank "
-            f"{summary['least_bytes'] / 1e6:.1f} MB; ideal communication / compute "
-            f"{summary['ratio']:.2f}"
-        )
-    lines.append(
-        f"compute {summary['compute']:.3f} s, ideal {summary['ideal']:.3f} s; {o['rounds']} rounds "
-        f"of {o['steps']} timed steps after {o['warm_up']}; {summary['seconds'] / 60:.1f} minutes"
-    )
-    return lines
-
-
-def remarks(summary: dict[str, Any]) -> list[str]:
-    """Bounds and exposures of our variants; reasons of what is missing."""
-    lines: list[str] = []
-    for name, row in summary["variants"].items():
-        if row.get("bound") is not None:
-            lines.append(
-                f"{row['label']}: its schedule alone takes {row['bound']:.3f} s on this link; the "
-                f"step is {row['over_bound']:.2f} times that"
-            )
-        if row.get("payload_seen") is not None:
-            extra = row.get("replica_bytes")
-            between = f" with {extra} between replicas" if extra else ""
-            same = "exactly" if row["payload_seen"] == row["payload"] else "NOT"
-            lines.append(
-                f"{row['label']}: payload sent in a step {row['payload_seen']} bytes, {same} the "
-                f"schedule's {row['payload']}{between}; slots {row['slot_bytes'] / 1e6:.1f} MB"
-            )
-        cut = summary["options"]["sequence_ranks"] > 1
-        if (name == "ours" or cut) and row.get("exposures"):
-            most = ", ".join(f"{u} {p} {s * 1e3:.0f} ms" for u, p, s in row["exposures"][:6])
-            lines.append(f"{row['label']}: waited in one step, by block and phase: {most}")
-        if name != "compute" and row.get("idle"):
-            lines.append(sentence(row["label"], row["idle"]))
-    labels = {n: r["label"] for n, r in summary["variants"].items()}
-    for what in ("skipped", "failed"):
-        for name, reason in summary[what].items():
-            lines.append(f"{labels.get(name, name)} {what}: {reason}")
-    return lines
-
-
-def text(summary: dict[str, Any]) -> str:
-    """For the terminal."""
-    rows = table(summary)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    out = [*facts(summary), ""]
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        out.append("  ".join(cells))
-    return "\n".join([*out, "", LEGEND, "", *remarks(summary)])
-
-
-def markdown(summary: dict[str, Any], command: Sequence[str]) -> str:
-    """For a page: command, facts, table, remarks."""
-    rows = table(summary)
-    out = ["```", shlex.join(command), "```", ""]
-    out += [f"- {line}" for line in facts(summary)]
-    out += ["", *lines_of(rows)]
-    out += ["", *(f"- {line}" for line in remarks(summary))]
-    return "\n".join(out) + "\n"
-
-
-def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table of a page; the first row is its head."""
-    out = [f"| {' | '.join(rows[0])} |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
-    return out + [f"| {' | '.join(row)} |" for row in rows[1:]]
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return [head, "|---" + "|---:" * (len(rows[0]) - 1) + "|", *others]
 
 
-def put(path: Path, name: str, body: str) -> None:
-    """Write ``body`` to ``path``: between its marks for ``name`` where it has them, else alone.
+@dataclass(frozen=True)
+class Page:
+    """What a benchmark prints: what the figures rest on, and tables."""
 
-    The marks are ``<!-- overlap:NAME -->`` and ``<!-- /overlap:NAME -->``.
+    facts: Sequence[str]
+    tables: Sequence[Table] = field(default_factory=list)
+
+    def text(self) -> str:
+        """For the terminal."""
+        lines = [*self.facts, "", *(line for table in self.tables for line in table.text())]
+        return "\n".join(lines).rstrip()
+
+    def markdown(self, command: Iterable[str]) -> str:
+        """For a page that people read: the command first."""
+        lines = ["```", shlex.join(command), "```", "", *(f"- {fact}" for fact in self.facts), ""]
+        lines += [line for table in self.tables for line in table.markdown()]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def write(
+    options: Options, summary: dict[str, Any], page: Page, command: Iterable[str], mark: str
+) -> None:
+    """The files that ``options`` ask for."""
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(summary, indent=1) + "\n")
+    if options.markdown is not None:
+        put(options.markdown, mark, page.markdown(command))
+
+
+def put(path: Path, mark: str, body: str) -> None:
+    """Write ``body`` to ``path``: between its marks where it has them, else alone.
+
+    The marks are ``<!-- MARK -->`` and ``<!-- /MARK -->``.
     """
-    begin, end = f"<!-- overlap:{name} -->", f"<!-- /overlap:{name} -->"
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     old = path.read_text() if path.exists() else ""
     if begin in old and end in old:
         before, rest = old.split(begin, 1)
-        after = rest.split(end, 1)[1]
-        path.write_text(f"{before}{begin}\n{body}{end}{after}")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(body)
+        body = f"{before}{begin}\n{body}{end}{rest.split(end, 1)[1]}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(body)

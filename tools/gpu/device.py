@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +71,7 @@ def timed(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of tensors on a GPU now; ``None`` on a CPU, where nobody counts."""
+    """Bytes of tensors on a GPU now; ``None`` on a CPU, where they are not counted."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -86,11 +85,3 @@ def peak_of(device: torch.device, work: Callable[[], Any]) -> int | None:
     work()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles (of fewer than four values: the extremes)."""
-    if len(values) < 4:
-        return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": middle, "low": low, "high": high}

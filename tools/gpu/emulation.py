@@ -14,25 +14,21 @@ from torch import nn
 from internsp import ISPCommunicator, ParallelMesh, WeightParallelConfig, parallelize
 from internsp.config import ActivationCheckpointConfig
 from internsp.plan.simulate import simulate
-from tools.bench import options as bench
-from tools.bench.bounds import Line, play, shares
+from tools.bench.bounds import MBIT, Line, play, shares
+from tools.bench.model import initial_weights, process_group, repeated
+from tools.bench.options import Sizes
 from tools.gpu import rounds
 from tools.gpu.device import allocated, peak_of
 from tools.gpu.link import EmulatedCollectives, Link, Pace, make_link
 from tools.gpu.model import (
     Trainee,
     Weights,
-    initial_weights,
     on_device,
-    process_group,
-    repeated,
-    sizes,
     tied,
     trainee,
 )
 from tools.gpu.options import Options
 
-MBIT = 125_000.0
 TIED, COMPUTE = "the plain model of repeated shards", "compute only"
 
 # Settings whose streams differ: each must train what one plain process does.
@@ -50,7 +46,7 @@ STREAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def run_link(options: Options, device: torch.device) -> list[dict[str, Any]]:
     """A row for each ratio of communication to compute; all of it interleaved."""
-    ranks = options.number("emulated_ranks")
+    ranks = options.size("emulated_ranks")
     model, weights = _model(options)
     with ExitStack() as stack:
         stack.enter_context(process_group("fake", ranks))
@@ -124,7 +120,7 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
         the model really holds between steps, and ``peak`` against ``predicted_peak``: that and the
         activations of one plain forward.
     """
-    ranks = options.number("emulated_ranks")
+    ranks = options.size("emulated_ranks")
     model, weights = _model(options)
     with process_group("fake", ranks):
         mesh = ParallelMesh.create(weight=ranks, device_type=device.type)
@@ -159,7 +155,7 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
         return result
 
 
-def _activations(model: bench.Options, weights: Weights, device: torch.device) -> int | None:
+def _activations(model: Sizes, weights: Weights, device: torch.device) -> int | None:
     """Most bytes that a plain forward adds; ``None`` on a CPU."""
     plain = _compute(model, weights, device, 1)
     plain.seconds(device)
@@ -175,7 +171,7 @@ def run_streams(options: Options, device: torch.device) -> list[dict[str, Any]]:
         A row for each setting of :data:`STREAMS`: ``reason`` is ``None`` where it trained what one
         plain process did.
     """
-    ranks = options.number("emulated_ranks")
+    ranks = options.size("emulated_ranks")
     model, weights = _model(options)
     rows = []
     with process_group("fake", ranks):
@@ -206,17 +202,20 @@ def _reason(made: Trainee, alike: Trainee) -> str | None:
     return None
 
 
-def _model(options: Options) -> tuple[bench.Options, Weights]:
-    sequence = (options.sequences or (1,))[0]
-    model = sizes(options, sequence)
-    return model, repeated(initial_weights(model), options.number("emulated_ranks"))
+def _model(options: Options) -> tuple[Sizes, Weights]:
+    model = options.sizes(sequence=(options.sequences or (1,))[0], ranks=1)
+    ranks = options.size("emulated_ranks")
+    return model, {
+        name: weight if weight.ndim < 2 else repeated(weight, ranks)
+        for name, weight in initial_weights(model).items()
+    }
 
 
-def _tied(model: bench.Options, weights: Weights, device: torch.device, ranks: int) -> Trainee:
+def _tied(model: Sizes, weights: Weights, device: torch.device, ranks: int) -> Trainee:
     return tied(TIED, on_device(model, weights, device), model, device, ranks)
 
 
-def _compute(model: bench.Options, weights: Weights, device: torch.device, ranks: int) -> Trainee:
+def _compute(model: Sizes, weights: Weights, device: torch.device, ranks: int) -> Trainee:
     """The plain model with unsharded weights; its update is as large as a shard's."""
     blocks = on_device(model, weights, device)
     rows: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -237,12 +236,12 @@ def _compute(model: bench.Options, weights: Weights, device: torch.device, ranks
 
 
 def _ours(
-    name: str, model: bench.Options, weights: Weights, device: torch.device, mesh: ParallelMesh,
+    name: str, model: Sizes, weights: Weights, device: torch.device, mesh: ParallelMesh,
     link: Link, settings: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
 ) -> tuple[Trainee, ISPCommunicator]:  # fmt: skip
     blocks = on_device(model, weights, device)
-    # Norms stay whole on every rank: an emulated peer's norm is not this rank's shard.
-    common = {"min_shard_elements": model.size("hidden") + 1, "coalesce_bytes": 0}
+    # Norms are replicated: an emulated peer's norm is not this rank's shard.
+    common = {"min_shard_elements": model.hidden + 1, "coalesce_bytes": 0}
     communicator = parallelize(
         blocks,
         mesh,
@@ -254,7 +253,7 @@ def _ours(
 
 
 def _payload(
-    model: bench.Options, weights: Weights, device: torch.device, mesh: ParallelMesh
+    model: Sizes, weights: Weights, device: torch.device, mesh: ParallelMesh
 ) -> float:
     """Bytes of one step over the link, as the schedule says."""
     link = make_link(device, Pace())

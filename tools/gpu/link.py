@@ -5,7 +5,7 @@ let it through. No byte leaves the device. What is real: the schedule, the launc
 events, the kernels that compute meanwhile. On a GPU the copies run on a side stream, on a CPU in a
 thread of their own; in both, transfers queue behind one another as messages on one link do.
 
-What the peers send is known, because they are all like this rank: its own shard (so that a whole
+What the peers send is known, because they are all like this rank: its own shard (so that a full
 weight is this shard, repeated), and, of a gradient, the piece that this rank would send them. The
 sum of the pieces is then the exact gradient of the shard in a model whose weights are that shard
 repeated, which one plain process can train too: :mod:`tools.gpu.model` compares the losses.
@@ -27,7 +27,7 @@ from torch import Tensor
 from internsp.wp.collectives import Collectives, Work
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of tensors of equal shape, target and source: the first dimension is cut in two halves."""
+"""Pairs of tensors of equal shape, target and source: the first dimension has two halves."""
 
 _SPIN = 1_000_000  # cycles of a calibration
 
@@ -39,7 +39,7 @@ class Pace:
     Attributes:
         bytes_per_second: payload; ``None`` holds nothing back.
         most_delay: random seconds, up to this many, before and after each transfer.
-        poison: write NaN first: whoever reads too early, or is overwritten too early, gets it.
+        poison: write NaN first: what is read, or overwritten, too early shows it.
         seed: of the delays.
     """
 
@@ -212,7 +212,7 @@ class ThreadLink:
             try:
                 with torch.no_grad():
                     self._transfer(job, start)
-            except Exception as error:  # noqa: BLE001 - told to whoever waits
+            except Exception as error:  # noqa: BLE001 - raised by wait
                 job.error = error
             self._busy += time.perf_counter() - start
             job.over.set()

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from tools.bench import options as bench
-from tools.bench.model import Blocks, batch, elements, fresh, initial_weights
+from tools.bench.model import Blocks, batch, elements, fresh
+from tools.bench.options import Sizes
+from tools.bench.rounds import Agreement
 from tools.gpu.device import timed
-from tools.gpu.options import Options
 
 Weights = Mapping[str, Tensor]
-LOSS, NORM, FALL = 2e-3, 1e-2, 5e-2
-"""Relative differences that bf16 explains: of a loss, of the first gradient's norm, and of what the
-loss has lost since, where that is more than :data:`SEEN` of it."""
-SEEN = 0.02
-
-
-def sizes(options: Options, sequence: int, ranks: int = 1) -> bench.Options:
-    """The sizes as the benchmark's model takes them."""
-    return bench.Options(
-        hidden=options.hidden, heads=options.heads, intermediate=options.intermediate,
-        layers=options.layers, sequence=sequence, batch=options.batch, ranks=ranks,
-        seed=options.seed, lr=options.lr,
-    )  # fmt: skip
+LOSSES, NORM = Agreement(each=2e-3, seen=0.02), 1e-2
+"""What bf16 explains: of losses, and of the first gradient's norms (relatively)."""
 
 
 @dataclass
 class Trainee:
-    """A model, its data and its optimizer; :meth:`step` is one whole training step.
+    """A model, its data and its optimizer; :meth:`step` is one training step.
 
     Attributes:
         finish: after backward, what the variant must do to its gradients.
@@ -92,40 +77,32 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> list[float]:
 def trainee(
     name: str,
     model: nn.Module,
-    options: bench.Options,
+    sizes: Sizes,
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
     rank: int = 0,
 ) -> Trainee:
-    """Data of ``rank``, plain SGD unless told otherwise; the loss is a mean over all ranks'."""
-    x, target = batch(options, rank)
+    """Data of ``rank``, plain SGD unless given; the loss is a mean over all ranks'."""
+    x, target = batch(sizes, rank)
     return Trainee(
         name,
         model,
-        optimizer or torch.optim.SGD(model.parameters(), lr=options.lr),
+        optimizer or torch.optim.SGD(model.parameters(), lr=sizes.lr),
         x.detach().to(device).requires_grad_(True),
         target.to(device),
-        1.0 / elements(options),
+        1.0 / elements(sizes),
     )
 
 
-def on_device(options: bench.Options, weights: Weights, device: torch.device) -> Blocks:
+def on_device(sizes: Sizes, weights: Weights, device: torch.device) -> Blocks:
     """A model with a copy of the initial weights."""
-    return fresh(options, dict(weights), device=str(device))
-
-
-def repeated(weights: Weights, ranks: int) -> dict[str, Tensor]:
-    """Every matrix made of ``ranks`` copies of its first rows: all shards are alike."""
-    return {
-        name: w if w.ndim < 2 else w[: len(w) // ranks].repeat(ranks, 1)
-        for name, w in weights.items()
-    }
+    return fresh(sizes, weights, device=str(device))
 
 
 def tied(
-    name: str, blocks: Blocks, options: bench.Options, device: torch.device, ranks: int
+    name: str, blocks: Blocks, sizes: Sizes, device: torch.device, ranks: int
 ) -> Trainee:
-    """Train one shard of every matrix of a model of :func:`repeated` weights, with plain autograd.
+    """Train one shard of every matrix with plain autograd; the weights are ``repeated`` ones.
 
     The gradient of a shard that is used ``ranks`` times is the sum over its copies.
     """
@@ -133,8 +110,8 @@ def tied(
     for parameter in blocks.parameters():
         rows = len(parameter) // ranks if parameter.ndim > 1 else len(parameter)
         pairs.append((parameter, nn.Parameter(parameter.detach()[:rows].clone())))
-    optimizer = torch.optim.SGD([shard for _, shard in pairs], lr=options.lr)
-    made = trainee(name, blocks, options, device, optimizer)
+    optimizer = torch.optim.SGD([shard for _, shard in pairs], lr=sizes.lr)
+    made = trainee(name, blocks, sizes, device, optimizer)
 
     def gather_up() -> None:
         for parameter, shard in pairs:
@@ -155,15 +132,9 @@ def tied(
 
 def disagreement(found: Trainee, wanted: Trainee) -> str | None:
     """Why two trainings are not the same one, or ``None``."""
-    if len(found.losses) > len(wanted.losses):
-        return f"{len(found.losses)} losses where {wanted.name} has {len(wanted.losses)}"
-    for step, (loss, expected) in enumerate(zip(found.losses, wanted.losses, strict=False)):
-        if not abs(loss - expected) <= LOSS * abs(expected):
-            return f"the loss of step {step} is {loss:.6g}, {wanted.name}'s is {expected:.6g}"
-    last = len(found.losses) - 1
-    fell, should = (t.losses[0] - t.losses[last] for t in (found, wanted))
-    if abs(should) > SEEN * abs(wanted.losses[0]) and not abs(fell - should) <= FALL * abs(should):
-        return f"the loss fell by {fell:.4g} in {last} steps, {wanted.name}'s by {should:.4g}"
+    reason = LOSSES.refuses(found.losses, wanted.losses)
+    if reason is not None:
+        return reason
     if len(found.norms) != len(wanted.norms):
         return f"{len(found.norms)} gradients where {wanted.name} has {len(wanted.norms)}"
     floor = 1e-3 * max(wanted.norms, default=0.0)
@@ -176,34 +147,10 @@ def disagreement(found: Trainee, wanted: Trainee) -> str | None:
     return None
 
 
-def step_flops(options: bench.Options, weights: Weights) -> float:
+def step_flops(sizes: Sizes, weights: Weights) -> float:
     """Of one training step: products with the weights, and causal attention; backward is twice
     forward, and nothing is counted for what is recomputed."""
-    tokens = options.batch * options.size("sequence")
+    tokens = sizes.batch * sizes.sequence
     products = 6.0 * sum(w.numel() for w in weights.values() if w.ndim > 1) * tokens
-    causal = 6.0 * options.size("layers") * options.size("hidden") * options.size("sequence")
+    causal = 6.0 * sizes.layers * sizes.hidden * sizes.sequence
     return products + causal * tokens
-
-
-@contextmanager
-def process_group(backend: str, ranks: int = 1) -> Iterator[None]:
-    """A process group of this process alone; ``"fake"`` pretends to have ``ranks`` and sends
-    nothing (collectives of replicated parameters and settings are then this rank's own values)."""
-    store: Any = dist.HashStore()
-    if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = FakeStore()
-    dist.init_process_group(
-        backend, store=store, rank=0, world_size=ranks, timeout=timedelta(seconds=300)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-__all__ = [
-    "Trainee", "Weights", "disagreement", "gradient_norms", "initial_weights", "on_device",
-    "process_group", "repeated", "sizes", "step_flops", "tied", "trainee",
-]  # fmt: skip

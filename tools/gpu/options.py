@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from tools.bench import options
 
 Part = Literal["overhead", "link", "streams", "ranks"]
 Compile = Literal["off", "on", "both"]
@@ -21,7 +22,7 @@ TINY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(options.Trained):
     """Sizes left at none: 7B-like blocks on a GPU, tiny ones on a CPU."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -29,18 +30,8 @@ class Options:
     parts: tuple[Part, ...] = ("overhead", "link", "streams", "ranks")
     """overhead: one rank beside the plain model and FSDP2. link: an EMULATED link. streams: the
     same losses with random delays on the side streams. ranks: several ranks on the device, gloo."""
-    hidden: int | None = None
-    """Width of the blocks."""
-    heads: int | None = None
-    """Query heads."""
-    intermediate: int | None = None
-    """Width of the feed-forward network."""
-    layers: int | None = None
-    """Blocks."""
     sequences: tuple[int, ...] | None = None
     """Tokens of a sequence; overhead takes each, the other parts the first."""
-    batch: int = 1
-    """Sequences a step."""
     compile: Compile | None = None
     """torch.compile of every block, in overhead."""
     emulated_ranks: int | None = None
@@ -51,20 +42,8 @@ class Options:
     """Most random delay before and after a transfer, in streams."""
     ranks: int = 2
     """Processes on the one device, in ranks."""
-    rounds: int = 5
-    """Rounds; each runs every variant, starting with another one."""
-    steps: int = 2
-    """Timed steps of a variant in a round."""
     warm_up: int = 2
     """Steps of a variant before the first round."""
-    lr: float = 1.0
-    """Learning rate of plain SGD; the loss is a mean over elements."""
-    seed: int = 0
-    """Of weights, data and delays."""
-    json: Path | None = None
-    """Write everything measured to this file."""
-    markdown: Path | None = None
-    """Write the tables to this file, between its marks for gpu where it has them."""
 
     def resolve(self, device: str) -> Options:
         """The same for ``"cuda"`` or ``"cpu"`` with nothing left open, checked.
@@ -72,32 +51,13 @@ class Options:
         Raises:
             ValueError: naming the flag, when values do not fit.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        defaults = LARGE if device == "cuda" else TINY
-        done = replace(self, **{k: v for k, v in defaults.items() if given[k] is None})
-        for name in ("layers", "rounds", "steps", "warm_up", "batch"):
-            if getattr(done, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("emulated_ranks", "ranks"):
-            if done.number(name) < 2:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 2")
-        if done.number("hidden") % done.number("heads"):
-            raise ValueError(f"--hidden {done.hidden} is not a multiple of --heads {done.heads}")
+        done = self.fill(LARGE if device == "cuda" else TINY)
+        done.require_at_least(1, "layers", "rounds", "steps", "warm_up", "batch")
+        done.require_at_least(2, "emulated_ranks", "ranks")
+        done.require_multiple("hidden", of="heads")
         for name in ("hidden", "intermediate"):
-            if done.number(name) % done.number("emulated_ranks"):
-                raise ValueError(
-                    f"--{name} {done.number(name)} is not a multiple of --emulated-ranks "
-                    f"{done.emulated_ranks}: the shards must be equal, because they stand for "
-                    "one another"
-                )
+            done.require_multiple(
+                name, of="emulated_ranks",
+                why=": the shards must be equal, because they stand for one another",
+            )  # fmt: skip
         return done
-
-    def number(self, name: str) -> int:
-        """A size that :meth:`resolve` has filled in."""
-        value = getattr(self, name)
-        assert isinstance(value, int), f"{name} is filled in by resolve"
-        return value
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; paths of outputs are left out."""
-        return {k: v for k, v in asdict(self).items() if k not in ("json", "markdown")}

@@ -11,16 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
-from tools.bench import options as bench
+from tools.bench.model import initial_weights, process_group
+from tools.bench.options import Sizes
 from tools.gpu import rounds
 from tools.gpu.device import known_peak, matmul_peak, name_of
 from tools.gpu.model import (
     Trainee,
     Weights,
-    initial_weights,
     on_device,
-    process_group,
-    sizes,
     step_flops,
     trainee,
 )
@@ -52,7 +50,7 @@ def run(options: Options, device: torch.device) -> list[dict[str, Any]]:
 def _row(
     options: Options, sequence: int, compiled: bool, device: torch.device, mesh: ParallelMesh
 ) -> dict[str, Any]:
-    model = sizes(options, sequence)
+    model = options.sizes(sequence=sequence, ranks=1)
     weights = initial_weights(model)
     flops = step_flops(model, weights)
     try:
@@ -75,7 +73,7 @@ def _row(
 
 
 def _plain(
-    model: bench.Options, weights: Weights, device: torch.device, compiled: bool
+    model: Sizes, weights: Weights, device: torch.device, compiled: bool
 ) -> Trainee:
     blocks = on_device(model, weights, device)
     _compile(blocks, compiled)
@@ -83,7 +81,7 @@ def _plain(
 
 
 def _ours(
-    model: bench.Options, weights: Weights, device: torch.device, compiled: bool,
+    model: Sizes, weights: Weights, device: torch.device, compiled: bool,
     mesh: ParallelMesh,
 ) -> Trainee:  # fmt: skip
     blocks = on_device(model, weights, device)
@@ -93,7 +91,7 @@ def _ours(
 
 
 def _fsdp2(
-    model: bench.Options, weights: Weights, device: torch.device, compiled: bool
+    model: Sizes, weights: Weights, device: torch.device, compiled: bool
 ) -> Trainee:
     blocks = on_device(model, weights, device)
     _compile(blocks, compiled)

@@ -7,27 +7,18 @@ be those of one process that sees all the data.
 from __future__ import annotations
 
 import os
-import tempfile
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
-from tools.gpu.model import (
-    Trainee,
-    disagreement,
-    initial_weights,
-    on_device,
-    sizes,
-    trainee,
-)
+from tools.bench.model import initial_weights
+from tools.bench.options import Sizes
+from tools.bench.ranks import Session, Setup
+from tools.gpu.model import Trainee, disagreement, gradient_norms, on_device, trainee
 from tools.gpu.options import Options
 
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 
 
 def run(options: Options, device: torch.device) -> dict[str, Any]:
@@ -36,9 +27,9 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
     Returns:
         Both losses, and the ``reason`` why they are not the same training (``None``: they are).
     """
-    with tempfile.TemporaryDirectory(prefix="gpuranks-") as home:
-        multiprocessing.spawn(_rank, (options, str(device), home), nprocs=options.ranks)
-        parts = [torch.load(Path(home) / f"rank{r}.pt") for r in range(options.ranks)]
+    setup = Setup("tools.gpu.ranks:Rank", (options, str(device)), options.ranks, TIMEOUT)
+    with Session(setup) as session:
+        parts = session.ask("train")
     together = _shell("ranks")
     together.losses = [sum(step) for step in zip(*(p["losses"] for p in parts), strict=True)]
     squares = torch.tensor([p["norms"] for p in parts]).square()
@@ -54,7 +45,7 @@ def run(options: Options, device: torch.device) -> dict[str, Any]:
 
 def reference(options: Options, device: torch.device) -> Trainee:
     """One plain process with every rank's data."""
-    model = sizes(options, (options.sequences or (1,))[0], options.ranks)
+    model = _sizes(options)
     weights = initial_weights(model)
     blocks = on_device(model, weights, device)
     optimizer = torch.optim.SGD(blocks.parameters(), lr=model.lr)
@@ -67,50 +58,39 @@ def reference(options: Options, device: torch.device) -> Trainee:
             total.backward()
             losses.append(float(total.detach()))
         if step == 0:
-            alone.norms = [float(p.grad.double().norm()) for p in _matrices(blocks)]
+            each = zip(blocks.parameters(), gradient_norms(optimizer), strict=True)
+            alone.norms = [norm for p, norm in each if p.ndim > 1]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         alone.losses.append(sum(losses))
     return alone
 
 
-def _rank(rank: int, options: Options, device: str, home: str) -> None:
-    os.environ |= {"LOCAL_RANK": "0"}  # every rank computes on the same device
-    torch.set_num_threads(1)
-    place = torch.device(device)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{home}/store",
-        rank=rank,
-        world_size=options.ranks,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    mesh = ParallelMesh.create(
-        weight=options.ranks, device_type=place.type, timeout_seconds=TIMEOUT
-    )
-    model = sizes(options, (options.sequences or (1,))[0], options.ranks)
-    weights = initial_weights(model)
-    blocks = on_device(model, weights, place)
-    parallelize(blocks, mesh, WeightParallelConfig())
-    made = trainee("ranks", blocks, model, place, rank=rank)
-    losses: list[float] = []
-    norms: list[float] = []
-    for step in range(options.steps):
-        total = made.model(made.x, made.target) * made.scale
-        total.backward()
-        losses.append(float(total.detach()))
-        if step == 0:
-            norms = [float(p.grad.to_local().double().norm()) for p in _matrices(blocks)]
-        made.optimizer.step()
-        made.optimizer.zero_grad(set_to_none=True)
-    torch.save({"losses": losses, "norms": norms}, Path(home) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+class Rank:
+    """One of the processes; all compute on the same device."""
+
+    def __init__(self, options: Options, device: str) -> None:
+        self.options, self.device = options, torch.device(device)
+        os.environ["LOCAL_RANK"] = "0"
+
+    def train(self) -> dict[str, list[float]]:
+        """Losses of this rank's data, and norms of its shards' first gradients."""
+        options = self.options
+        mesh = ParallelMesh.create(
+            weight=options.ranks, device_type=self.device.type, timeout_seconds=TIMEOUT
+        )
+        model = _sizes(options)
+        blocks = on_device(model, initial_weights(model), self.device)
+        parallelize(blocks, mesh, WeightParallelConfig())
+        made = trainee("ranks", blocks, model, self.device, rank=mesh.rank)
+        for _ in range(options.steps):
+            made.seconds(self.device)
+        each = zip(blocks.parameters(), made.norms, strict=True)  # of norms all ranks have all
+        return {"losses": made.losses, "norms": [norm for p, norm in each if p.ndim > 1]}
 
 
-def _matrices(model: torch.nn.Module) -> list[Any]:
-    """Parameters that are cut, so that every element is on one rank."""
-    return [p for p in model.parameters() if p.ndim > 1]
+def _sizes(options: Options) -> Sizes:
+    return options.sizes(sequence=(options.sequences or (1,))[0])
 
 
 def _shell(name: str) -> Trainee:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from tools.bench.report import Page, Table
 
 GIB = 2**30
 EMULATED = (
     "EMULATED link: collectives are copies on this one device, held back to the stated bandwidth. "
     "No byte leaves it, and no second device takes part."
 )
-Table = tuple[str, list[str], list[list[str]], list[str]]
-"""Title, head, rows, remarks."""
 
 
-def tables(summary: dict[str, Any]) -> list[Table]:
-    """One table for each part that ran."""
+def page(summary: dict[str, Any]) -> Page:
+    """Device, and one table for each part that ran."""
     makers = {"overhead": _overhead, "link": _link, "streams": _streams, "ranks": _ranks}
-    return [make(summary) for part, make in makers.items() if part in summary]
+    tables = [make(summary) for part, make in makers.items() if part in summary]
+    return Page([f"device: {summary['device']}; torch {summary['torch']}"], tables)
 
 
 def _overhead(summary: dict[str, Any]) -> Table:
@@ -49,7 +47,7 @@ def _overhead(summary: dict[str, Any]) -> Table:
         "where the device is known; of a matmul: of what a square product reaches here. GiB: what "
         "a step takes above what exists between steps. All losses agreed."
     )
-    return "One rank: what the machinery costs", head, rows, remarks
+    return Table([head, *rows], "One rank: what the machinery costs", remarks)
 
 
 def _link(summary: dict[str, Any]) -> Table:
@@ -75,7 +73,7 @@ def _link(summary: dict[str, Any]) -> Table:
     memory = summary.get("memory")
     if memory is not None:
         remarks.append(_memory(memory))
-    return "An emulated link", head, rows, remarks
+    return Table([head, *rows], "An emulated link", remarks)
 
 
 def _memory(memory: dict[str, Any]) -> str:
@@ -94,53 +92,17 @@ def _memory(memory: dict[str, Any]) -> str:
 
 
 def _streams(summary: dict[str, Any]) -> Table:
-    rows = [[row["name"], row["reason"] or "the same training"] for row in summary["streams"]]
-    return (
-        "Streams at odds",
-        ["setting", "against one plain process"],
-        rows,
-        ["Random delays before and after every transfer, and NaN in whatever has not arrived."],
-    )
+    rows = [["setting", "against one plain process"]]
+    rows += [[row["name"], row["reason"] or "the same training"] for row in summary["streams"]]
+    remark = "Random delays before and after every transfer, and NaN in whatever has not arrived."
+    return Table(rows, "Streams at odds", [remark])
 
 
 def _ranks(summary: dict[str, Any]) -> Table:
     found = summary["ranks"]
-    rows = [[str(found["ranks"]), found["reason"] or "the same training"]]
-    return "Several ranks on the one device, over gloo", ["ranks", "against one process"], rows, []
-
-
-def text(summary: dict[str, Any]) -> str:
-    """For the terminal."""
-    out = [f"device: {summary['device']}; torch {summary['torch']}"]
-    for title, head, rows, remarks in tables(summary):
-        widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-        out += ["", title]
-        for row in [head, *rows]:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            out.append("  " + "  ".join(cells).rstrip())
-        out += [f"  {remark}" for remark in remarks]
-    return "\n".join(out)
-
-
-def markdown(summary: dict[str, Any], command: Sequence[str]) -> str:
-    """For a page: command, device, tables, remarks."""
-    out = ["```", shlex.join(command), "```", "", f"{summary['device']}; torch {summary['torch']}."]
-    for title, head, rows, remarks in tables(summary):
-        out += ["", f"### {title}", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-        out += [f"| {' | '.join(row)} |" for row in rows]
-        out += ["", *(f"- {remark}" for remark in remarks)]
-    return "\n".join(out) + "\n"
-
-
-def put(path: Path, body: str) -> None:
-    """Write ``body`` to ``path``, between its ``<!-- gpu -->`` marks if they are there."""
-    begin, end = "<!-- gpu -->", "<!-- /gpu -->"
-    old = path.read_text() if path.exists() else ""
-    if begin in old and end in old:
-        before, rest = old.split(begin, 1)
-        body = f"{before}{begin}\n{body}{end}{rest.split(end, 1)[1]}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(body)
+    row = [str(found["ranks"]), found["reason"] or "the same training"]
+    title = "Several ranks on the one device, over gloo"
+    return Table([["ranks", "against one process"], row], title)
 
 
 def _ms(found: dict[str, Any]) -> str:

@@ -1,13 +1,15 @@
-"""Interleaved rounds: every trainee in each, starting with another one."""
+"""Rounds of trainees, in the order of :mod:`tools.bench.rounds`, and losses before any time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from tools.gpu.device import allocated, peak_of, spread
+from tools.bench.rounds import Spread, order
+from tools.gpu.device import allocated, peak_of
 from tools.gpu.model import Trainee, disagreement
 from tools.gpu.options import Options
 
@@ -28,7 +30,6 @@ def run(
     Raises:
         Differs: naming the variant whose losses are not ``reference``'s.
     """
-    names = list(trainees)
     peaks = {}
     for name, trained in trainees.items():
         for _ in range(options.warm_up - 1):
@@ -37,15 +38,14 @@ def run(
         peak = peak_of(device, lambda trained=trained: trained.seconds(device))  # type: ignore[misc]
         peaks[name] = None if peak is None or before is None else peak - before
     compare(trainees, reference)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in trainees}
     for turn in range(options.rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order(list(trainees), turn):
             seconds[name] += [trainees[name].seconds(device) for _ in range(options.steps)]
     compare(trainees, reference)
     return {
-        name: {**spread(seconds[name]), "losses": trainees[name].losses, "step_bytes": peaks[name]}
-        for name in names
+        name: {**asdict(Spread.of(times)), "losses": trained.losses, "step_bytes": peaks[name]}
+        for (name, trained), times in zip(trainees.items(), seconds.values(), strict=True)
     }
 
 

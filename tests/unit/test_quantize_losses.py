@@ -1,4 +1,4 @@
-"""``tools/codec_losses.py``: the losses of runs that differ in their codec, as a table."""
+"""``tools/quantize_losses.py``: losses of runs that differ in weight_parallel.quantize."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from internsp.report.metrics import StepMetrics
-from tools.codec_losses import main, table
+from tools.quantize_losses import main, table
 
 
 def row(step: int, loss: float, held_out: float | None = None) -> StepMetrics:
@@ -32,22 +32,22 @@ def test_the_table_has_the_first_every_tenth_and_the_last_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_coded_runs_learn_as_the_plain_one_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantized_runs_learn_as_the_plain_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(__file__).parents[1] / "data"
-    tiny = ("model.layers=2", "model.hidden_size=64", "weight_parallel.codec_min_elements=2048",
+    tiny = ("model.layers=2", "model.hidden_size=64", "weight_parallel.quantize_min_elements=2048",
             "weight_parallel.coalesce_bytes=0")
     assert main(["--text", str(text), "--steps", "6", "--every", "6", "--options", *tiny]) == 0
     lines = capsys.readouterr().out.splitlines()
     first, last = ([float(x) for x in line.split("|")[2:5]] for line in lines[2:4])
-    for coded in (1, 2):
-        assert first[coded] == pytest.approx(first[0], rel=1e-3)
-        assert (first[coded], last[coded]) != (first[0], last[0])
-        assert last[coded] == pytest.approx(last[0], rel=1e-2)
+    for kind in (1, 2):
+        assert first[kind] == pytest.approx(first[0], rel=1e-3)
+        assert (first[kind], last[kind]) != (first[0], last[0])
+        assert last[kind] == pytest.approx(last[0], rel=1e-2)
     assert max(last) < min(first)
     gathered = [float(x.split()[0]) for x in lines[-1].split("|")[2:5]]
     assert gathered[1] == gathered[2] < gathered[0] / 2
 
 
 def test_a_failed_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--codecs", "int9"]) == 2
+    assert main(["--kinds", "int9"]) == 2
     assert 'did you mean "int8"' in capsys.readouterr().err

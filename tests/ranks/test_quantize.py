@@ -1,4 +1,4 @@
-"""Coded weights: every rank computes with the same rounded values, and nothing else changes.
+"""Quantized all-gathers: every rank computes with equal rounded values, and nothing else changes.
 
 The oracle rounds the weights of one process by itself, piece by piece as they lie on the ranks.
 """
@@ -16,7 +16,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
-from internsp.plan.units import coded_bytes
+from internsp.plan.units import quantized_bytes
 from internsp.trace import Trace
 from tests.support.models import Block, Tiny, Twin, close, raises
 from tests.support.pipeline import Case, batches, compare, make
@@ -26,7 +26,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 WIDE = partial(Tiny, partial(Block, 22), layers=4, width=22)  # 128 does not divide its shards
 KINDS = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
-CODED = {"codec_min_elements": 600}  # w1 and w2 of a block, but neither q nor wo
+LARGE = {"quantize_min_elements": 600}  # w1 and w2 of a block, but neither q nor wo
 
 
 def rounded(whole: Tensor, ranks: int, kind: str) -> Tensor:
@@ -62,10 +62,10 @@ class Rounding:
             parameter.data.copy_(kept)
 
 
-def coded_names(twin: Twin) -> set[str]:
-    codec = twin.communicator.state.codec
-    assert codec is not None
-    return {weight.name for weight in codec.coded}
+def quantized_names(twin: Twin) -> set[str]:
+    quantizer = twin.communicator.state.quantizer
+    assert quantizer is not None
+    return {weight.name for weight in quantizer.weights}
 
 
 CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...] = (
@@ -83,9 +83,9 @@ def trained(rank: int, world_size: int) -> None:
         bits = []
         for overlap in (True, False):
             what = f"{kind} {config} overlap {overlap}"
-            options = {**CODED, **config, "codec": kind, "overlap": overlap}
+            options = {**LARGE, **config, "quantize": kind, "overlap": overlap}
             twin = Twin(WIDE, mesh, checkpoint, **options)
-            names = coded_names(twin)
+            names = quantized_names(twin)
             assert names == {f"layers.{i}.w{n}.weight" for i in range(4) for n in (1, 2)}
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
             for _ in range(3):
@@ -118,14 +118,14 @@ def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
 
 
 def planned(rank: int, world_size: int) -> None:
-    """Messages, payload and buffers are the plan's, and no step allocates after the first."""
+    """Gathers, payload and buffers are the plan's, and no step allocates after the first."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for kind, config, checkpoint in CASES:
         for overlap in (True, False):
-            twin = Twin(WIDE, mesh, checkpoint, overlap=overlap, codec=kind, **CODED, **config)
+            twin = Twin(WIDE, mesh, checkpoint, overlap=overlap, quantize=kind, **LARGE, **config)
             optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
             state, plan = twin.communicator.state, twin.communicator.plan
-            assert state.codec is not None
+            assert state.quantizer is not None
             assert plan is not None
             wanted = simulate(plan, 2, overlap)
             for step in range(3):
@@ -139,22 +139,22 @@ def planned(rank: int, world_size: int) -> None:
                 assert twin.trace.lines(KINDS) == wanted.lines(), f"{kind} {config} {overlap}"
                 assert state.counters.gathered_bytes == wanted.nbytes("AG")
                 if step == 0:
-                    allocated = state.codec.buffers.buffer_allocations
+                    allocated = state.quantizer.buffers.buffer_allocations
             if config.get("memory_pool", True):
-                stated = coded_bytes(plan, wanted, mesh.shape)
-                assert state.codec.buffers.buffer_nbytes == stated
-                assert state.codec.buffers.buffer_allocations == allocated
+                stated = quantized_bytes(plan, wanted, mesh.shape)
+                assert state.quantizer.buffers.buffer_nbytes == stated
+                assert state.quantizer.buffers.buffer_allocations == allocated
             else:
-                assert state.codec.buffers.buffer_nbytes == 0
+                assert state.quantizer.buffers.buffer_nbytes == 0
             one = next(w for u in plan.units for w in u.weights if w.name == "layers.0.w1.weight")
             numel = 23 * 22  # of 45 rows
             blocks = -(-numel // 128)
             assert one.gather_bytes == -(-blocks * (128 + 4) // 16) * 16
-            assert one.reduce_bytes == numel * 8, "gradients are not coded"
+            assert one.reduce_bytes == numel * 8, "gradients are not quantized"
 
 
 @pytest.mark.unmeasured
-def test_messages_and_buffers_are_those_of_the_plan() -> None:
+def test_gathers_and_buffers_are_those_of_the_plan() -> None:
     run_ranks(planned, 2)
 
 
@@ -164,7 +164,7 @@ def bfloat16(rank: int, world_size: int) -> list[float]:
     sums = []
     for kind in ("int8", "fp8"):
         for config in ({"compute_dtype": "bfloat16"}, {}):
-            twin = Twin(WIDE, mesh, None, torch.float32, codec=kind, **CODED, **config)
+            twin = Twin(WIDE, mesh, None, torch.float32, quantize=kind, **LARGE, **config)
             master = twin.ours.get_parameter("layers.3.w1.weight")
             before = master.full_tensor().clone()  # type: ignore[attr-defined]
             with torch.autocast("cpu", torch.bfloat16, enabled=not config):
@@ -184,8 +184,9 @@ def bfloat16(rank: int, world_size: int) -> list[float]:
             error = (whole.float() - before).abs().amax() / before.abs().amax()
             assert float(error) < {"int8": 0.008, "fp8": 0.04}[kind]
             sums.append(float(whole.double().abs().sum()))
-    half = partial(Twin, WIDE, mesh, None, torch.float32, codec="int8", compute_dtype="float16")
-    raises(ConfigError, partial(half, **CODED), "layers.0.w1.weight", "float16", "codec = 'none'")
+    half = partial(Twin, WIDE, mesh, None, torch.float32, quantize="int8", compute_dtype="float16")
+    words = "layers.0.w1.weight", "float16", "weight_parallel.quantize = 'none'"
+    raises(ConfigError, partial(half, **LARGE), *words)
     return sums
 
 
@@ -200,7 +201,7 @@ def piped(rank: int, world_size: int, case: Case) -> tuple[float, float, bool]:
     names = {
         weight.name
         for communicator in pipeline.communicators
-        for weight in (communicator.state.codec.coded if communicator.state.codec else ())
+        for weight in (communicator.state.quantizer.weights if communicator.state.quantizer else ())
     }
     every: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(every, names)
@@ -212,10 +213,10 @@ def piped(rank: int, world_size: int, case: Case) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_pipelines_weights_travel_coded(schedule: str) -> None:
+def test_a_pipelines_weights_travel_quantized(schedule: str) -> None:
     case = Case(
         schedule, chunks=2 if schedule == "ZBVZeroBubble" else 1, weight=2,
-        weights={"codec": "int8", "codec_min_elements": 200, "coalesce_bytes": 0},
+        weights={"quantize": "int8", "quantize_min_elements": 200, "coalesce_bytes": 0},
     )  # fmt: skip
     for loss, gradient, right in run_ranks(piped, 4, case):
         assert loss < 1e-10

@@ -7,38 +7,27 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.bounds import (
-    MBIT,
-    Line,
-    Spread,
-    disagreement,
-    ideal_seconds,
-    least_bytes,
-    own_least_bytes,
-    play,
-    rate_for,
-    shares,
-    step_seconds,
-)
-from tools.bench.idle import found
-from tools.bench.network import Link
-from tools.bench.options import Options, Spec
-from tools.bench.session import Refused, Session
+from tools.bench.bounds import MBIT, Line, play, shares
+from tools.bench.ranks import Refused, Session
+from tools.bench.rounds import Agreement, Spread, order
+from tools.overlap.idle import found
+from tools.overlap.laws import ideal_seconds, least_bytes, own_least_bytes, rate_for, step_seconds
+from tools.overlap.network import Link
+from tools.overlap.options import Options, Spec
 
 CALIBRATION_STEPS = 5
-EXACT, CODED = (2e-3, 0.05), (1e-2, 0.1)
-"""Relative differences allowed of the first loss and of its decrease; coded weights are rounded."""
+EXACT, ROUNDED = Agreement(), Agreement(first=1e-2, decrease=0.1)
 Say = Callable[[str], None]
 Answers = list[dict[str, Any]]
 
 
 @dataclass
 class Outcome:
-    """Everything measured, before anybody draws conclusions.
+    """Everything measured, before any conclusion.
 
     Attributes:
         runs: answers of all ranks, by variant, one a round.
@@ -65,20 +54,20 @@ class Outcome:
 
     @property
     def exchanged(self) -> float:
-        """Bytes each rank sends for the attention of cut sequences in a step."""
+        """Bytes each rank sends for the attention of sharded sequences in a step."""
         return float(self.hello.get("exchanged", 0.0))
 
     @property
     def least(self) -> float:
         """Bytes each rank must send in a step with two slots."""
-        size = self.options.size
-        layers, ranks = size("layers"), size("ranks")
-        micro_batches = self.options.micro_batches
-        return least_bytes(self.weight_bytes, layers, ranks, micro_batches=micro_batches)
+        sizes = self.options.sizes()
+        return least_bytes(
+            self.weight_bytes, sizes.layers, sizes.ranks, micro_batches=sizes.micro_batches
+        )
 
 
 def run(options: Options, link: Link, session: Session, say: Say) -> Outcome:
-    """Measure. Prints no time: nobody knows yet whether the variants train the same."""
+    """Measure. Prints no time: whether the variants train the same is not known yet."""
     began = time.monotonic()
     outcome = prepare(options, link, session, say)
     needed = options.warm_up + options.steps + 1
@@ -119,8 +108,7 @@ def _rounds(outcome: Outcome, link: Link, session: Session, say: Say) -> None:
     options = outcome.options
     names = [name for name in options.variants if name not in outcome.skipped]
     for index in range(options.rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in order(names, index):
             spec = Spec.parse(name)
             if name in outcome.failed:
                 continue
@@ -151,7 +139,7 @@ def check(
 ) -> str | None:
     """Whether the ranks' losses sum to the reference's; without exchange only the first can.
 
-    Compute only attends within its own part of a cut sequence, which is another loss: of that run
+    Compute only attends within its own shard of a sequence, which is another loss: of that run
     nothing is asked.
     """
     if spec.family == "compute" and sequence_ranks > 1:
@@ -159,8 +147,8 @@ def check(
     losses = [sum(column) for column in zip(*(a["losses"] for a in answers), strict=True)]
     if spec.family == "compute":
         losses = losses[:1]
-    bounds = CODED if spec.family == "ours" and "codec" in spec.arguments() else EXACT
-    return disagreement(losses, reference, *bounds)
+    rounded = spec.family == "ours" and "quantize" in spec.arguments()
+    return (ROUNDED if rounded else EXACT).refuses(losses, reference)
 
 
 def steps_of(answers: Answers) -> list[float]:
@@ -168,7 +156,7 @@ def steps_of(answers: Answers) -> list[float]:
     return step_seconds([a["start"] for a in answers], [a["ends"] for a in answers])
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
+def summarize(outcome: Outcome) -> dict[str, Any]:
     """Medians, ratios and bounds of every variant that trained the same as the reference."""
     compute_runs = outcome.runs.get("compute", [])
     if "compute" in outcome.failed or not compute_runs:
@@ -212,16 +200,17 @@ def _row(
 ) -> dict[str, Any]:
     seconds = [s for answers in runs for s in steps_of(answers)]
     spread = Spread.of(seconds)
+    unsharded = [a["unsharded_bytes"] for a in runs[0] if "unsharded_bytes" in a]
     flat = [a for answers in runs for a in answers]
-    first = runs[0][0]
+    first, sizes = runs[0][0], outcome.options.sizes()
     # Here payload is what the printed schedule says; a law holds for the others.
     least = first.get("payload") or own_least_bytes(
         spec.family,
         spec.forms if spec.family == "fsdp2" else (),
         outcome.weight_bytes,
-        outcome.options.size("ranks"),
-        outcome.options.size("layers"),
-        outcome.options.micro_batches,
+        sizes.ranks,
+        sizes.layers,
+        sizes.micro_batches,
     )
     if least is not None:
         least += outcome.exchanged
@@ -229,19 +218,17 @@ def _row(
     row = {
         "label": spec.label,
         "seconds": seconds,
-        "median": spread.median,
-        "low": spread.low,
-        "high": spread.high,
+        **asdict(spread),
         "ideal": ideal,
         "over_ideal": spread.median / ideal,
         "exposed": spread.median - compute,
-        # DDP waits in C++, where nobody can look.
+        # DDP waits in C++, which no clock here sees.
         "waited": None if spec.family == "ddp" else statistics.median(a["waited"] for a in flat),
         "other_cpu": statistics.median(a["other_cpu"] for a in flat),
         "sent": sent,
         "own_least": least,
         "over_least": sent / least if sent is not None and least else None,
-        "whole_bytes": max((a["whole_bytes"] for a in runs[0] if "whole_bytes" in a), default=None),
+        "unsharded_bytes": max(unsharded, default=None),
         "peak_bytes": max(a["peak_bytes"] for a in flat),
         "phases": first["phases"],
         "profile": first.get("profile"),
@@ -258,7 +245,7 @@ def _row(
 def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) -> dict[str, Any]:
     events = (first.get("profile") or {}).get("events", [])
     travelled = sum(e[6] for e in events if e[0] in ("AG", "RS", "FINISH", "PUBLISH"))
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "slot_bytes": first["slot_bytes"],
         "payload": first["payload"],
         "replica_bytes": first.get("replica_bytes", 0),
@@ -266,10 +253,10 @@ def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) ->
         "exposures": exposures(events),
     }
     rate = None if spec.free else outcome.rate_mbit
-    if rate is not None and not told["replica_bytes"]:  # the schedule has no replicas
+    if rate is not None and not row["replica_bytes"]:  # the schedule has no replicas
         bound = schedule_bound(outcome, first["schedule"], rate)
-        told.update({"bound": bound, "over_bound": median / bound})
-    return told
+        row.update({"bound": bound, "over_bound": median / bound})
+    return row
 
 
 def schedule_bound(outcome: Outcome, schedule: list[list[Any]], rate_mbit: float) -> float:

@@ -49,18 +49,25 @@ class WaitClock:
 
 
 class Interface:
-    """Counters of a network interface, as seen from this process's namespace.
+    """Counters of a network interface in this process's network namespace.
 
     Args:
         name: of the interface; ``"lo"`` carries other processes' bytes too, so it is not read.
     """
 
     def __init__(self, name: str) -> None:
-        self._path = None if name == "lo" else Path(f"/sys/class/net/{name}/statistics/tx_bytes")
+        self._name = name
 
     def sent(self) -> int | None:
         """Bytes sent so far, headers included, or ``None`` where that is not known."""
-        return int(self._path.read_text()) if self._path is not None else None
+        if self._name == "lo":
+            return None
+        # Not /sys, which stays that of the namespace in which it was mounted.
+        for line in Path("/proc/self/net/dev").read_text().splitlines():
+            name, _, counters = line.partition(":")
+            if name.strip() == self._name:
+                return int(counters.split()[8])  # after eight of what was received
+        raise RuntimeError(f"this network namespace has no interface {self._name}")
 
 
 class Sampler(AbstractContextManager["Sampler"]):
@@ -113,14 +120,6 @@ def resident(which: str) -> int:
         if line.startswith(which + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {which}")
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that started it is gone (Linux)."""
-    libc: Any = ctypes.CDLL(None)
-    prctl = getattr(libc, "prctl", None)
-    if prctl is not None:
-        prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 @contextmanager

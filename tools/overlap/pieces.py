@@ -3,7 +3,7 @@
 A gather in pieces cannot land in one place: a piece of every rank's rows goes to as many places of
 the slot, so it takes the list form of all-gather, into views. An exchange in pieces packs each
 piece anew. Messages between pairs of ranks are the library's own form. All must give the bits of
-gloo's whole collective, which :func:`verify` looks at first.
+gloo's one collective, which :func:`verify` checks first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from internsp import ParallelMesh
 from internsp.wp.collectives import gather_slices, send_pairs
-from tools.bench.fsdp import Works, cuts
 from tools.bench.model import DTYPE
+from tools.overlap.fsdp import Works, ranges_of
 
 MESSAGES = 0
 """In place of a number of pieces: messages between pairs, one an unsharded weight."""
@@ -46,7 +46,7 @@ def gather(slot: Tensor, shard: Tensor, group: dist.ProcessGroup, pieces: int) -
     rows = slot.view(group.size(), -1)
     works = [
         dist.all_gather([r[a:b] for r in rows], shard[a:b], group=group, async_op=True)
-        for a, b in cuts(len(shard), pieces)
+        for a, b in ranges_of(len(shard), pieces)
     ]
     return Works(works)
 
@@ -61,7 +61,7 @@ def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces:
     if pieces == 1:
         return dist.all_to_all_single(received, packed, group=group, async_op=True)
     rows = packed.view(group.size(), -1)
-    ranges = cuts(rows.shape[1], pieces)
+    ranges = ranges_of(rows.shape[1], pieces)
     parts = received.split([group.size() * (b - a) for a, b in ranges])
     works = []
     keep: list[Tensor] = []
@@ -73,13 +73,13 @@ def exchange(received: Tensor, packed: Tensor, group: dist.ProcessGroup, pieces:
 
 def reduced(received: Tensor, ranks: int, pieces: int) -> Tensor:
     """The sum of what :func:`exchange` has received, ``[n]`` in fp32."""
-    ranges = cuts(len(received) // ranks, max(pieces, 1))
+    ranges = ranges_of(len(received) // ranks, max(pieces, 1))
     parts = received.split([ranks * (b - a) for a, b in ranges])
     return torch.cat([part.view(ranks, -1).sum(0, dtype=torch.float32) for part in parts])
 
 
 def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
-    """Collective. The pieces must arrive where the whole does.
+    """Collective. The pieces must arrive where one collective puts them.
 
     Raises:
         RuntimeError: when they do not.
@@ -94,9 +94,9 @@ def verify(mesh: ParallelMesh, numel: int, pieces: int) -> None:
         gather(slot, shard, mesh.weight_group, count).wait()
         exchange(received, gradient, mesh.gradient_group, count).wait()
         found.append((slot, reduced(received, ranks, count)))
-    if not all(torch.equal(whole, cut) for whole, cut in zip(*found, strict=True)):
+    if not all(torch.equal(one, other) for one, other in zip(*found, strict=True)):
         what = f"{pieces} pieces" if pieces else "messages"
-        raise RuntimeError(f"{what} of a weight do not arrive as the whole does")
+        raise RuntimeError(f"{what} of a weight do not arrive as one collective does")
 
 
 def send(

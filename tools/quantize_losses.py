@@ -1,6 +1,6 @@
-"""What coded weights do to the loss: the same training with every codec, side by side.
+"""What quantized all-gathers do to the loss: the same training with each kind, side by side.
 
-    python tools/codec_losses.py --text tests/data --steps 50
+    python tools/quantize_losses.py --text tests/data --steps 50
 
 The text is small, so that a run of minutes shows whether rounded weights still fit it. Seed, data
 order and initial values are the same in all runs; only what the gathers carry differs.
@@ -21,13 +21,14 @@ if __package__ in (None, ""):
 
 from internsp.cli import main as internsp
 from internsp.report.metrics import StepMetrics, read_metrics
+from tools.bench.report import markdown_rows, say
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train with each codec and print the losses."""
+    """Train with each kind and print the losses."""
 
     config: Path = ROOT / "configs" / "demo.toml"
     """Of the run; model, data and steps are overridden below."""
@@ -37,13 +38,13 @@ class Arguments:
     """Optimizer steps of each run."""
     every: int = 10
     """Steps between printed rows."""
-    codecs: tuple[str, ...] = ("none", "int8", "fp8")
+    kinds: tuple[str, ...] = ("none", "int8", "fp8")
     """The first is what the others are compared with."""
     options: tuple[str, ...] = ()
     """More options of the runs, as SECTION.KEY=VALUE."""
 
 
-def words(given: Arguments, codec: str, output: Path) -> list[str]:
+def words(given: Arguments, kind: str, output: Path) -> list[str]:
     """The words of one run's command line."""
     changes = {
         "data.source": "text",
@@ -54,7 +55,7 @@ def words(given: Arguments, codec: str, output: Path) -> list[str]:
         "train.sample_bytes": "0",
         "train.log_every": str(given.steps),
         "checkpoint.save": "false",
-        "weight_parallel.codec": codec,
+        "weight_parallel.quantize": kind,
         **dict(option.split("=", 1) for option in given.options),
     }
     options = [word for key, value in changes.items() for word in (f"--{key}", value)]
@@ -63,35 +64,31 @@ def words(given: Arguments, codec: str, output: Path) -> list[str]:
 
 def table(runs: Mapping[str, Sequence[StepMetrics]], every: int) -> list[str]:
     """Losses by step, and what the gathers of a step carried, as lines of Markdown."""
-    names = list(runs)
-    first = runs[names[0]]
-    lines = ["| step | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
-    for index, row in enumerate(first):
-        if index == 0 or (index + 1) % every == 0 or index == len(first) - 1:
-            losses = [f"{runs[name][index].loss:.4f}" for name in names]
-            lines.append(f"| {row.step} | {' | '.join(losses)} |")
-    held_out = [next(r.eval_loss for r in reversed(runs[n]) if r.eval_loss is not None)
-                for n in names]
-    lines.append("| held out | " + " | ".join(f"{loss:.4f}" for loss in held_out) + " |")
-    carried = [f"{runs[name][-1].gathered_bytes / 2**20:.2f} MiB" for name in names]
-    lines.append("| gathered a step | " + " | ".join(carried) + " |")
-    return lines
+    each = list(runs.values())
+    rows = [("step", *runs)]
+    for index, first in enumerate(each[0]):
+        if index == 0 or (index + 1) % every == 0 or index == len(each[0]) - 1:
+            rows.append((str(first.step), *(f"{run[index].loss:.4f}" for run in each)))
+    held_out = [next(r.eval_loss for r in reversed(run) if r.eval_loss is not None) for run in each]
+    rows.append(("held out", *(f"{loss:.4f}" for loss in held_out)))
+    rows.append(("gathered a step", *(f"{run[-1].gathered_bytes / 2**20:.2f} MiB" for run in each)))
+    return markdown_rows(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or the exit status of the first run that failed."""
     given = tyro.cli(Arguments, args=argv, description=__doc__)
     runs: dict[str, list[StepMetrics]] = {}
-    with tempfile.TemporaryDirectory(prefix="codec-losses-") as home:
-        for codec in given.codecs:
-            output = Path(home) / codec
+    with tempfile.TemporaryDirectory(prefix="quantize-losses-") as home:
+        for kind in given.kinds:
+            output = Path(home) / kind
             # In this process: what the ranks of the runs have in common is loaded once.
-            status = internsp(words(given, codec, output))
+            status = internsp(words(given, kind, output))
             if status:
-                print(f"{codec}: exit status {status}", file=sys.stderr)
+                say(f"{kind}: exit status {status}")
                 return status
-            runs[codec] = read_metrics(output / "metrics.jsonl")
-            print(f"{codec}: {len(runs[codec])} steps", file=sys.stderr)
+            runs[kind] = read_metrics(output / "metrics.jsonl")
+            say(f"{kind}: {len(runs[kind])} steps")
     print("\n".join(table(runs, given.every)))
     return 0
 

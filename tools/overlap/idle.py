@@ -1,6 +1,6 @@
 """Where the link stood still in one step: by phase and block, and what it stood still for.
 
-Pure. A rank's interface tells how many bytes it has sent by when; what the rate would have carried
+Pure. A rank's interface counts how many bytes it has sent by when; what the rate would have carried
 and the interface did not is lost time. A token bucket lets a sender catch up with its burst, so
 only sums over more than a few milliseconds mean anything, and a lost time may be a little negative.
 """
@@ -8,10 +8,10 @@ only sums over more than a few milliseconds mean anything, and a lost time may b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tools.bench.bounds import MBIT, union
+from tools.bench.bounds import MBIT
 
 Intervals = list[tuple[float, float]]
 Named = list[tuple[float, float, str]]
@@ -22,13 +22,13 @@ NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
 
 
 def phases(marks: Sequence[tuple[str, float]], last_launch: float | None) -> Named:
-    """The step cut at its marks; backward behind its last launch is called ``finish``."""
+    """The step divided at its marks; backward behind its last launch is called ``finish``."""
     out: Named = []
     for (name, start), (_, end) in itertools.pairwise(marks):
         start = start if out else 0.0
-        cut = last_launch if name == "backward" and last_launch is not None else end
-        cut = min(max(cut, start), end)
-        out += [(start, cut, name), (cut, end, FINISH)]
+        split = last_launch if name == "backward" and last_launch is not None else end
+        split = min(max(split, start), end)
+        out += [(start, split, name), (split, end, FINISH)]
     return [(a, b, name) for a, b, name in out if b > a]
 
 
@@ -64,6 +64,17 @@ def causes(flights: Sequence[Intervals], end: float) -> Named:
     return sorted((max(a, 0.0), min(b, end), name) for a, b, name in named if a < end and b > 0.0)
 
 
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """Sorted, disjoint intervals that cover the same."""
+    out: Intervals = []
+    for low, high in sorted(intervals):
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return out
+
+
 def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> Intervals:
     """What of ``start .. end`` no interval covers."""
     out: Intervals = []
@@ -80,17 +91,17 @@ def gaps(covered: Sequence[tuple[float, float]], start: float, end: float) -> In
 
 
 def lost(
-    samples: Sequence[Sequence[float]], rate_mbit: float, cuts: Sequence[Named], end: float
+    samples: Sequence[Sequence[float]], rate_mbit: float, ways: Sequence[Named], end: float
 ) -> dict[tuple[str, ...], float]:
-    """Seconds of the link that carried nothing, by the names of all ``cuts`` at that time.
+    """Seconds of the link that carried nothing, by the names of all ``ways`` at that time.
 
     Args:
         samples: ``(seconds, bytes sent so far)``, in order.
-        cuts: ways to name a time; where one has no name for it, the name is ``""``.
+        ways: to name a time; where one has no name for it, the name is ``""``.
         end: of the step, which began at 0.
     """
     sums: dict[tuple[str, ...], float] = {}
-    edges = sorted({0.0, end, *(x for cut in cuts for a, b, _ in cut for x in (a, b))})
+    edges = sorted({0.0, end, *(x for way in ways for a, b, _ in way for x in (a, b))})
     for (start, before), (stop, after) in itertools.pairwise(samples):
         if stop <= start:
             continue
@@ -99,17 +110,17 @@ def lost(
         inside = [low, *(x for x in edges if low < x < high), high]
         for a, b in itertools.pairwise(inside):
             if b > a:
-                names = tuple(_name(cut, (a + b) / 2) for cut in cuts)
+                names = tuple(_name(way, (a + b) / 2) for way in ways)
                 sums[names] = sums.get(names, 0.0) + share * (b - a)
     return sums
 
 
-def _name(cut: Named, time: float) -> str:
-    return next((name for a, b, name in cut if a <= time < b), "")
+def _name(way: Named, time: float) -> str:
+    return next((name for a, b, name in way if a <= time < b), "")
 
 
 def found(profiles: Sequence[dict[str, Any]], rate_mbit: float) -> dict[str, Any] | None:
-    """What one profiled step says of rank 0's link; ``None`` where nobody could read it.
+    """What one profiled step says of rank 0's link; ``None`` where no counter could be read.
 
     Args:
         profiles: of all ranks, rank 0's first; its ``zero`` is on a clock that they share.
@@ -126,9 +137,9 @@ def found(profiles: Sequence[dict[str, Any]], rate_mbit: float) -> dict[str, Any
     flights = [_flights(profile, own["zero"]) for profile in profiles]
     launches = [a for a, _ in flights[0]]
     traced = bool(launches) and all(len(f) == len(launches) for f in flights)
-    cuts: list[Named] = [phases(own["marks"], max(launches) if traced else None)]
-    cuts += [blocks(own["events"], end), causes(flights, end)] if traced else [[], []]
-    cells = lost(own["link"], rate_mbit, cuts, end)
+    ways: list[Named] = [phases(own["marks"], max(launches) if traced else None)]
+    ways += [blocks(own["events"], end), causes(flights, end)] if traced else [[], []]
+    cells = lost(own["link"], rate_mbit, ways, end)
     by_phase, by_block, by_cause = _sums(cells, 0), _sums(cells, 1, 0), _sums(cells, 2)
     ordered = sorted(by_block.items(), key=lambda item: -item[1])
     return {
@@ -158,18 +169,18 @@ def _sums(cells: dict[tuple[str, ...], float], *places: int) -> dict[tuple[str, 
     return sums
 
 
-def sentence(label: str, told: dict[str, Any]) -> str:
+def sentence(label: str, row: dict[str, Any]) -> str:
     """For the report."""
 
     def listed(items: Sequence[tuple[str, float]]) -> str:
         return ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in items)
 
-    share = told["idle"] / told["seconds"]
+    share = row["idle"] / row["seconds"]
     out = (
-        f"{label}: link idle in one step, {told['idle']:.3f} s of {told['seconds']:.3f} s "
-        f"({share:.0%}), by phase: {listed(list(told['phases'].items()))}"
+        f"{label}: link idle in one step, {row['idle']:.3f} s of {row['seconds']:.3f} s "
+        f"({share:.0%}), by phase: {listed(list(row['phases'].items()))}"
     )
-    if told["blocks"]:
-        most = [(f"{block or 'start'} {phase}", s) for block, phase, s in told["blocks"][:8]]
-        out += f"; by block: {listed(most)}; why: {listed(list(told['causes'].items()))}"
+    if row["blocks"]:
+        most = [(f"{block or 'start'} {phase}", s) for block, phase, s in row["blocks"][:8]]
+        out += f"; by block: {listed(most)}; why: {listed(list(row['causes'].items()))}"
     return out

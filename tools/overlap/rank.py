@@ -1,52 +1,41 @@
-"""One rank of the benchmark: a process that stays and does what the parent asks for.
-
-Started by :mod:`tools.bench.session` as ``python -m tools.bench.rank`` inside its namespace. Reads
-one JSON object a line from standard input, answers with one line each on what was standard output;
-whatever libraries print goes to standard error. Ends with its input, or with its parent.
-"""
+"""What one rank of the benchmark does when :mod:`tools.bench.ranks` asks: measure itself."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
 import time
-import traceback
-from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tools.bench.measure import (
+from tools.bench.model import exchanged_bytes, initial_weights
+from tools.overlap.measure import (
     Interface,
     Sampler,
     WaitClock,
-    die_with_parent,
     peak_of,
     reset_peak,
     resident,
     settle_memory,
 )
-from tools.bench.model import exchanged_bytes, initial_weights, large
-from tools.bench.options import Options, Spec
-from tools.bench.pieces import Message, messages, send, verify
-from tools.bench.variants import Ours, Setting, Variant, make, reference, unavailable
+from tools.overlap.options import Options, Spec
+from tools.overlap.pieces import Message, messages, send, verify
+from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
-TOLD = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
+PROFILED = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
 """Kinds of events that the parent gets of the step that is looked into."""
 
 
 class Worker:
     """Keeps the process group and the initial weights; a variant lives for one request."""
 
-    def __init__(self, options: Options, interface: Interface) -> None:
+    def __init__(self, options: Options, interface: str) -> None:
         self.options = options
-        self.interface = interface
+        self.interface = Interface(interface)
         self.clock = WaitClock()
         self.clock.install()
-        self.setting = Setting(options, initial_weights(options))
+        self.setting = Setting(options, initial_weights(options.sizes()))
         self.messages: list[Message] = []
 
     def hello(self) -> dict[str, Any]:
@@ -57,8 +46,8 @@ class Worker:
         return {
             "torch": torch.__version__,
             "reasons": {name: reason for name, reason in reasons.items() if reason},
-            "numels": large(self.options, weights),
-            "exchanged": exchanged_bytes(self.options),
+            "numels": {name: w.numel() for name, w in weights.items() if w.ndim > 1},
+            "exchanged": exchanged_bytes(self.setting.sizes),
             "itemsize": next(iter(weights.values())).element_size(),
         }
 
@@ -90,7 +79,7 @@ class Worker:
         return seconds
 
     def pieces_ready(self, pieces: list[int]) -> int:
-        """Look whether pieces arrive as the whole does; bytes that a step sends."""
+        """Check that pieces arrive as one collective does; bytes that a step sends."""
         made = Ours(self.setting, Spec("ours"))
         schedule = made.report()["schedule"]
         self.messages = messages(schedule, self.setting.world)
@@ -100,7 +89,7 @@ class Worker:
         return sum(action[3] for action in schedule if action[0] in ("AG", "RS"))
 
     def pieces(self, pieces: int, flying: int, steps: int) -> list[tuple[float, float]]:
-        """Seconds and processor seconds of a step's collectives, after one that is not told."""
+        """Seconds and processor seconds of a step's collectives, after one that does not count."""
         mesh = self.setting.mesh
         return [send(mesh, self.messages, pieces, flying) for _ in range(steps + 1)][1:]
 
@@ -128,7 +117,7 @@ class Worker:
             if probe and index == 0 and figure() is not None:
                 with peak_of(variant.blocks, lambda: figure() or 0) as peak:
                     losses.append(variant.step())
-                result["whole_bytes"] = peak[0]
+                result["unsharded_bytes"] = peak[0]
             else:
                 losses.append(variant.step())
         result.update(self._timed(variant, steps, losses))
@@ -191,52 +180,6 @@ class Worker:
                 (e.kind, e.unit, e.weight, e.phase, e.start - zero, (e.end or over) - zero,
                  e.nbytes)
                 for e in events
-                if isinstance(variant, Ours) and (e.kind in TOLD or e.nbytes)
+                if isinstance(variant, Ours) and (e.kind in PROFILED or e.nbytes)
             ],
         }
-
-
-def serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
-    """Answer until the input ends. An error is an answer too; the parent decides what it means."""
-    for line in requests:
-        request = json.loads(line)
-        call = request.pop("call")
-        if call == "quit":
-            break
-        reply: dict[str, Any]
-        try:
-            reply = {"value": getattr(worker, call)(**request)}
-        except Exception as error:  # noqa: BLE001 - told to the parent, whatever it is
-            reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-def main() -> None:
-    """Join the group, say so, serve."""
-    die_with_parent()
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    told = json.loads(sys.stdin.readline())
-    options = Options.from_json(told["options"])
-    rank, world = told["rank"], options.size("ranks")
-    if options.pin:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % (os.cpu_count() or 1)]})
-    torch.set_num_threads(1)
-    torch.set_num_interop_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{told['store']}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=options.timeout),
-    )
-    worker = Worker(options, Interface(told["interface"]))
-    serve(worker, sys.stdin, replies)
-    replies.close()
-    # No farewell between ranks: one of them may be gone already.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3: an optional extra, skipped with a reason where it cannot be imported.
 
 Two of its limits decide whether it gathers again in backward at all: with the defaults
-(``stage3_max_live_parameters`` of 1e9) a small model simply stays whole. Here it may keep two
+(``stage3_max_live_parameters`` of 1e9) a small model simply stays unsharded. Here it may keep two
 blocks, as internsp does. It trains bf16 weights beside fp32 masters, which the others do not have.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from tools.bench.model import Blocks
-from tools.bench.options import Spec
-from tools.bench.variants import Mark, Setting, Variant, no_mark
+from tools.overlap.options import Spec
+from tools.overlap.variants import Mark, Setting, Variant, no_mark
 
 
 def unavailable() -> str | None:
@@ -45,7 +45,7 @@ class Zero3(Variant):
         self.scale *= self.setting.world
         block = sum(p.numel() for p in model.layers[0].parameters())
         config = {
-            "train_micro_batch_size_per_gpu": self.setting.options.batch,
+            "train_micro_batch_size_per_gpu": self.setting.sizes.batch,
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
@@ -59,7 +59,7 @@ class Zero3(Variant):
                 "stage3_param_persistence_threshold": 2048,
             },
         }
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.setting.options.lr)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.setting.sizes.lr)
         self.engine, _, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -84,7 +84,7 @@ class Zero3(Variant):
         return float(total.detach()) / self.elements
 
     def unsharded_bytes(self) -> int:
-        """Matrices that are whole or on their way, by DeepSpeed's own book-keeping."""
+        """Matrices that are unsharded or on their way, by DeepSpeed's own book-keeping."""
         parameters: list[Any] = list(self.blocks.parameters())
         return sum(
             p.ds_numel * p.element_size()

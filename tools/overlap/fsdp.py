@@ -3,7 +3,7 @@
 All forms sum gradients instead of averaging them (gloo has no average). What may be combined in a
 name, ``fsdp2:chunked+unshard`` for example:
 
-prefetch    ``set_modules_to_forward_prefetch`` and ``..._backward_prefetch`` of the neighbour block
+prefetch    ``set_modules_to_forward_prefetch`` and ``..._backward_prefetch`` of the neighbor block
             with the private flag that makes gathers asynchronous (without it a CPU prefetch blocks)
 chunked     prefetch, and custom collectives: both in 8 chunks and asynchronous, the reduce-scatter
             as ``all_to_all_single`` and a local sum in fp32, at most two blocks in flight
@@ -12,7 +12,7 @@ unshard     the next block's ``unshard(async_op=True)`` right before the out-pro
 last        the last block is not resharded after forward (backward begins with it)
 whole       no block is
 full        with several micro-batches, unsharded gradients are summed and reduced in the last one
-hybrid      weights are cut in groups of two ranks, and shards' gradients summed over the groups,
+hybrid      weights are sharded in groups of two, and shards' gradients summed over the groups,
             once a step; chunked reductions are then completed at once: FSDP2 goes on with them
 """
 
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tools.bench.model import Blocks
-from tools.bench.options import Spec
-from tools.bench.variants import Variant
+from tools.overlap.options import Spec
+from tools.overlap.variants import Variant
 
 CHUNKS = 8
 PENDING = 2  # reductions in flight, in blocks: what internsp allows itself
@@ -61,7 +61,7 @@ class Works(dist.Work):
         return True
 
 
-def cuts(numel: int, chunks: int = CHUNKS) -> list[tuple[int, int]]:
+def ranges_of(numel: int, chunks: int = CHUNKS) -> list[tuple[int, int]]:
     """``numel`` in at most ``chunks`` nearly equal, non-empty ranges."""
     edges = [numel * i // chunks for i in range(chunks + 1)]
     return [(a, b) for a, b in itertools.pairwise(edges) if b > a]
@@ -87,7 +87,7 @@ class ChunkedAllGather(_Allocates):
         rows = output_tensor.view(group.size(), -1)
         works = [
             dist.all_gather([r[a:b] for r in rows], input_tensor[a:b], group=group, async_op=True)
-            for a, b in cuts(input_tensor.numel())
+            for a, b in ranges_of(input_tensor.numel())
         ]
         work = Works(works, (output_tensor, input_tensor))
         if async_op:
@@ -100,7 +100,7 @@ class ChunkedReduceScatter(_Allocates):
     """FSDP2's ``ReduceScatter`` interface, asynchronous although FSDP2 does not ask for it.
 
     FSDP2 only takes views of the output, so it may be filled later: by :meth:`finish_reductions`,
-    before anybody reads a gradient.
+    before a gradient is read.
     """
 
     def __init__(self, pending: int = PENDING) -> None:
@@ -123,7 +123,7 @@ class ChunkedReduceScatter(_Allocates):
             self._finish_oldest()
         rows = input_tensor.view(group.size(), -1)
         flying: list[tuple[Any, Tensor, Tensor]] = []
-        for a, b in cuts(rows.shape[1]):
+        for a, b in ranges_of(rows.shape[1]):
             piece = rows[:, a:b].contiguous()
             received = torch.empty_like(piece)
             work = dist.all_to_all_single(
@@ -137,7 +137,7 @@ class ChunkedReduceScatter(_Allocates):
 
     def _finish_oldest(self) -> None:
         output, flying = self._pending.popleft()
-        for (a, b), (work, _, received) in zip(cuts(output.numel()), flying, strict=True):
+        for (a, b), (work, _, received) in zip(ranges_of(output.numel()), flying, strict=True):
             work.wait()
             output[a:b] = received.sum(0, dtype=torch.float32)
 
@@ -228,8 +228,8 @@ class Fsdp2(Variant):
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in groups:
                 for parameter in group.fsdp_params:
-                    for whole in parameter.all_gather_outputs:
-                        total += whole.untyped_storage().nbytes()
+                    for full in parameter.all_gather_outputs:
+                        total += full.untyped_storage().nbytes()
                 flying = group._all_gather_result
                 if flying is not None:
                     total += flying.all_gather_output.untyped_storage().nbytes()

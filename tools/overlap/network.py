@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+
+from tools.bench.signals import Deaf
 
 PREFIX = "ispbench"
 NAME = re.compile(rf"^{PREFIX}(\d+)(r\d+|hub)$")
 INTERFACE = "ispeth"
+MOUNTED = Path("/run/netns")  # where iproute2 keeps them
 # Its chatter would be counted with our bytes.
 NO_IPV6 = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1 > $f"
 # The congestion control that every host has and allows. One set to bbr would now and then leave the
@@ -64,27 +64,20 @@ class Link(AbstractContextManager["Link"]):
 
     Attributes:
         interface: name inside each rank's namespace, for ``GLOO_SOCKET_IFNAME``.
+        namespaces: of each rank, as files; empty: all are in that of this process.
         limited: whether a rate can be set at all.
         label: for tables.
     """
 
     interface = "lo"
+    namespaces: Sequence[Path] = ()
     limited = False
     label = "plain loopback, no rate limit"
-
-    def command(self, rank: int) -> list[str]:
-        """What to put before a rank's command."""
-        return []
 
     def limit(self, rate_mbit: float | None) -> None:
         """Limit what every rank sends; ``None`` takes the limit off. No effect on loopback."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to remove."""
 
 
@@ -93,7 +86,7 @@ class Namespaces(Link):
 
     Args:
         mtu: of every interface.
-        burst_kib: bucket of the token bucket filter; larger packets are cut to it.
+        burst_kib: bucket of the token bucket filter; larger packets are split.
         run: runs a command (a test may record instead).
         owner: the process id in the names.
     """
@@ -142,18 +135,14 @@ class Namespaces(Link):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with Deaf():  # a second Ctrl-C must not leave half of it behind
             self._remove()
 
-    def command(self, rank: int) -> list[str]:
-        """Run what follows inside the rank's namespace."""
-        return ["ip", "netns", "exec", self.name(rank)]
+    @property
+    def namespaces(self) -> Sequence[Path]:  # type: ignore[override]
+        """See :class:`Link`."""
+        return [MOUNTED / self.name(rank) for rank in range(self.ranks)]
 
     def limit(self, rate_mbit: float | None) -> None:
         """See :meth:`Link.limit`. Takes effect at once; connections stay."""
@@ -221,31 +210,3 @@ def remove_stale(run: Run = run_command) -> list[str]:
     for name in left:
         run(["ip", "netns", "del", name])
     return left
-
-
-class Deaf(AbstractContextManager["Deaf"]):
-    """Ignore Ctrl-C and SIGTERM for a moment (the main thread's handlers)."""
-
-    def __enter__(self) -> Deaf:
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._before: list[tuple[signal.Signals, Any]] = []
-        with suppress(ValueError):  # not the main thread: signals do not arrive here anyway
-            self._before = [(s, signal.signal(s, signal.SIG_IGN)) for s in signals]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before:
-            signal.signal(number, handler)
-
-
-def terminate_as_interrupt() -> None:
-    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that ``with`` cleans up.
-
-    SIGINT too: a shell starts background commands with it ignored.
-    """
-
-    def raise_it(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, raise_it)

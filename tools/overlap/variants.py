@@ -24,15 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 from internsp import ParallelMesh, WeightParallelConfig, ZeroOptimizer, parallelize
 from internsp.plan.simulate import simulate
 from internsp.trace import Trace
-from tools.bench.bounds import HYBRID
-from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, layout, whole_batch
-from tools.bench.options import Options, Spec
+from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, full_batch, layout
+from tools.bench.options import Sizes
+from tools.overlap.laws import HYBRID
+from tools.overlap.options import Options, Spec
 
 Mark = Callable[[str], None]
 
 
 def no_mark(name: str) -> None:
-    """Where nobody wants a timeline."""
+    """For a step without a timeline."""
 
 
 @dataclass
@@ -42,6 +43,11 @@ class Setting:
     options: Options
     weights: dict[str, Tensor] = field(repr=False)
     _meshes: dict[int, ParallelMesh] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of the model and its data."""
+        return self.options.sizes()
 
     @property
     def rank(self) -> int:
@@ -103,11 +109,11 @@ class Variant(ABC):
 
     def __init__(self, setting: Setting, spec: Spec) -> None:
         self.setting, self.spec = setting, spec
-        options = setting.options
-        self.batches = [batch(options, setting.rank, i) for i in range(options.micro_batches)]
-        self.elements = elements(setting.options)
+        sizes = setting.sizes
+        self.batches = [batch(sizes, setting.rank, i) for i in range(sizes.micro_batches)]
+        self.elements = elements(sizes)
         self.scale = 1.0 / self.elements
-        self.blocks = fresh(setting.options, setting.weights)
+        self.blocks = fresh(sizes, setting.weights)
         self.model: nn.Module = self.prepare(self.blocks)
         self.optimizer: Any = self.optimizer_of(self.model)
 
@@ -121,7 +127,7 @@ class Variant(ABC):
 
     def optimizer_of(self, model: nn.Module) -> Any:
         """Plain SGD on what this rank keeps of every weight."""
-        return torch.optim.SGD(model.parameters(), lr=self.setting.options.lr)
+        return torch.optim.SGD(model.parameters(), lr=self.setting.sizes.lr)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch, the ``last`` of a step or not."""
@@ -160,11 +166,11 @@ class Variant(ABC):
         return {}
 
     def close(self) -> None:
-        """Let go of what garbage collection would not find."""
+        """Release what garbage collection would not find."""
         return
 
 
-def whole_bytes(model: nn.Module) -> int:
+def parameter_bytes(model: nn.Module) -> int:
     """Bytes of all parameters."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -183,7 +189,7 @@ class Compute(Variant):
             length = -(-len(parameter) // self.setting.world)
             mine = slice(self.setting.rank * length, (self.setting.rank + 1) * length)
             self.rows.append((parameter, nn.Parameter(parameter.data[mine]), mine))
-        return torch.optim.SGD([r for _, r, _ in self.rows], lr=self.setting.options.lr)
+        return torch.optim.SGD([r for _, r, _ in self.rows], lr=self.setting.sizes.lr)
 
     def finish(self, last: bool) -> None:
         """Hand the rows' gradients over."""
@@ -193,19 +199,19 @@ class Compute(Variant):
 
     def unsharded_bytes(self) -> int:
         """All of them."""
-        return whole_bytes(self.model)
+        return parameter_bytes(self.model)
 
 
 class Ours(Variant):
     """internsp: ``parallelize`` with its defaults, changed by the settings in the name."""
 
     def prepare(self, model: Blocks) -> nn.Module:
-        """Cut the weights over the weight group: all ranks, unless the name says fewer."""
+        """Shard the weights over the weight group: all ranks, unless the name says fewer."""
         self.config = WeightParallelConfig(**self.spec.arguments())
         self.trace = Trace()
-        model.layout = layout(self.setting.options, self.setting.rank)
+        model.layout = layout(self.setting.sizes, self.setting.rank)
         mesh = self.setting.mesh_for(self.spec)
-        assert model.layout is None or model.layout.rank == mesh.sequence_rank, "batch() cuts alike"
+        assert model.layout is None or model.layout.rank == mesh.sequence_rank, "as batch() does"
         self.communicator = parallelize(model, mesh, self.config, trace=self.trace)
         return model
 
@@ -214,13 +220,13 @@ class Ours(Variant):
         if self.communicator.mesh.replicas == 1:
             return super().optimizer_of(model)
         return ZeroOptimizer(
-            self.communicator, torch.optim.SGD, lr=self.setting.options.lr, reduce_dtype=DTYPE
+            self.communicator, torch.optim.SGD, lr=self.setting.sizes.lr, reduce_dtype=DTYPE
         )
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """With full accumulation all but the last send no gradient."""
-        whole = self.config.accumulation == "full" and not last
-        return self.communicator.no_sync() if whole else nullcontext()
+        without = self.config.accumulation == "full" and not last
+        return self.communicator.no_sync() if without else nullcontext()
 
     def micro_batches(self) -> AbstractContextManager[Any]:
         """Nothing writes weights between them, so contents are used again."""
@@ -235,7 +241,7 @@ class Ours(Variant):
         plan = self.communicator.plan
         assert plan is not None, "parallelize always makes a plan"
         pool = self.communicator.state.pool
-        micro_batches = self.setting.options.micro_batches
+        micro_batches = self.setting.sizes.micro_batches
         schedule = simulate(plan, micro_batches, overlap=self.config.overlap)
         between = replica_bytes(self.optimizer) if self.communicator.mesh.replicas > 1 else 0
         return {
@@ -251,7 +257,7 @@ class Ours(Variant):
 def replica_bytes(optimizer: ZeroOptimizer) -> int:
     """Bytes a rank sends in a step to the holders of the same shards: gradients, new weights.
 
-    Weights that are not cut (norms) travel with their gradients in one all-reduce, not counted.
+    Weights that are not sharded (norms) travel with their gradients in one all-reduce, not counted.
     """
     total = 0
     for bucket in optimizer._buckets:
@@ -276,13 +282,13 @@ class Ddp(Variant):
 
     def unsharded_bytes(self) -> int:
         """All of them."""
-        return whole_bytes(self.model)
+        return parameter_bytes(self.model)
 
 
 def make(setting: Setting, spec: Spec) -> Variant:
     """Build a variant. Collective."""
-    from tools.bench.fsdp import Fsdp2
-    from tools.bench.zero3 import Zero3
+    from tools.overlap.fsdp import Fsdp2
+    from tools.overlap.zero3 import Zero3
 
     kinds: dict[str, type[Variant]] = {
         "compute": Compute, "ours": Ours, "ddp": Ddp, "fsdp2": Fsdp2, "zero3": Zero3,
@@ -292,7 +298,7 @@ def make(setting: Setting, spec: Spec) -> Variant:
 
 def unavailable(spec: Spec, options: Options) -> str | None:
     """Why a variant cannot run here, or ``None``."""
-    from tools.bench import fsdp, zero3
+    from tools.overlap import fsdp, zero3
 
     if spec.family == "ours":
         try:
@@ -311,20 +317,20 @@ def unavailable(spec: Spec, options: Options) -> str | None:
 
 def reference(setting: Setting, steps: int) -> list[float]:
     """Losses of one plain process that sees all ranks' batches: the truth. No communication."""
-    options = setting.options
-    model = fresh(options, setting.weights)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
-    groups = options.size("ranks") // options.sequence_ranks
+    sizes = setting.sizes
+    model = fresh(sizes, setting.weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=sizes.lr)
+    groups = sizes.ranks // sizes.sequence_ranks
     batches = [
-        whole_batch(options, data, micro)
-        for micro in range(options.micro_batches)
+        full_batch(sizes, data, micro)
+        for micro in range(sizes.micro_batches)
         for data in range(groups)
     ]
     losses: list[float] = []
     for _ in range(steps):
         total = 0.0
         for x, target in batches:
-            loss = model(x, target) / elements(options)
+            loss = model(x, target) / elements(sizes)
             loss.backward()
             total += loss.item()
         optimizer.step()

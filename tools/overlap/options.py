@@ -1,0 +1,261 @@
+"""What a run of the benchmark is: flags, presets, and what a flag left open gets from its preset.
+
+Imports no torch, as :mod:`tools.bench.options` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tools.bench import options
+from tools.overlap.laws import HYBRID
+
+Network = Literal["namespaces", "loopback"]
+PresetName = Literal["light", "even", "heavy", "four", "tiny"]
+
+DEFAULT_VARIANTS = (
+    "compute",
+    "ours",
+    "ours@free",
+    "ours:trigger=rolling",
+    "ours:overlap=false",
+    "ours:memory_pool=false",
+    "ddp",
+    "fsdp2",
+    "fsdp2:prefetch",
+    "fsdp2:chunked",
+    "fsdp2:unshard",
+    "fsdp2:chunked+unshard+last",
+    "fsdp2:whole",
+    "zero3",
+)
+
+
+# With sequence ranks: where the next block's gather starts, beside the all-to-alls of attention.
+TRIGGERS = ("compute", "ours", *(f"ours:trigger={t}" for t in ("mlp", "attention", "qkv")))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes and a ratio of ideal communication to compute."""
+
+    ranks: int = 2
+    ratio: float | None = 1.3
+    hidden: int = 512
+    heads: int = 8
+    layers: int = 8
+    sequence: int = 256
+
+
+PRESETS: dict[str, Preset] = {
+    "light": Preset(ratio=0.6),
+    "even": Preset(ratio=1.3),
+    "heavy": Preset(ratio=2.8, sequence=160),
+    "four": Preset(ranks=4, ratio=1.3, sequence=128),
+    # For tests and for development: seconds, and no figure worth reading.
+    "tiny": Preset(ratio=1.3, hidden=96, heads=4, layers=3, sequence=16),
+}
+
+
+@dataclass(frozen=True)
+class Options(options.Trained):
+    """Sizes left at none come from the preset."""
+
+    preset: PresetName = "even"
+    """light, even, heavy: communication 0.6, 1.3, 2.8 times compute; four: 1.3 at four ranks."""
+    network: Network = "namespaces"
+    """namespaces: a rate-limited link (root, iproute2); loopback: plain, no limit, any user."""
+    probe: Literal["none", "chunks"] = "none"
+    """chunks: only a step's collectives, unsharded weights against halves and quarters.
+
+    No training.
+    """
+    variants: tuple[str, ...] = DEFAULT_VARIANTS
+    """FAMILY[:SETTINGS][@free]. ours: KEY=VALUE,... of weight_parallel, and weight=RANKS of a
+    group, gradient_group=shared; fsdp2: FORM+FORM of prefetch, chunked, unshard, last, whole,
+    full, hybrid; @free: no rate limit. compute is always added."""
+    ranks: int | None = None
+    """Processes, each with one computing thread."""
+    ratio: float | None = None
+    """Least bytes / rate over compute; the rate follows from compute as measured first."""
+    rate_mbit: float | None = None
+    """Rate of each rank's link, in Mbit/s; given, it takes the ratio's place."""
+    kv_heads: int | None = None
+    """Key/value heads; none: as many as heads."""
+    sequence: int | None = None
+    """Tokens of a sequence."""
+    sequence_ranks: int = 1
+    """Ranks over which a sequence is sharded: its all-to-alls compete for the link. For compute and
+    ours only; the variants are then, unless given, where ours starts the next block's gather."""
+    micro_batches: int = 1
+    """Forward and backward passes of a step, each with data of its own."""
+    warm_up: int = 1
+    """Steps of a variant in a round before those that count."""
+    mtu: int = 9000
+    """Of the links, in bytes."""
+    burst_kib: int = 256
+    """Bucket of the rate limit, in KiB."""
+    lr: float = 20.0
+    """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
+    pin: bool = False
+    """Bind rank r, gloo's threads included, to processor r modulo their number."""
+    timeout: float = 300.0
+    """Seconds that one variant may take in one round."""
+    mark: str = ""
+    """Between which marks of --markdown; none: those of the preset."""
+    picture: Path | None = None
+    """Write bars and timelines to this file (.png or .svg)."""
+
+    def resolve(self) -> Options:
+        """The same with the preset's values where nothing was given, checked.
+
+        Raises:
+            ValueError: naming the flag, when values do not fit.
+        """
+        preset = asdict(PRESETS[self.preset])
+        if self.rate_mbit is not None:
+            preset["ratio"] = None
+            if self.ratio is not None:
+                raise ValueError("--ratio and --rate-mbit exclude each other")
+        done = self.fill(preset)
+        done.require_at_least(1, "layers", "rounds", "steps", "sequence", "batch", "micro_batches")
+        done.require_at_least(2, "ranks", why=": one rank sends nothing")
+        done.require_multiple("hidden", of="heads")
+        if done.sequence_ranks != 1:
+            done = done._with_sharded_sequences()
+        names = done.variants if "compute" in done.variants else ("compute", *done.variants)
+        unique = tuple(dict.fromkeys(names))
+        for name in unique:
+            Spec.parse(name).require(done.size("ranks"))
+        return replace(done, variants=tuple(str(Spec.parse(name)) for name in unique))
+
+    def _with_sharded_sequences(self) -> Options:
+        for name in ("ranks", "sequence", "heads"):
+            self.require_multiple(name, of="sequence_ranks")
+        done = replace(self, variants=TRIGGERS) if self.variants == DEFAULT_VARIANTS else self
+        others = [v for v in done.variants if Spec.parse(v).family not in ("compute", "ours")]
+        if others:
+            raise ValueError(f"--sequence-ranks: {', '.join(others)} cannot shard a sequence")
+        return done
+
+
+FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid")
+MESH_KEYS = ("weight", "gradient_group")  # of ours: the groups, which are no setting of weights
+FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A variant's name, taken apart: ``family[:settings][@free]``."""
+
+    family: str
+    settings: str = ""
+    free: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Read a name.
+
+        Raises:
+            ValueError: for an unknown family, FSDP2 form, or a setting that is not KEY=VALUE.
+        """
+        body, _, suffix = text.partition("@")
+        if suffix not in ("", "free"):
+            raise ValueError(f"variant {text!r}: only @free may follow a name")
+        family, _, settings = body.partition(":")
+        if family not in FAMILIES:
+            raise ValueError(f"variant {text!r}: the family is one of {', '.join(FAMILIES)}")
+        spec = cls(family, settings, bool(suffix))
+        if family == "fsdp2":
+            unknown = spec.forms - set(FORMS)
+            if unknown:
+                raise ValueError(f"variant {text!r}: forms of fsdp2 are {', '.join(FORMS)}")
+        elif family == "ours":
+            spec.arguments()
+        elif settings:
+            raise ValueError(f"variant {text!r}: {family} has no settings")
+        return spec
+
+    def __str__(self) -> str:
+        tail = f":{self.settings}" if self.settings else ""
+        return f"{self.family}{tail}{'@free' if self.free else ''}"
+
+    @property
+    def forms(self) -> set[str]:
+        """Of ``fsdp2``."""
+        return set(self.settings.split("+")) - {""}
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``ours``: keyword arguments of ``WeightParallelConfig``."""
+        return {k: v for k, v in self._given().items() if k not in MESH_KEYS}
+
+    @property
+    def weight(self) -> int | None:
+        """Of ``ours``: ranks of a weight group; ``None``: all."""
+        return self._given().get("weight") if self.family == "ours" else None
+
+    @property
+    def shared_group(self) -> bool:
+        """Of ``ours``: whether reductions go through the group of the gathers."""
+        return self.family == "ours" and self._given().get("gradient_group") == "shared"
+
+    def require(self, ranks: int) -> None:
+        """Whether the groups it asks for can be made of ``ranks`` ranks.
+
+        Raises:
+            ValueError: naming the variant, if not.
+        """
+        group = self.weight
+        if group is not None and (type(group) is not int or group < 1 or ranks % group):
+            raise ValueError(f"variant {self}: {ranks} ranks are not groups of {group}")
+        hybrid = self.family == "fsdp2" and "hybrid" in self.forms
+        if hybrid and (ranks % HYBRID or ranks == HYBRID):
+            raise ValueError(f"variant {self}: {ranks} ranks are not several groups of {HYBRID}")
+
+    def _given(self) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for part in filter(None, self.settings.split(",")):
+            key, sign, value = part.partition("=")
+            if not sign:
+                raise ValueError(f"variant {self}: {part!r} is not KEY=VALUE")
+            out[key] = _value(value)
+        if out.get("gradient_group", "shared") != "shared":
+            raise ValueError(f"variant {self}: gradient_group is shared, or not given")
+        return out
+
+    @property
+    def label(self) -> str:
+        """What the tables call it."""
+        return LABELS.get(str(self), str(self))
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text == "none":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+LABELS = {
+    "compute": "compute only",
+    "ours": "internsp",
+    "ours@free": "internsp, no rate limit",
+    "ours:trigger=rolling": "internsp, rolling",
+    "ours:overlap=false": "internsp, no overlap",
+    "ours:memory_pool=false": "internsp, no pool",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "fsdp2:prefetch": "FSDP2, explicit prefetch, async",
+    "fsdp2:chunked": "FSDP2, chunked async collectives",
+    "fsdp2:unshard": "FSDP2, unshard at out-projection",
+    "fsdp2:whole": "FSDP2, no reshard",
+    "zero3": "DeepSpeed ZeRO-3",
+}
