@@ -42,7 +42,7 @@ def obstacle(
             return (
                 f"{_some(weights)} gets its gradient through {node.name()}, which does not lie "
                 "between the chunk's input and its output and needs an unsharded weight, "
-                "overwritten by then without weight_parallel.keep_between_micro_batches"
+                "overwritten by then without weight_parallel.keep_unsharded = \"all\""
             )
     return ""
 

@@ -27,8 +27,8 @@ from internsp.plan.assign import Assignment, assign, require_experts
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import FEW_PASSES, classes, ranks_label
+from internsp.plan.kept import KeptBlocks, human
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.resident import Residents, human
 from internsp.plan.units import DTYPES, chunk_plan
 from internsp.sp.heads import balanced
 
@@ -58,11 +58,11 @@ class RankPlan:
     messages: int
     """Hidden states and their gradients that come from other stages."""
 
-    def residents(self, overlap: bool) -> Residents:
-        """What resident blocks cost and spare: simulates a step without them."""
+    def kept(self, overlap: bool) -> KeptBlocks:
+        """What blocks that stay unsharded cost and save: simulates a step without them."""
         plans = [chunk.plan for chunk in self.chunks]
         again = partial(simulate_passes, self.places, overlap=overlap)
-        return Residents.of(plans, self.schedule, again)
+        return KeptBlocks.of(plans, self.schedule, again)
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,8 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
     for kind in SCHEDULES.values():
         chunks = kind.chunks or max(2, config.pipeline.chunks)
         counts = []
-        for keep in (False, True):
-            update = {"keep_between_micro_batches": keep, "resident_blocks": 0, "resident_bytes": 0}
-            weights = config.weight_parallel.model_copy(update=update)
+        for keep in (None, "all"):
+            weights = config.weight_parallel.model_copy(update={"keep_unsharded": keep})
             changed = config.model_copy(update={"weight_parallel": weights})
             try:
                 other = plan_of(changed, plan.shape, kind, chunks)

@@ -36,6 +36,7 @@ TEXTS = [
     "", " ", "none", "None", "true", "0", "2", "1e3", "nan", "inf", "-1", "auto", "cpu", "a/b",
     "..", ".", "/", "~", "a\x00b", "a\nb", "\x1b[31mred", "é", "日本語", "🙂", "\u202e", "x" * 300,
     "x" * 5000, "{}", "{0}", "%s", "[bold]", "--train.steps", "*", "[", "**/*", "[!", "\\",
+    "all", "2 GiB", "3 kb",
 ]  # fmt: skip
 OTHERS: list[Any] = [
     True, False, [], [1], [0, 1], ["a"], [[]], [[1], ["a"]], {}, {"a": 1}, {"steps": 3},
@@ -185,7 +186,7 @@ def _extreme(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
         ("model", "head_dim"), ("model", "intermediate_size"), ("data", "sequence_length"),
         ("train", "global_batch"), ("train", "micro_batches"), ("train", "steps"),
         ("launch", "processes"), ("weight_parallel", "prefetch_depth"),
-        ("weight_parallel", "coalesce_bytes"), ("weight_parallel", "resident_bytes"),
+        ("weight_parallel", "coalesce_bytes"), ("weight_parallel", "keep_unsharded"),
     ), 2):  # fmt: skip
         values.setdefault(name, {})[key] = 1 << rng.randrange(34)
     drawn.told.append("extreme sizes")

@@ -26,7 +26,7 @@ CASES = {
     "all weights small": Case(4, 2, 2, config={"coalesce_bytes": 65536}),
     "some weights small": Case(2, 4, config={"coalesce_bytes": 400, "pending_blocks": 1}),
     "summed whole, a block kept": Case(
-        2, 4, micro_batches=2, config={"accumulation": "full", "resident_blocks": 1}
+        2, 4, micro_batches=2, config={"accumulation": "full", "keep_unsharded": 1}
     ),
     "rolling": Case(4, 2, 2, config={"trigger": "rolling", "coalesce_bytes": 400}),
     "no slots kept": Case(4, 2, 2, number=2, config={"memory_pool": False, "prefetch_depth": 2}),

@@ -39,8 +39,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 KEPT: dict[str, dict[str, Any]] = {
     "none": {},
-    "all": {"keep_between_micro_batches": True},
-    "one": {"resident_blocks": 1},
+    "all": {"keep_unsharded": "all"},
+    "one": {"keep_unsharded": 1},
 }
 GATHERS: dict[str, dict[str, Any]] = {
     "block": {}, "module": {"granularity": "module"}, "rolling": {"trigger": "rolling"},

@@ -166,7 +166,7 @@ def test_the_first_stage_leaves_all_to_the_weight_part_another_that_cannot_split
 
 
 def chunk(blocks: int, keep: bool = False) -> ChunkPlan:
-    policy = Policy(blocks, resident=frozenset(range(blocks if keep else 0)))
+    policy = Policy(blocks, kept=frozenset(range(blocks if keep else 0)))
     units = tuple(
         UnitPlan(f"b{i}", (WeightPlan(f"b{i}.w", 8, 8, 16, 8),), policy.slot(i), i)
         for i in range(blocks)

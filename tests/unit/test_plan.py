@@ -145,10 +145,10 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
     assert text.count("\n  AG ") == plan.schedule.count("AG")
 
 
-def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
-    two = config(weight_parallel={"min_shard_elements": 64, "resident_blocks": 2})
+def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
+    two = config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 2})
     plan, usual = make_plan(two, 2), make_plan(config(), 2)
-    assert plan.chunk.policy.resident == {0, 2}
+    assert plan.chunk.policy.kept == {0, 2}
     # Blocks 1 and 3 move and have two slots: all four are whole when backward begins.
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - 2 * BLOCK // 2
     whole = "unsharded weights (slots, exact)"
@@ -156,11 +156,11 @@ def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prin
     out = io.StringIO()
     print_plan(two, 4, Console(file=out, width=160))
     assert (
-        f"2 resident blocks (layers.0, layers.2): {human(2 * BLOCK)} more unsharded weights, "
+        f"2 blocks stay unsharded (layers.0, layers.2): {human(2 * BLOCK)} more unsharded weights, "
         f"{2 * 7} gathers ({human(BLOCK)}) fewer a step"
     ) in out.getvalue()
-    by_memory = {"min_shard_elements": 64, "resident_bytes": 2 * BLOCK - 1}
-    assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.resident == {1}
+    by_memory = {"min_shard_elements": 64, "keep_unsharded": f"{2 * BLOCK - 1} B"}
+    assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.kept == {1}
 
 
 def test_a_codec_changes_what_gathers_carry_and_takes_the_memory_that_is_stated() -> None:
