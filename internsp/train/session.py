@@ -56,11 +56,11 @@ class Session:
 
     def step(self) -> float:
         """Optimizer and learning rate go one step further; returns the gradient norm."""
-        norm = step_together(self.optimizers, log=False)
+        step_together(self.optimizers, log=False)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
             schedule.step()
-        return norm
+        return self.optimizer.grad_norm
 
     @classmethod
     def create(cls, config: Config, hooks: Iterable[SchedulerHook] = ()) -> Session:

@@ -54,7 +54,7 @@ def plain_loop(rank: int, world: int, cases: dict[str, Case]) -> list[dict[str, 
             pair.backward(step)
             worst["gradient"] = max(worst["gradient"], pair.furthest_gradient())
             norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0).item()
-            mine = clip_grad_norm_(pair.ours.parameters(), 1.0)
+            mine = clip_grad_norm_(pair.ours.parameters(), 1.0).item()
             worst["norm"] = max(worst["norm"], abs(mine - norm) / norm)
             for optimizer in (ours, theirs):
                 optimizer.step()
@@ -79,7 +79,8 @@ def zero(rank: int, world: int, cases: dict[str, Case]) -> list[dict[str, float]
             gaps = [gap(got[name], gradient) for name, gradient in wanted.items()]
             worst["gradient"] = max(worst["gradient"], *gaps)
             norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0).item()
-            worst["norm"] = max(worst["norm"], abs(ours.step() - norm) / norm)
+            ours.step()
+            worst["norm"] = max(worst["norm"], abs(ours.grad_norm - norm) / norm)
             theirs.step()
             theirs.zero_grad()
             ours.zero_grad()
@@ -106,7 +107,9 @@ def bits(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, torch.
             )
             numbers = []
             for step in range(2):
-                numbers += [pair.backward(step, plain=False), optimizer.step()]
+                numbers.append(pair.backward(step, plain=False))
+                optimizer.step()
+                numbers.append(optimizer.grad_norm)
             both.append({**pair.whole(), "numbers": torch.tensor(numbers)})
         found.append(both)
     return found
