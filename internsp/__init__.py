@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from internsp.layers import ParallelLinearWithCommExt
     from internsp.mesh import ParallelMesh
     from internsp.optim import LossScaler, ZeroOptimizer, clip_grad_norm_
-    from internsp.parallel import initialise, parallelize
+    from internsp.parallel import initialize, parallelize
     from internsp.pipeline import ISPCommunicatorSchedulerHook, Pipeline, SchedulerHook
     from internsp.sp import DistributedAttention, SequenceLayout, token_loss
     from internsp.trace import Trace
@@ -47,7 +47,7 @@ _HOMES = {
     "WeightParallelConfig": "config",
     "ZeroOptimizer": "optim",
     "clip_grad_norm_": "optim",
-    "initialise": "parallel",
+    "initialize": "parallel",
     "load_config": "config",
     "parallelize": "parallel",
     "token_loss": "sp",
@@ -73,7 +73,7 @@ __all__ = [
     "WeightParallelConfig",
     "ZeroOptimizer",
     "clip_grad_norm_",
-    "initialise",
+    "initialize",
     "load_config",
     "parallelize",
     "token_loss",

@@ -161,7 +161,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     Returns:
         ``losses``, ``collectives`` and ``times`` (microseconds a step, by variant and phase) and
-        what :func:`summarise` makes of the times.
+        what :func:`summarize` makes of the times.
 
     Raises:
         RuntimeError: when a variant computes another loss than the plain model.
@@ -187,11 +187,11 @@ def measure(options: Options) -> dict[str, Any]:
         gc.collect()
     gc.enable()
     gc.unfreeze()
-    summary = summarise(times, options.blocks, options.batches)
+    summary = summarize(times, options.blocks, options.batches)
     return {"losses": losses, "collectives": counts, **summary, "times": times}
 
 
-def summarise(
+def summarize(
     times: dict[str, dict[str, list[float]]], blocks: int, batches: int
 ) -> dict[str, Any]:
     """Medians in microseconds a block, what each variant adds to ``plain``, and the ratios.

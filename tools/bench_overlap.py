@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         say(f"stopped ({error or 'SIGINT'}); everything is removed")
         return 130
-    summary = campaign.summarise(outcome)
+    summary = campaign.summarize(outcome)
     print(report.text(summary))
     write(options, summary, arguments)
     return 1 if outcome.failed else 0

@@ -189,7 +189,7 @@ class WeightParallelConfig(Section):
     min_shard_elements: Amount = 2048
     """Parameters with fewer elements are replicated, not cut."""
     coalesce_bytes: Amount = 65536
-    """Weights up to this many bytes unsharded share collectives with their neighbours."""
+    """Weights up to this many bytes unsharded share collectives with their neighbors."""
     pending_blocks: Few = 2
     """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
     unexpected_order: Literal["error", "gather"] = "error"

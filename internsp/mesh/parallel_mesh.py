@@ -210,7 +210,7 @@ class ParallelMesh:
         """
         _check_timeout(timeout_seconds)
         if not dist.is_initialized():
-            _initialise(device_type, timeout_seconds)
+            _initialize(device_type, timeout_seconds)
         device = _device(device_type)
         degrees = (weight, sequence, pipeline, zero, expert_weight, expert)
         return cls._made(degrees, device, timeout_seconds)
@@ -259,7 +259,7 @@ class ParallelMesh:
         _check_timeout(timeout_seconds)
         kind = getattr(device_mesh, "device_type", None)
         if not dist.is_initialized():
-            _initialise(kind, timeout_seconds)
+            _initialize(kind, timeout_seconds)
         axes = {"weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline}
         asked: tuple[int | None, ...] | MeshError
         try:
@@ -361,7 +361,7 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
     return groups
 
 
-def _initialise(device_type: str | None, timeout_seconds: float) -> None:
+def _initialize(device_type: str | None, timeout_seconds: float) -> None:
     if "RANK" not in os.environ:
         raise MeshError(
             "no process group: start the program with torchrun or `internsp train`, or call "

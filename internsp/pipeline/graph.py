@@ -1,6 +1,6 @@
 """Whether a chunk's weight gradients can be computed apart, read from the graph of one forward.
 
-torch's split backward follows each weight towards the output until it meets the way of the chunk's
+torch's split backward follows each weight toward the output until it meets the way of the chunk's
 input; there it keeps the gradients for the weight part. A weight that never meets that way is
 passed over in silence. And what lies between a weight and that place is computed in the weight part
 alone, when other blocks have long overwritten the slots that it may have saved.

@@ -25,7 +25,7 @@ class WeightPlan:
     moves: bool = True
     """See :class:`internsp.wp.schedule.Weight`; not in a weight group of one, without a cast."""
     small: bool = False
-    """Travels together with its small neighbours."""
+    """Travels together with its small neighbors."""
     coded: Message | None = None
     """What is gathered of each shard, where a codec codes it."""
     expert: bool = False

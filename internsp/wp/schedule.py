@@ -55,7 +55,7 @@ W = TypeVar("W", bound=Weight)
 
 
 class Group(Generic[W]):
-    """What travels in one collective: one large weight, or small neighbours of one kind.
+    """What travels in one collective: one large weight, or small neighbors of one kind.
 
     Attributes:
         weights: in the order of use.
@@ -128,7 +128,7 @@ def groups_of(
     alike: Callable[[W], object],
     extent: Callable[[W], tuple[int, int]],
 ) -> tuple[Group[W], ...]:
-    """``weights`` as they travel: neighbours that are ``small`` and ``alike`` together (DESIGN 8).
+    """``weights`` as they travel: neighbors that are ``small`` and ``alike`` together (DESIGN 8).
 
     This is the one place that states the rule.
 
@@ -148,7 +148,7 @@ def groups_of(
 
 
 def runs_of(weights: Sequence[W], alike: Callable[[W], object]) -> list[list[W]]:
-    """``weights`` of one group as their messages have them: neighbours that are ``alike`` together.
+    """``weights`` of one group as their messages have them: neighbors that are ``alike`` together.
 
     One run, but where autocast is on for a part of the group only: a message has one dtype.
     """
@@ -168,7 +168,7 @@ class Policy:
             module). A backward gathers a block at its entry, and the first group of the block
             before: between a block's reductions, whose moments data decide, no gather is launched.
         kept: blocks with slots of their own, that stay unsharded until the optimizer step.
-        coalesce_bytes: weights up to this size unsharded are small: neighbours share a launch.
+        coalesce_bytes: weights up to this size unsharded are small: neighbors share a launch.
         accumulate_whole: sum unsharded gradients and reduce them in the last micro-batch only.
         rolling: no limit but the bytes: a group is gathered as soon as those it takes are free.
         one_order: passes hold exchanges of sequences or tokens, and launches of all groups must
@@ -192,7 +192,7 @@ class Policy:
         return self.per_module and phase == FORWARD and not self.one_order
 
     def small(self, nbytes: int) -> bool:
-        """Whether a weight of so many bytes unsharded travels together with small neighbours."""
+        """Whether a weight of so many bytes unsharded travels together with small neighbors."""
         return nbytes <= self.coalesce_bytes
 
     @property
@@ -228,7 +228,7 @@ def spread(blocks: int, count: int) -> tuple[int, ...]:
     They save equally many gathers wherever they lie, one in each backward (the forward after a
     step gathers them anyway), so what counts is where the link is short of time. It is so all
     along a backward: evenly spread they relieve it all along, and each lends its time on the link
-    to its neighbours. The last block is none of them: backward finds the last blocks in their
+    to its neighbors. The last block is none of them: backward finds the last blocks in their
     slots, a stretch without gathers that needs no relief. Played on a link 1.1 to 2.8 times slower
     than compute, this choice saves at least 89 % of what the best one does (all choices of 8
     blocks, samples of 16 and 24), the last blocks as little as 17 %, the first ones 40 %;

@@ -129,7 +129,7 @@ def _override(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
         value = tuple(str(v) for v in value[:20])
     elif isinstance(value, int) and value.bit_length() > 10_000:
         value = str(7)
-    written = f"{name}.{key}" if rng.random() < 0.8 else _misspelt(rng, f"{name}.{key}")
+    written = f"{name}.{key}" if rng.random() < 0.8 else _misspelled(rng, f"{name}.{key}")
     drawn.overrides[written] = value
     drawn.told.append(f"--{written} {_short(value)}")
 
@@ -138,9 +138,9 @@ def _unknown(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
     name, key = _key(rng)
     how = rng.randrange(5)
     if how == 0:
-        values.setdefault(name, {})[_misspelt(rng, key)] = rng.choice(NUMBERS)
+        values.setdefault(name, {})[_misspelled(rng, key)] = rng.choice(NUMBERS)
     elif how == 1:
-        values[_misspelt(rng, name)] = {key: rng.choice(NUMBERS)}
+        values[_misspelled(rng, name)] = {key: rng.choice(NUMBERS)}
     elif how == 2:
         values[key] = rng.choice([1, "a", [1], {}])
     elif how == 3:
@@ -150,7 +150,7 @@ def _unknown(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
     drawn.told.append(f"unknown names around {name}.{key}")
 
 
-def _misspelt(rng: random.Random, word: str) -> str:
+def _misspelled(rng: random.Random, word: str) -> str:
     at = rng.randrange(len(word))
     return rng.choice((
         word[:at] + word[at + 1 :], word[:at] + word[at] + word[at:], word.upper(),

@@ -264,7 +264,7 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
 
 
 class Partly(Block):
-    """Autocast for its last layer only: small neighbours of which one travels in another dtype."""
+    """Autocast for its last layer only: small neighbors of which one travels in another dtype."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)

@@ -98,7 +98,7 @@ def test_a_ratio_is_of_medians_of_all_rounds_and_of_each_part(bench: ModuleType)
         "fsdp2": {p: [50.0, 50.0, 50.0, 50.0, 50.0, 50.0] for p in bench.PHASES},
     }
 
-    both = bench.summarise(times, blocks=10, batches=2)["phases"]["both"]
+    both = bench.summarize(times, blocks=10, batches=2)["phases"]["both"]
 
     assert both["median"] == {"plain": 1.0, "internsp": 3.0, "fsdp2": 5.0}
     assert both["added"] == {"internsp": 2.0, "fsdp2": 4.0}

@@ -348,7 +348,7 @@ def test_a_variant_that_trains_something_else_gets_no_time() -> None:
     session: Any = FakeSession(told)
     heard: list[str] = []
     outcome = campaign.run(options, Link(), session, heard.append)
-    summary = campaign.summarise(outcome)
+    summary = campaign.summarize(outcome)
     assert set(summary["variants"]) == {"compute", "ddp"}
     assert summary["variants"]["ddp"]["over_ideal"] == pytest.approx(2.0)
     assert summary["least_bytes"] == 16  # 16 bytes of weights, 2 ranks, 2 passes of 2 blocks

@@ -157,7 +157,7 @@ def test_pieces_are_compared_with_whole_weights_that_have_as_much_in_flight() ->
     payload = int(8.0 * MBIT)  # a second at the rate
     seconds = {(1, 4): [1.25, 1.25], (2, 4): [1.0, 1.0], (1, 8): [2.0, 2.0], (2, 8): [3.0, 3.0]}
     busy = {case: [0.25, 0.75] for case in seconds}
-    summary = chunks.summarise(outcome, payload, seconds, busy)
+    summary = chunks.summarize(outcome, payload, seconds, busy)
     rows = summary["rows"]
     assert [row["against_whole"] for row in rows] == pytest.approx([1.0, 0.8, 1.0, 1.5])
     assert [row["of_rate"] for row in rows] == pytest.approx([0.8, 1.0, 0.5, 1 / 3])

@@ -45,10 +45,10 @@ def run(options: Options, link: Link, session: Session, say: Say) -> dict[str, A
                 seconds[case].append(max(wall for wall, _ in ranks))
                 busy[case].append(statistics.mean(cpu for _, cpu in ranks))
         say(f"round {index + 1} of {options.rounds}")
-    return summarise(outcome, payload, seconds, busy)
+    return summarize(outcome, payload, seconds, busy)
 
 
-def summarise(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
+def summarize(outcome: Outcome, payload: int, seconds: Times, busy: Times) -> dict[str, Any]:
     """Medians, and what they are of the rate and of unsharded weights with as many in flight."""
     rows: list[dict[str, Any]] = []
     for (pieces, flying), values in seconds.items():

@@ -3,7 +3,7 @@
 All forms sum gradients instead of averaging them (gloo has no average). What may be combined in a
 name, ``fsdp2:chunked+unshard`` for example:
 
-prefetch    ``set_modules_to_forward_prefetch`` and ``..._backward_prefetch`` of the neighbour block
+prefetch    ``set_modules_to_forward_prefetch`` and ``..._backward_prefetch`` of the neighbor block
             with the private flag that makes gathers asynchronous (without it a CPU prefetch blocks)
 chunked     prefetch, and custom collectives: both in 8 chunks and asynchronous, the reduce-scatter
             as ``all_to_all_single`` and a local sum in fp32, at most two blocks in flight

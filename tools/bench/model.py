@@ -61,7 +61,7 @@ def initial_weights(options: Options) -> dict[str, Tensor]:
     for name, parameter in zoo.named_parameters():
         if name.startswith("layers."):
             weights[name] = torch.empty(parameter.shape, dtype=parameter.dtype)
-            zoo.initialise(name, weights[name], generator)
+            zoo.initialize(name, weights[name], generator)
     return weights
 
 
@@ -88,7 +88,7 @@ def whole_batch(options: Options, data: int, micro: int = 0) -> tuple[Tensor, Te
 
 
 def batch(options: Options, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-    """One rank's part of its sequences: neighbouring ranks share them where they are cut."""
+    """One rank's part of its sequences: neighboring ranks share them where they are cut."""
     data, part = divmod(rank, options.sequence_ranks)
     whole = whole_batch(options, data, micro)
     x, target = (w.detach().chunk(options.sequence_ranks, 1)[part].contiguous() for w in whole)

@@ -51,8 +51,8 @@ def _bars(axes: Axes, rows: list[dict[str, Any]], summary: dict[str, Any]) -> No
         [row["high"] - m for m, row in zip(medians, rows, strict=True)],
     ]
     ours = [row["label"].startswith("internsp") for row in rows]
-    colours = [GATHER if own else "#9a9a9a" for own in ours]
-    axes.barh(places, medians, xerr=errors, color=colours, height=0.7, ecolor="#333333")
+    colors = [GATHER if own else "#9a9a9a" for own in ours]
+    axes.barh(places, medians, xerr=errors, color=colors, height=0.7, ecolor="#333333")
     for place, row in zip(places, rows, strict=True):
         told = f"  {row['median']:.2f} s, {row['over_ideal']:.2f}"
         axes.text(row["high"], place, told, va="center", fontsize=8)
@@ -81,8 +81,8 @@ def _timeline(axes: Axes, row: dict[str, Any], rate_mbit: float | None) -> None:
     lanes: dict[str, float] = {"AG": -0.5, "RS": -1.0}
     for kind, _, _, _, start, end, _ in profile["events"]:
         if kind in lanes:
-            colour = GATHER if kind == "AG" else REDUCE
-            axes.broken_barh([(start, end - start)], (lanes[kind] + 0.05, 0.4), color=colour,
+            color = GATHER if kind == "AG" else REDUCE
+            axes.broken_barh([(start, end - start)], (lanes[kind] + 0.05, 0.4), color=color,
                              alpha=0.45, linewidth=0)
     axes.set_ylim(-1.05 if profile["events"] else 0, 1)
     axes.set_yticks([0.5], [row["label"]], fontsize=8)
