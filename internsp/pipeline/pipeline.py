@@ -20,8 +20,8 @@ from internsp.parallel import parallelize, recomputed_blocks
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, hidden_like, split
 from internsp.pipeline.failure import Watch
 from internsp.pipeline.hooks import (
+    ComputeAction,
     ISPCommunicatorSchedulerHook,
-    Place,
     SchedulerHook,
 )
 from internsp.pipeline.plan import check, passes, simulate_passes
@@ -54,7 +54,7 @@ class Pipeline:
         communicators: theirs, each with slots of its own.
         hooks: append to it to be told what happens.
         micro_batches: of every step and evaluation.
-        places: what this rank does in a step, pass by pass.
+        actions: what this rank does in a step, pass by pass.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pipeline:
         rank_of = partial(kind.rank_of, ranks=mesh.pipeline, chunks=chunks)
         check(order, rank_of, mesh.pipeline * chunks)  # before anything runs (WP-2)
         steps = computations(order, mesh.pipeline_rank)
-        self.places = passes(
+        self.actions = passes(
             steps, [s.stage_index for s in stages], {s.stage_index: s.splits for s in stages}
         )
 
@@ -190,7 +190,7 @@ class Pipeline:
             OrderError: called from inside a step, by a hook or the criterion.
         """
         losses: list[Tensor] = []
-        with self._running(batches, self.places), self._unchanged():
+        with self._running(batches, self.actions), self._unchanged():
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
@@ -198,8 +198,8 @@ class Pipeline:
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward only; otherwise as :meth:`step`."""
         losses: list[Tensor] = []
-        places = [p for p in self.places if not p.part]
-        with self._running(batches, places), self._unchanged():
+        actions = [p for p in self.actions if not p.part]
+        with self._running(batches, actions), self._unchanged():
             self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
         return losses
 
@@ -218,7 +218,7 @@ class Pipeline:
     def planned(self, overlap: bool = True) -> Schedule:
         """What a step of this rank gathers and reduces, in order."""
         plans = [c.plan for c in self.communicators if c.plan is not None]
-        return simulate_passes(self.places, plans, overlap)
+        return simulate_passes(self.actions, plans, overlap)
 
     @property
     def stage_wait_seconds(self) -> float:
@@ -229,7 +229,7 @@ class Pipeline:
         """
         return self.communicators[0].state.trace.seconds(self._ours.idle)
 
-    def _running(self, batches: Sequence[MicroBatch], places: Sequence[Place]) -> Watch:
+    def _running(self, batches: Sequence[MicroBatch], actions: Sequence[ComputeAction]) -> Watch:
         if self._watch.open:
             raise OrderError(
                 f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "
@@ -238,7 +238,7 @@ class Pipeline:
         self._watch.begin()
         mistake: Exception | None = None
         try:
-            shape = self._check(batches, any(place.part for place in places))
+            shape = self._check(batches, any(action.part for action in actions))
         except (ValueError, TypeError) as error:
             mistake = error
         with self._watch.entering():
@@ -251,7 +251,7 @@ class Pipeline:
                 f"rank {self.mesh.rank} has changed nothing, and all ranks can call again"
             )
         self._ids_shape = shape
-        self._ours.begin(places)
+        self._ours.begin(actions)
         for stage in self.stages:
             stage.batches, stage.group = batches, self.mesh.pipeline_group
         return self._watch
@@ -298,12 +298,12 @@ class Pipeline:
         batch = last.batches[int(target)]
         if last.rehearsing:
             return self._judged(output, batch)
-        place = last.place(int(target))
+        action = last.action(int(target))
         for hook in self.hooks:
-            hook.before_criterion(place, output)
+            hook.before_criterion(action, output)
         loss = self._judged(output, batch)
         for hook in self.hooks:
-            hook.after_criterion(place, loss)
+            hook.after_criterion(action, loss)
         return loss
 
     def _judged(self, output: Any, batch: MicroBatch) -> Tensor:

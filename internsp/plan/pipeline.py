@@ -18,7 +18,7 @@ from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.mesh import MeshShape
 from internsp.pipeline.chunks import Chunk, split
-from internsp.pipeline.hooks import Place
+from internsp.pipeline.hooks import ComputeAction
 from internsp.pipeline.picture import draw
 from internsp.pipeline.pipeline import local_config, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
@@ -48,10 +48,10 @@ class ChunkOutline:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the ranks of one pipeline place do in a step."""
+    """What the ranks of one pipeline rank do in a step."""
 
     chunks: tuple[ChunkOutline, ...]
-    places: tuple[Place, ...]
+    actions: tuple[ComputeAction, ...]
     launched: tuple[tuple[int, int], ...]
     """Gathers and reductions of each pass."""
     schedule: Schedule
@@ -61,7 +61,7 @@ class RankPlan:
     def kept(self, overlap: bool) -> KeptBlocks:
         """What blocks that stay unsharded cost and save: simulates a step without them."""
         plans = [chunk.plan for chunk in self.chunks]
-        again = partial(simulate_passes, self.places, overlap=overlap)
+        again = partial(simulate_passes, self.actions, overlap=overlap)
         return KeptBlocks.of(plans, self.schedule, again)
 
 
@@ -81,9 +81,9 @@ class PipelinePlan:
         """The schedule as SVG."""
         launched = {}
         for rank in self.ranks:
-            for place, counts in zip(rank.places, rank.launched, strict=True):
-                for kind in {"": "F", "full": "BIW", "input": "I", "weight": "W"}[place.part]:
-                    launched[place.stage, kind, place.micro_batch] = counts
+            for action, counts in zip(rank.actions, rank.launched, strict=True):
+                for kind in {"": "F", "full": "BIW", "input": "I", "weight": "W"}[action.part]:
+                    launched[action.stage, kind, action.micro_batch] = counts
             for chunk in rank.chunks:  # where both gradients come at once, the other part is empty
                 empty = "I" if chunk.stage == 0 else "W" if not chunk.splits else ""
                 for number in range(self.micro_batches if empty else 0):
@@ -119,13 +119,13 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
         splits = {chunk.stage: chunk.splits for chunk in own}
-        places = passes(computations(order, rank), stages, splits)
+        passed = passes(computations(order, rank), stages, splits)
         overlap = config.weight_parallel.overlap
         plans = [chunk.plan for chunk in own]
-        schedule, launched = simulate_each(places, plans, overlap)
+        schedule, launched = simulate_each(passed, plans, overlap)
         messages = sum(step.kind.startswith("RECV") for step in order[rank])
         launches = tuple(launched)
-        ranks.append(RankPlan(own, tuple(places), launches, schedule, messages))
+        ranks.append(RankPlan(own, tuple(passed), launches, schedule, messages))
     nbytes = _message_bytes(config, shape)
     return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes)
 
@@ -230,7 +230,7 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
 
 def print_schedules(plan: PipelinePlan, console: Console) -> None:
     """Every rank's actions, pass by pass; of long ones what repeats once, ranks alike together."""
-    short = sum(len(rank.places) for rank in plan.ranks) <= FEW_PASSES
+    short = sum(len(rank.actions) for rank in plan.ranks) <= FEW_PASSES
     bodies = [_pass_lines(rank, short) for rank in plan.ranks]
     for ranks in classes([(tuple(lines), _sizes(plan.ranks[r])) for r, lines in enumerate(bodies)]
                          ).values():  # fmt: skip
@@ -249,14 +249,14 @@ def _pass_lines(rank: RankPlan, short: bool) -> list[str]:
     """One pass a line, with ``<chunk>`` in place of its stage."""
     items: list[Item] = []
     text: dict[Hashable, str] = {}
-    for place, (gathers, reductions) in zip(rank.places, rank.launched, strict=True):
-        what = f"backward ({place.part})" if place.part else "forward"
-        key = (place.chunk, what, gathers, reductions)
+    for action, (gathers, reductions) in zip(rank.actions, rank.launched, strict=True):
+        what = f"backward ({action.part})" if action.part else "forward"
+        key = (action.chunk, what, gathers, reductions)
         text[key] = (
-            f"stage <{place.chunk}> micro-batch {{}} {what:<18} "
+            f"stage <{action.chunk}> micro-batch {{}} {what:<18} "
             f"{gathers} gathers, {reductions} reductions"
         )
-        items.append(Item(key, place.micro_batch))
+        items.append(Item(key, action.micro_batch))
     if short:
         return [text[item.key].format(item.number) for item in items]
     return folded_lines(items, text)

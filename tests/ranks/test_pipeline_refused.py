@@ -17,7 +17,7 @@ from internsp.errors import (
     OrderError,
     StructureError,
 )
-from internsp.pipeline import MicroBatch, Pipeline, Place, SchedulerHook
+from internsp.pipeline import ComputeAction, MicroBatch, Pipeline, SchedulerHook
 from tests.support.meshes import mesh_of
 from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
@@ -78,7 +78,7 @@ def test_what_one_rank_refuses_no_rank_waits_for(schedule: str, chunks: int) -> 
 class _Asks(SchedulerHook):
     pipeline: Pipeline
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         self.pipeline.evaluate(self.pipeline.stages[0].batches)
 
 

@@ -93,7 +93,7 @@ def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
 def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
     def parts(compiled: bool) -> set[str]:
         settings = config(weight_parallel={"compile": compiled, "trigger": "qkv"})
-        return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.places}
+        return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.actions}
 
     assert parts(False) == {"", "full", "input", "weight"}
     assert parts(True) == {"", "full"}
@@ -106,9 +106,9 @@ def test_every_pass_is_printed_with_what_it_launches() -> None:
         found = re.findall(r"stage (\d) micro-batch (\d) .* (\d+) gathers, (\d+) reductions", part)
         assert [tuple(map(int, words)) for words in found] == [
             (at.stage, at.micro_batch, *counts)
-            for at, counts in zip(rank.places, rank.launched, strict=True)
+            for at, counts in zip(rank.actions, rank.launched, strict=True)
         ]
-        assert len({at.stage for at in rank.places}) == 2
+        assert len({at.stage for at in rank.actions}) == 2
 
 
 def test_kept_blocks_cost_the_memory_that_the_plan_says() -> None:
