@@ -152,7 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def drop_gradient(self, member: Member, used: bool) -> None:
+    def _drop_gradient(self, member: Member, used: bool) -> None:
         """Forget this rank's part of one gradient. No message; waits for what is in flight.
 
         Args:

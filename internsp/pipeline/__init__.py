@@ -1,6 +1,6 @@
 """Pipelines over ``torch.distributed.pipelining``: chunks, stages, scheduler hooks, plans."""
 
-from internsp.pipeline.chunks import Chunk, MicroBatch, split
+from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split
 from internsp.pipeline.hooks import ComputeAction, ISPCommunicatorSchedulerHook, SchedulerHook
 from internsp.pipeline.pipeline import Pipeline
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, kind_of
@@ -16,6 +16,7 @@ __all__ = [
     "ComputeAction",
     "ScheduleKind",
     "SchedulerHook",
+    "SplittableModel",
     "kind_of",
     "split",
 ]
