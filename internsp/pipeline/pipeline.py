@@ -12,10 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import CollectiveError, ConfigError, LayoutError, OrderError
+from internsp.errors import (
+    CollectiveError,
+    ConfigError,
+    LayoutError,
+    OrderError,
+    StructureError,
+)
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.linear import GroupedLinearWithCommExt
-from internsp.mesh import ParallelMesh
+from internsp.mesh import MeshShape, ParallelMesh
 from internsp.parallel import parallelize, recomputed_blocks
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, hidden_like, split
 from internsp.pipeline.failure import Watch
@@ -35,7 +41,7 @@ from internsp.pipeline.schedules import (
 )
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.plan.assign import require_experts, require_experts_matched, within
-from internsp.plan.blocks import require_triggers_matched, trigger_matches
+from internsp.plan.blocks import matches, require_triggers_matched, trigger_matches
 from internsp.plan.chunk import Schedule
 from internsp.plan.units import DTYPES
 from internsp.trace import Trace
@@ -132,11 +138,7 @@ class Pipeline:
         count = mesh.pipeline * chunks
         blocks = split(model, count)
         whole = config or WeightParallelConfig()
-        require_triggers_matched(list(model.layers), whole.prefetch_triggers)
-        names = [name for name, _ in model.layers.named_parameters("layers")]
-        require_experts_matched(names, whole)
-        if mesh.shape.separate:
-            require_experts(names, whole)
+        require_patterns(model, whole, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         everyone = list(hooks)
@@ -321,6 +323,36 @@ def _output_itself(output: Any, batch: MicroBatch) -> Tensor:
     # A tensor of its own: torch cuts the graph at the loss in place.
     loss: Tensor = output * 1
     return loss
+
+
+def require_patterns(
+    model: SplittableModel, config: WeightParallelConfig, shape: MeshShape
+) -> None:
+    """Every pattern of the configuration matches something of the whole model (WP-7).
+
+    Of one chunk that would be too much: :func:`local_config` leaves out what matches nothing there.
+
+    Raises:
+        StructureError: one does not, or those of ``blocks`` do not mean all of ``model.layers``.
+    """
+    layers = [f"layers.{i}" for i in range(len(model.layers))]
+    for pattern in config.blocks:
+        if not any(matches(name, pattern) for name in layers):
+            raise StructureError(
+                f"weight_parallel.blocks: {pattern!r} matches none of layers.0 to {layers[-1]}: a "
+                "pipeline is cut between the blocks of model.layers; leave blocks empty, or set "
+                '"layers.*"'
+            )
+    if config.blocks and not all(any(matches(n, p) for p in config.blocks) for n in layers):
+        raise StructureError(
+            f"weight_parallel.blocks = {list(config.blocks)} leaves out some of layers.0 to "
+            f'{layers[-1]}, which are the blocks of a pipeline: leave it empty, or set "layers.*"'
+        )
+    require_triggers_matched(list(model.layers), config.prefetch_triggers)
+    names = [name for name, _ in model.layers.named_parameters("layers")]
+    require_experts_matched(names, config)
+    if shape.separate:
+        require_experts(names, config)
 
 
 def local_config(

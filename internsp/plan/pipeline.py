@@ -20,10 +20,10 @@ from internsp.mesh import MeshShape
 from internsp.pipeline.chunks import Chunk, split
 from internsp.pipeline.hooks import ComputeAction
 from internsp.pipeline.picture import draw
-from internsp.pipeline.pipeline import local_config, splittable
+from internsp.pipeline.pipeline import local_config, require_patterns, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
-from internsp.plan.assign import Assignment, assign, require_experts
+from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import FEW_PASSES, classes, ranks_label
@@ -143,8 +143,7 @@ def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
 ) -> list[ChunkOutline]:
     model = build_model(config)
-    if shape.separate:
-        require_experts((name for name, _ in model.named_parameters()), config.weight_parallel)
+    require_patterns(model, config.weight_parallel, shape)
     found = []
     for stage, blocks in enumerate(split(model, stages)):
         chunk = Chunk(model, blocks, stage == 0, stage == stages - 1)

@@ -16,7 +16,7 @@ from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_model, device_type
 from internsp.mesh import MeshShape
-from internsp.plan.assign import Assignment, assign
+from internsp.plan.assign import Assignment, assign, require_experts_matched
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines
@@ -68,6 +68,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     shape = MeshShape(world_size, **config.parallel.degrees())
     model = build_model(config)
     structure = read(model, weights.trigger, weights.blocks, weights.prefetch_triggers)
+    require_experts_matched((name for name, _ in model.named_parameters()), weights)
     assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
     chunk = chunk_plan(

@@ -83,8 +83,6 @@ def run_case(
         ours, mesh, weights, activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint)
     )
     communicator.state.pool.poison = True
-    if weights.head_output != "local":
-        ours.loss_options = {"output": weights.head_output, "group": mesh.sequence_group}
     batches = [batch(case, mesh.data, m) for m in range(case.micro_batches)]
     wanted = _plain_loss(plain, batches, mesh.device)
     wanted.backward()

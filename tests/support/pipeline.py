@@ -122,11 +122,6 @@ def make(
         hooks=hooks or [],
         trace=trace,
     )
-    if case.weights.get("head_output", "local") != "local":
-        for chunk in pipeline.chunks:
-            chunk.loss_options = {
-                "output": case.weights["head_output"], "group": mesh.sequence_group,
-            }  # fmt: skip
     for communicator in pipeline.communicators:
         communicator.state.pool.poison = True
     return pipeline, plain

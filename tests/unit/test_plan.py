@@ -185,3 +185,40 @@ def test_bytes_read_well() -> None:
     assert [human(n) for n in (0, 9_999, 10_240, 5 * 2**20, 3 * 2**40, 5_000 * 2**40)] == [
         "0 B", "9999 B", "10.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "pattern", "told"),
+    [
+        ("blocks", "layer.*", "weight_parallel.blocks: 'layer.*' matches no"),
+        ("prefetch_triggers", "attention.woo", "did you mean 'attention.wo'?"),
+        ("experts", "expert", "weight_parallel.experts: 'expert' matches no parameter"),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pattern_that_matches_nothing_is_refused_before_anything_runs(
+    stages: int, key: str, pattern: str, told: str
+) -> None:
+    settings = config(
+        weight_parallel={"min_shard_elements": 64, key: [pattern]},
+        parallel={"pipeline": stages},
+        train={"micro_batches": 2, "global_batch": 4},
+    )
+    with pytest.raises(StructureError) as raised:
+        print_plan(settings, 2 * stages, Console(file=io.StringIO()))
+    assert told in str(raised.value)
+
+
+def test_a_pipelines_blocks_are_all_of_the_models_layers() -> None:
+    def planned(*blocks: str) -> None:
+        settings = config(
+            weight_parallel={"blocks": blocks},
+            parallel={"pipeline": 2},
+            train={"micro_batches": 2, "global_batch": 4},
+        )
+        print_plan(settings, 4, Console(file=io.StringIO()))
+
+    planned("layers.*")
+    planned("layers.[01]", "layers.[23]")
+    with pytest.raises(StructureError, match=r"leaves out some of layers\.0 to layers\.3"):
+        planned("layers.[012]")
