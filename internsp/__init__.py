@@ -1,88 +1,76 @@
 """internsp: Intern sequence parallelism for long-sequence transformers.
 
-Public names only; each is imported from its module when it is first used, so that
+Public names only. Each is imported from its module when it is first used, so that
 ``import internsp`` (and ``internsp --help``) does not load torch.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+# The table of public names, the only one: type checkers read it as imports (``X as X`` says that a
+# name is public), `_homes` as a table.
 if TYPE_CHECKING:
-    from internsp.config import ActivationCheckpointConfig, Config, WeightParallelConfig
+    from internsp import errors as errors
+    from internsp.config import ActivationCheckpointConfig as ActivationCheckpointConfig
+    from internsp.config import Config as Config
+    from internsp.config import WeightParallelConfig as WeightParallelConfig
     from internsp.config import load_config as load_config
-    from internsp.layers import ParallelLinearWithCommExt
-    from internsp.mesh import ParallelMesh
-    from internsp.optim import LossScaler, ZeroOptimizer, clip_grad_norm_
-    from internsp.parallel import initialise, parallelize
-    from internsp.pipeline import ISPCommunicatorSchedulerHook, Pipeline, SchedulerHook
-    from internsp.sp import DistributedAttention, SequenceLayout, token_loss
-    from internsp.trace import Trace
+    from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt
+    from internsp.mesh import ParallelMesh as ParallelMesh
+    from internsp.mesh import WeightAxis as WeightAxis
+    from internsp.optim import LossScaler as LossScaler
+    from internsp.optim import ZeroOptimizer as ZeroOptimizer
+    from internsp.optim import clip_grad_norm_ as clip_grad_norm_
+    from internsp.optim import step_together as step_together
+    from internsp.parallel import initialize as initialize
+    from internsp.parallel import parallelize as parallelize
+    from internsp.pipeline import ComputeAction as ComputeAction
+    from internsp.pipeline import ISPCommunicatorSchedulerHook as ISPCommunicatorSchedulerHook
+    from internsp.pipeline import MicroBatch as MicroBatch
+    from internsp.pipeline import Pipeline as Pipeline
+    from internsp.pipeline import SchedulerHook as SchedulerHook
+    from internsp.pipeline import SplittableModel as SplittableModel
+    from internsp.plan.chunk import Schedule as Schedule
+    from internsp.sp import DistributedAttention as DistributedAttention
+    from internsp.sp import PendingExchange as PendingExchange
+    from internsp.sp import SequenceLayout as SequenceLayout
+    from internsp.sp import token_loss as token_loss
+    from internsp.trace import Clock as Clock
+    from internsp.trace import Trace as Trace
     from internsp.wp.communicator import (
-        EmbeddingWeightParallelCommunicator,
-        HeadWeightParallelCommunicator,
-        ISPCommunicator,
-        WPCommunicator,
+        EmbeddingWeightParallelCommunicator as EmbeddingWeightParallelCommunicator,
     )
-    from internsp.wp.slots import MemoryPool
+    from internsp.wp.communicator import (
+        HeadWeightParallelCommunicator as HeadWeightParallelCommunicator,
+    )
+    from internsp.wp.communicator import ISPCommunicator as ISPCommunicator
+    from internsp.wp.communicator import WPCommunicator as WPCommunicator
+    from internsp.wp.slots import MemoryPool as MemoryPool
+else:  # hidden from type checkers, to which any name would exist otherwise
 
-_HOMES = {
-    "ActivationCheckpointConfig": "config",
-    "Config": "config",
-    "DistributedAttention": "sp",
-    "EmbeddingWeightParallelCommunicator": "wp.communicator",
-    "HeadWeightParallelCommunicator": "wp.communicator",
-    "ISPCommunicator": "wp.communicator",
-    "ISPCommunicatorSchedulerHook": "pipeline",
-    "LossScaler": "optim",
-    "MemoryPool": "wp.slots",
-    "ParallelLinearWithCommExt": "layers",
-    "ParallelMesh": "mesh",
-    "Pipeline": "pipeline",
-    "SchedulerHook": "pipeline",
-    "SequenceLayout": "sp",
-    "Trace": "trace",
-    "WPCommunicator": "wp.communicator",
-    "WeightParallelConfig": "config",
-    "ZeroOptimizer": "optim",
-    "clip_grad_norm_": "optim",
-    "initialise": "parallel",
-    "load_config": "config",
-    "parallelize": "parallel",
-    "token_loss": "sp",
-}
+    @cache
+    def _homes() -> dict[str, str]:
+        """Public names, each with the module that it is imported from."""
+        import ast  # takes longer than the rest of this file
 
-__all__ = [
-    "ActivationCheckpointConfig",
-    "Config",
-    "DistributedAttention",
-    "EmbeddingWeightParallelCommunicator",
-    "HeadWeightParallelCommunicator",
-    "ISPCommunicator",
-    "ISPCommunicatorSchedulerHook",
-    "LossScaler",
-    "MemoryPool",
-    "ParallelLinearWithCommExt",
-    "ParallelMesh",
-    "Pipeline",
-    "SchedulerHook",
-    "SequenceLayout",
-    "Trace",
-    "WPCommunicator",
-    "WeightParallelConfig",
-    "ZeroOptimizer",
-    "clip_grad_norm_",
-    "initialise",
-    "load_config",
-    "parallelize",
-    "token_loss",
-]
+        source = globals()["__loader__"].get_source(__name__)
+        table = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+        imports = [node for node in table.body if isinstance(node, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
 
+    def __getattr__(name: str) -> Any:
+        if name == "__all__":  # for `from internsp import *`
+            return sorted(_homes())
+        if name.startswith("__") or name not in _homes():
+            raise AttributeError(f"module 'internsp' has no attribute {name!r}")
+        home = _homes()[name]
+        is_module = home == __name__
+        value = importlib.import_module(f"{home}.{name}" if is_module else home)
+        globals()[name] = value if is_module else getattr(value, name)
+        return globals()[name]
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'internsp' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"internsp.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_homes()})

@@ -20,7 +20,7 @@ def build_model(config: Config, device: str = "meta") -> Model:
 
     Returns:
         A module called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``, with an
-        ``initialise(name, tensor, generator)`` method.
+        ``initialize(name, tensor, generator)`` method.
     """
     return model_zoo.build(config.model, device=device, dtype=DTYPES[config.train.dtype])
 

@@ -46,7 +46,7 @@ from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
 
 MakeCollectives = Callable[..., Collectives]
-Initialise = Callable[[str, Tensor, torch.Generator], None]
+Initialize = Callable[[str, Tensor, torch.Generator], None]
 
 
 def parallelize(
@@ -66,7 +66,7 @@ def parallelize(
     (``weight_parallel.experts``) on ``mesh.experts.param_mesh``. Where ``mesh.expert`` is above 1,
     the model holds this rank's own experts, and a ``DTensor`` is those of all expert ranks, one
     after another on dimension 0, as one process would hold them. The model may be on the meta
-    device; then call :func:`initialise` before its first forward. Collective: all ranks call it.
+    device; then call :func:`initialize` before its first forward. Collective: all ranks call it.
 
     Args:
         model: blocks, embedding and head are found by name patterns (WP-7).
@@ -357,7 +357,7 @@ class _Builder:
         return entered
 
 
-def initialise(communicator: ISPCommunicator, fill: Initialise, seed: int) -> None:
+def initialize(communicator: ISPCommunicator, fill: Initialize, seed: int) -> None:
     """Give every parameter its first values, the same whatever the mesh. Not collective.
 
     One whole parameter at a time is made, filled and cut.

@@ -66,4 +66,5 @@ def take_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParalle
             "give it one and call internsp.token_loss(..., **self.loss_options) in its forward, "
             f"or leave head_output = 'local' (this is rank {mesh.rank})"
         )
-    model.loss_options = {"output": config.head_output, "group": mesh.sequence_group}  # type: ignore[assignment]
+    ours = {"output": config.head_output, "group": mesh.sequence_group}
+    model.loss_options = {**model.loss_options, **ours}  # type: ignore[assignment, dict-item]

@@ -18,7 +18,7 @@ __all__ = [
     "build",
     "canonical_name",
     "generate",
-    "materialise",
+    "materialize",
 ]
 
 FAMILIES: dict[str, type[Llama] | type[InternLM2]] = {"llama": Llama, "internlm2": InternLM2}
@@ -33,10 +33,10 @@ def build(
     """Build a model of ``config.family``.
 
     Args:
-        device: ``"meta"`` builds without memory or values, to be cut and then materialised by
-            ``internsp.parallelize`` or :func:`materialise`; None is torch's default device.
+        device: ``"meta"`` builds without memory or values, to be cut and then materialized by
+            ``internsp.parallelize`` or :func:`materialize`; None is torch's default device.
         dtype: of the parameters; None is torch's default dtype.
-        generator: its seed gives the values (see :meth:`CausalLM.initialise`); None takes the
+        generator: its seed gives the values (see :meth:`CausalLM.initialize`); None takes the
             seed of ``torch.manual_seed``, so two models built under one seed are equal.
 
     Raises:
@@ -44,10 +44,10 @@ def build(
     """
     model = FAMILIES[config.family](config, device="meta", dtype=dtype)
     target = torch.get_default_device() if device is None else torch.device(device)
-    return model if target.type == "meta" else materialise(model, target, generator)
+    return model if target.type == "meta" else materialize(model, target, generator)
 
 
-def materialise(
+def materialize(
     model: CausalLM, device: torch.device | str, generator: torch.Generator | None = None
 ) -> CausalLM:
     """Give a whole model memory on ``device`` and its initial values, in place; returns it."""
@@ -56,5 +56,5 @@ def materialise(
     model.to_empty(device=torch.device(device))
     model.tie()
     for name, parameter in model.named_parameters():
-        model.initialise(name, parameter, generator)
+        model.initialize(name, parameter, generator)
     return model

@@ -86,7 +86,7 @@ AttentionFactory = Callable[[ModelConfig, Device, torch.dtype | None], nn.Module
 
 
 class Block(nn.Module):
-    """Normalise, attend, add; normalise, feed forward, add.
+    """Normalize, attend, add; normalize, feed forward, add.
 
     Takes and returns one tensor, so that it can be checkpointed, compiled or replaced from outside.
     """
@@ -204,14 +204,14 @@ class CausalLM(nn.Module):
         return rotary_tables(positions, self.sizes.head_dim, self.config.rope_theta, dtype)
 
     @torch.no_grad()
-    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one whole parameter in place.
 
         Norms are 1 and biases 0. Other weights are normal with ``init_std``; the projections that
         write to the residual stream (``wo``, ``w2``) are smaller by ``sqrt(2 * layers)`` (GPT-2).
 
         The values depend on ``name`` and ``generator.initial_seed()`` only, neither on what was
-        initialised before nor on the dtype (drawn in fp32, then rounded), so every rank, stage and
+        initialized before nor on the dtype (drawn in fp32, then rounded), so every rank, stage and
         mesh finds the same. They are drawn on the generator's device.
 
         Args:

@@ -113,7 +113,7 @@ def ours(mesh: ParallelMesh, case: Case, keep: bool) -> Row:
     pipeline = Pipeline.create(
         build(case),
         mesh,
-        WeightParallelConfig(min_shard_elements=WIDTH + 1, keep_between_micro_batches=keep),
+        WeightParallelConfig(min_shard_elements=WIDTH + 1, keep_unsharded="all" if keep else None),
         schedule=case.schedule,
         chunks=case.chunks,
         micro_batches=case.micro_batches,

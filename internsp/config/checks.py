@@ -86,18 +86,13 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
             "prefetch_triggers"
         )
         yield Problem((lead, "weight_parallel.compile", "weight_parallel.overlap"), text)
-    chosen = [key for key in ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
-              if getattr(weights, key)]
-    if len(chosen) > 1:
-        text = "each says which blocks stay whole; set one of them"
-        yield Problem(tuple(f"weight_parallel.{key}" for key in chosen), text)
     if weights.quantize != "none" and (weights.compute_dtype or config.train.dtype) == "float16":
         text = "float16 has no range for scales; use bfloat16 or float32"
         kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
         yield Problem(kinds, text)
-    if weights.resident_blocks > model.layers:
-        text = f"there are {model.layers} blocks (model.layers); 0 for none"
-        yield Problem(("weight_parallel.resident_blocks", "model.layers"), text)
+    if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
+        text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
+        yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
     if model.tie_embeddings and weights.embedding_cut == "hidden":
         text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
         yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from internsp.config.kept import meant_size
 from internsp.config.sections import FOLDER_NAME
 
 Names = Mapping[str, tuple[str, ...]]
@@ -174,9 +175,15 @@ def describe_error(field: FieldInfo, value: Any, detail: ErrorDetails) -> str:
         if context["pattern"] == FOLDER_NAME:
             return f"must be usable as the name of a folder, {got}"
         return f"must be a text without a NUL character, {got}"
-    text = f"expected {expected(field.annotation)}, {got}"
-    choices = choices_of(field.annotation)
-    near = nearest(value, choices) if isinstance(value, str) and choices else None
+    if kind == "value_error":  # of keep_unsharded, which says what it expects
+        near = None
+        if isinstance(value, str):
+            near = meant_size(value) or nearest(value, ("all", "none"))
+        text = f"{context['error']}, {got}"
+    else:
+        text = f"expected {expected(field.annotation)}, {got}"
+        choices = choices_of(field.annotation)
+        near = nearest(value, choices) if isinstance(value, str) and choices else None
     return f"{text}; did you mean {in_words(near)}?" if near else text
 
 

@@ -174,7 +174,7 @@ def _known(
             continue
         section = written
         if written not in names:
-            # The keys below a misspelt section are still read as those of the nearest one.
+            # The keys below a misspelled section are still read as those of the nearest one.
             section, problem = nearest_section(written, tuple(content), names, prefix)
             problems.append(problem)
             if prefix:  # the problem of an option already names section and key

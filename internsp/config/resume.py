@@ -49,9 +49,8 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FIXED: "experts min_shard_elements embedding_cut reduction",
         Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
-        "blocks keep_between_micro_batches resident_blocks resident_bytes accumulation "
-        "coalesce_bytes pending_blocks unexpected_order head_output compile "
-        "cuts_own_sequences compare_ranks",
+        "blocks keep_unsharded accumulation coalesce_bytes pending_blocks unexpected_order "
+        "head_output compile cuts_own_sequences compare_ranks",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.

@@ -15,8 +15,10 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from internsp.config.kept import checked
 
 # Every number has both bounds. The upper ones lie well above what anyone trains with, and below
 # what a clock, a 64-bit integer or a loop of Python bears: beyond them a run or a plan hangs.
@@ -28,6 +30,7 @@ Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # ranks
 Amount = Annotated[int, Field(ge=0, le=1 << 50)]  # bytes or elements
 Tiny = Annotated[float, Field(ge=1e-30, le=1)]  # what is added lest a division be by zero
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Kept = Annotated[str | int | None, BeforeValidator(checked)]
 # TOML gives lists; the models hold tuples, which are frozen too.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False, max_length=100_000)]
@@ -179,18 +182,14 @@ class WeightParallelConfig(Section):
     """Glob patterns of the block names; empty: the defaults of known families."""
     experts: Texts = ("experts",)
     """Glob patterns of consecutive parts of the names of experts' parameters."""
-    keep_between_micro_batches: bool = False
-    """Keep blocks whole until the optimizer step: a slot for every block of a pipeline chunk."""
-    resident_blocks: Natural = 0
-    """Blocks of each pipeline chunk that stay whole until the optimizer step, spread evenly."""
-    resident_bytes: Amount = 0
-    """In place of resident_blocks: as many as take no more than this memory beside the slots."""
+    keep_unsharded: Kept = None
+    """Blocks of a chunk that stay unsharded in a step: none, a number, a size ("2 GiB"), or all."""
     accumulation: Literal["sharded", "full"] = "sharded"
     """Gradients of micro-batches: reduced in each into shards, or summed whole and reduced once."""
     min_shard_elements: Amount = 2048
     """Parameters with fewer elements are replicated, not cut."""
     coalesce_bytes: Amount = 65536
-    """Weights up to this many bytes unsharded share collectives with their neighbours."""
+    """Weights up to this many bytes unsharded share collectives with their neighbors."""
     pending_blocks: Few = 2
     """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
     unexpected_order: Literal["error", "gather"] = "error"

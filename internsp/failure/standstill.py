@@ -1,7 +1,7 @@
 """Which ranks can never go on, read from what each of them has reported (pure; WP-10).
 
 A rank reports where it is only while it stands still: it failed, or it waits for longer than usual.
-Every judgement is certain, whatever has happened since the report was made: launches only grow, and
+Every judgment is certain, whatever has happened since the report was made: launches only grow, and
 a rank that waits for a launch of this one cannot have gone on before this one made it. A slow
 transfer, a slow rank and ranks that fail alike one after another are therefore never given up.
 """

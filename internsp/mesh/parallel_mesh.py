@@ -6,9 +6,9 @@ Which ranks belong together is :mod:`internsp.mesh.shape`'s arithmetic.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
+from internsp.mesh.axes import Axes, degrees_of
 from internsp.mesh.shape import AxisShape, MeshShape
 
 _AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
@@ -117,7 +118,8 @@ _GROUPS = (
 
 
 class ParallelMesh:
-    """One rank's place in every group. Make it with :meth:`create`, on all ranks together.
+    """One rank's place in every group. Make it with :meth:`create` or :meth:`from_device_mesh`,
+    on all ranks together.
 
     Attributes:
         shape: the degrees, a :class:`MeshShape`.
@@ -208,13 +210,83 @@ class ParallelMesh:
         """
         _check_timeout(timeout_seconds)
         if not dist.is_initialized():
-            _initialise(device_type, timeout_seconds)
+            _initialize(device_type, timeout_seconds)
         device = _device(device_type)
+        degrees = (weight, sequence, pipeline, zero, expert_weight, expert)
+        return cls._made(degrees, device, timeout_seconds)
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        weight: Axes,
+        replicas: Axes = (),
+        sequence: Axes = (),
+        pipeline: Axes = (),
+        zero: int | None = None,
+        timeout_seconds: float = 300.0,
+        expert_weight: int | None = None,
+        expert: int = 1,
+    ) -> ParallelMesh:
+        """:meth:`create` with the degrees of ``device_mesh``. Collective; blocks.
+
+        Each axis is named by ``weight``, ``replicas`` or ``pipeline``. Sequences are cut in a
+        factoring of their own, so ``sequence`` may name what ``weight`` or ``replicas`` name too;
+        along an axis that it names alone weights are replicated. Several axes are given as a tuple.
+
+        A group's ranks follow each other. Of an ``init_device_mesh`` these orders of axes work:
+        pipeline, then replicas, then weight; those of ``sequence`` last among them, so that it is
+        a part of ``weight`` or ``weight`` a part of it. With axes ``("pp", "dp", "sp")``::
+
+            from_device_mesh(m, pipeline="pp", replicas="dp", weight="sp", sequence="sp")
+            from_device_mesh(m, pipeline="pp", weight=("dp", "sp"), sequence="sp")
+            from_device_mesh(m, pipeline="pp", replicas="dp", weight="sp", sequence=("dp", "sp"))
+
+        Process groups are new ones, since gathers and reductions each need an order of their own;
+        ``device_mesh`` stays as it is, and parameters live on :attr:`param_mesh`, not on it.
+
+        Args:
+            device_mesh: of all ranks, with names of its axes. Its device type is taken.
+            weight, replicas, sequence, pipeline: names of axes; ``()`` for none.
+            zero, timeout_seconds, expert_weight, expert: see :meth:`create`.
+
+        Raises:
+            MeshError: on every rank: an axis is named twice, absent or left without a meaning, the
+                mesh lacks ranks, or has them in an order that is not ours (the message says which
+                is); and as :meth:`create`.
+        """
+        _check_timeout(timeout_seconds)
+        kind = getattr(device_mesh, "device_type", None)
+        if not dist.is_initialized():
+            _initialize(kind, timeout_seconds)
+        axes = {"weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline}
+        asked: tuple[int | None, ...] | MeshError
+        try:
+            found = degrees_of(device_mesh, dist.get_world_size(), axes)
+            asked = (*found.values(), zero, expert_weight, expert)
+        except MeshError as error:
+            asked = error
+        return cls._made(asked, _device(kind), timeout_seconds)
+
+    @classmethod
+    def _made(
+        cls, asked: tuple[int | None, ...] | MeshError, device: torch.device, timeout_seconds: float
+    ) -> ParallelMesh:
+        """What all ranks ask for, if it is the same and possible; otherwise all of them raise."""
         if device.type == "cuda":  # NCCL sends objects from the current device, which starts as 0
             torch.cuda.set_device(device)
         world, rank = dist.get_world_size(), dist.get_rank()
-        shape = MeshShape(world, weight, sequence, pipeline, zero, expert_weight, expert)
-        _agree((weight, sequence, pipeline, zero, expert_weight, expert), rank)
+        shape = None
+        if not isinstance(asked, MeshError):
+            try:
+                shape = MeshShape(world, *asked)  # type: ignore[arg-type]
+            except MeshError as error:
+                asked = error
+        _agree(str(asked) if isinstance(asked, MeshError) else asked, rank)
+        if shape is None:
+            assert isinstance(asked, MeshError), "without a shape there is a mistake"
+            raise asked
         groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
         return cls(shape, rank, device, groups, timeout_seconds)
 
@@ -289,7 +361,7 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
     return groups
 
 
-def _initialise(device_type: str | None, timeout_seconds: float) -> None:
+def _initialize(device_type: str | None, timeout_seconds: float) -> None:
     if "RANK" not in os.environ:
         raise MeshError(
             "no process group: start the program with torchrun or `internsp train`, or call "
@@ -328,14 +400,19 @@ def _device(device_type: str | None) -> torch.device:
     return torch.device(device_type, local)
 
 
-def _agree(degrees: Sequence[int | None], rank: int) -> None:
-    """All ranks must ask for the same mesh; otherwise every rank raises, none waits (WP-10)."""
-    everyone: list[Sequence[int | None] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tuple(degrees))
-    odd = [r for r, d in enumerate(everyone) if d != everyone[0]]
+def _agree(asked: tuple[int | None, ...] | str, rank: int) -> None:
+    """All ranks must ask for the same mesh; otherwise every rank raises, none waits (WP-10).
+
+    Args:
+        asked: degrees, or what is wrong with what this rank was given.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, asked)
+    odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
     if odd:
+        told = [f"({a})" if isinstance(a, str) else a for a in (everyone[0], everyone[odd[0]])]
         raise MeshError(
             "ranks ask for different meshes: rank 0 (weight, sequence, pipeline, zero, "
-            f"expert_weight, expert) = {everyone[0]}, but rank {odd[0]} {everyone[odd[0]]} (this "
+            f"expert_weight, expert) = {told[0]}, but rank {odd[0]} {told[1]} (this "
             f"is rank {rank}); start every rank with the same configuration"
         )

@@ -44,7 +44,7 @@ class GradientOwner(Protocol):
     unfinished: bool
     """Whether there are any."""
 
-    def drop_gradient(self, member: Member, used: bool) -> None:
+    def _drop_gradient(self, member: Member, used: bool) -> None:
         """Forget this rank's part of one; ``used``: its gradient is zeros, not none."""
 
 
@@ -95,14 +95,14 @@ class GuardedParameter(ShardParameter):
     def _drop(self) -> None:
         drop_raw_gradient(self)
         if self._owner.unfinished:
-            self._owner.drop_gradient(self._member, used=False)
+            self._owner._drop_gradient(self._member, used=False)
 
     def _zero(self) -> None:
         raw = raw_gradient(self)
         if raw is not None:
             raw.zero_()
         if self._owner.unfinished:
-            self._owner.drop_gradient(self._member, used=True)
+            self._owner._drop_gradient(self._member, used=True)
 
     def full_tensor(self, **options: Any) -> Tensor:
         """The whole parameter, published. Collective over the weight group; blocks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -46,46 +45,49 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None = None
-) -> float:
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for dense weights and experts together (a plain loop).
 
     torch's own takes ``DTensor`` of one mesh only, but experts may live on another. The 2-norm
     over ``.grad`` of all of them, each element counted once; gradients are clipped in place.
-    Collective; blocks.
+    Collective; on a device the host does not wait.
 
     Args:
+        parameters: one, or several; those without a gradient are passed over.
         group: over whose ranks the model is cut too: ``mesh.pipeline_group`` where ``parameters``
             are those of a pipeline's chunks on this rank.
 
     Returns:
-        The norm before clipping.
+        The norm before clipping: a plain tensor without dimensions, fp64 (torch's own has the
+        gradients' dtype), the same on all ranks.
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             mesh = getattr(parameter.grad, "device_mesh", None)
             by_mesh.setdefault(mesh, []).append(parameter.grad)
-    squares = 0.0
+    device = parameters[0].device if parameters else None
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     for gradients in by_mesh.values():
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        squares += norm.item() ** 2
+        squares += norm.to(squares).square()
     if group is not None:
-        device = parameters[0].device if parameters else None
-        everywhere = torch.tensor(squares, dtype=torch.float64, device=device)
-        work = all_reduce(everywhere, group)
+        work = all_reduce(squares, group)
         if work is not None:
             work.wait()
-        squares = everywhere.item()
-    total = math.sqrt(squares)
-    factor = clip_factor(total, max_norm)
-    if factor != 1.0:
+    total = squares.sqrt()
+    # A tensor, also where it is 1: the host need not wait for a device to know it, and a number
+    # would be rounded to bf16 before it is multiplied with gradients of that dtype.
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradients in by_mesh.values():
         # Local parts: for each DTensor torch would work out the result's layout, which takes long.
-        for gradients in by_mesh.values():
-            torch._foreach_mul_([_local(g) for g in gradients], factor)
+        torch._foreach_mul_([_local(g) for g in gradients], factor)
     return total
 
 

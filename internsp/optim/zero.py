@@ -55,7 +55,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             fp32 or wider that they were summed in, so that a gradient is rounded only once.
 
     Attributes:
-        grad_norm: what the last step returned, NaN before the first.
+        grad_norm: of the last step, a number: the global norm of the unscaled gradient before
+            clipping; not finite where some rank's gradient was not, and then the step was skipped.
+            NaN before the first step.
         skipped: whether the last step was skipped because gradients were not finite.
         not_finite: where they were not, of the last step; ``None`` if it was not skipped, or if it
             lowered the loss scale, as is usual with fp16.
@@ -122,18 +124,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss if self.loss_scaler is None else self.loss_scaler.scaled(loss)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> float:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the reductions, clip, update, publish. Collective; blocks, but not for the
         publication.
 
+        Args:
+            closure: called once, with gradients enabled, before anything else: forward and
+                backward (``zero_grad`` too, as for torch).
+
         Returns:
-            The global norm of the unscaled gradient before clipping; not finite where some rank's
-            gradient was not, and then the step was skipped (``skipped``, ``not_finite``).
+            What ``closure`` returned (its loss), without one ``None``: as torch's optimizers do.
+            The norm is :attr:`grad_norm`.
         """
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
-        return step_together([self])
+                loss = closure()
+        step_together([self])
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient. After :meth:`step` there is none, so then it does nothing."""
@@ -144,7 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def drop_gradient(self, member: Member, used: bool) -> None:
+    def _drop_gradient(self, member: Member, used: bool) -> None:
         """Forget this rank's part of one gradient. No message; waits for what is in flight.
 
         Args:
@@ -315,19 +323,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> float:
+def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None:
     """One step of all of them with one norm: a pipeline rank has an optimizer for each chunk.
 
-    Their settings and loss scaler are shared. Collective; see :meth:`ZeroOptimizer.step`.
+    Their settings and loss scaler are shared, and so is :attr:`ZeroOptimizer.grad_norm`.
+    Collective; see :meth:`ZeroOptimizer.step`.
 
     Args:
         log: whether rank 0 logs a step that is skipped.
     """
     with unbroken([optimizer._communicator.recovery for optimizer in optimizers]):
-        return _step_together(optimizers, log)
+        _step_together(optimizers, log)
 
 
-def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> float:
+def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
     first = optimizers[0]
     for optimizer in optimizers:
         optimizer.finish_reductions()
@@ -354,4 +363,3 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> float:
         scaler.update(skipped)
     for optimizer in optimizers:
         optimizer._release()
-    return norm

@@ -1,7 +1,7 @@
 """Pipelines over ``torch.distributed.pipelining``: chunks, stages, scheduler hooks, plans."""
 
-from internsp.pipeline.chunks import Chunk, MicroBatch, split
-from internsp.pipeline.hooks import ISPCommunicatorSchedulerHook, Place, SchedulerHook
+from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split
+from internsp.pipeline.hooks import ComputeAction, ISPCommunicatorSchedulerHook, SchedulerHook
 from internsp.pipeline.pipeline import Pipeline
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, kind_of
 from internsp.pipeline.stage import ISPPipelineStage
@@ -13,9 +13,10 @@ __all__ = [
     "ISPPipelineStage",
     "MicroBatch",
     "Pipeline",
-    "Place",
+    "ComputeAction",
     "ScheduleKind",
     "SchedulerHook",
+    "SplittableModel",
     "kind_of",
     "split",
 ]

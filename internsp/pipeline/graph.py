@@ -1,6 +1,6 @@
 """Whether a chunk's weight gradients can be computed apart, read from the graph of one forward.
 
-torch's split backward follows each weight towards the output until it meets the way of the chunk's
+torch's split backward follows each weight toward the output until it meets the way of the chunk's
 input; there it keeps the gradients for the weight part. A weight that never meets that way is
 passed over in silence. And what lies between a weight and that place is computed in the weight part
 alone, when other blocks have long overwritten the slots that it may have saved.
@@ -42,7 +42,7 @@ def obstacle(
             return (
                 f"{_some(weights)} gets its gradient through {node.name()}, which does not lie "
                 "between the chunk's input and its output and needs an unsharded weight, "
-                "overwritten by then without weight_parallel.keep_between_micro_batches"
+                "overwritten by then without weight_parallel.keep_unsharded = \"all\""
             )
     return ""
 

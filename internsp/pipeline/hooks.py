@@ -1,8 +1,8 @@
 """Scheduler hooks: what a trainer, with a pipeline or without, tells whoever listens.
 
-InternEvo's names, with the place of the call made explicit. Hooks of our stages fire for every
-chunk and micro-batch of every schedule, overlapped and split backward included, and never for
-torch's shape inference before the first step.
+InternEvo's names, with the action that is called for made explicit. Hooks of our stages fire for
+every chunk and micro-batch of every schedule, overlapped and split backward included, and never
+for torch's shape inference before the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FULL, INPUT, WEIGHT = "full", "input", "weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ComputeAction:
     """Where a schedule is.
 
     Attributes:
@@ -37,45 +37,45 @@ class Place:
 class SchedulerHook:
     """Derive from it and override what you need; each method does nothing by default."""
 
-    def before_forward(self, place: Place) -> None:
+    def before_forward(self, action: ComputeAction) -> None:
         """A chunk's forward is about to run."""
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         """It has run; ``output`` is the chunk's."""
 
-    def before_criterion(self, place: Place, output: Any) -> None:
+    def before_criterion(self, action: ComputeAction, output: Any) -> None:
         """The last stage is about to make a loss of its output."""
 
-    def after_criterion(self, place: Place, loss: Any) -> None:
+    def after_criterion(self, action: ComputeAction, loss: Any) -> None:
         """The loss that backward will start from."""
 
-    def before_backward(self, place: Place) -> None:
-        """``place.part`` of a chunk's backward is about to run."""
+    def before_backward(self, action: ComputeAction) -> None:
+        """``action.part`` of a chunk's backward is about to run."""
 
-    def after_backward(self, place: Place) -> None:
+    def after_backward(self, action: ComputeAction) -> None:
         """It has run; gradients are ready, perhaps still in flight."""
 
-    def after_last_micro_batch(self, place: Place) -> None:
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
         """The chunk has nothing left to do in this step."""
 
 
-def phase_of(place: Place) -> str | None:
+def phase_of(action: ComputeAction) -> str | None:
     """Which gathers a pass begins with, if any."""
-    if not place.part:
+    if not action.part:
         return FORWARD
-    return None if place.part == WEIGHT else BACKWARD
+    return None if action.part == WEIGHT else BACKWARD
 
 
-def following(places: Sequence[Place], index: int) -> Place | None:
+def following(actions: Sequence[ComputeAction], index: int) -> ComputeAction | None:
     """The next pass after ``index`` that gathers: its first block may come early."""
-    rest = (p for p in places[index + 1 :] if phase_of(p) is not None)
+    rest = (p for p in actions[index + 1 :] if phase_of(p) is not None)
     return next(rest, None)
 
 
-def last_weight_backwards(places: Sequence[Place]) -> frozenset[int]:
+def last_weight_backwards(actions: Sequence[ComputeAction]) -> frozenset[int]:
     """Positions of each chunk's last pass that gives weights gradients."""
-    ready = (i for i, p in enumerate(places) if p.part in (FULL, WEIGHT))
-    return frozenset({places[i].stage: i for i in ready}.values())
+    ready = (i for i, p in enumerate(actions) if p.part in (FULL, WEIGHT))
+    return frozenset({actions[i].stage: i for i in ready}.values())
 
 
 class ISPCommunicatorSchedulerHook(SchedulerHook):
@@ -94,17 +94,17 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
 
     def __init__(self, communicators: Mapping[int, ISPCommunicator]) -> None:
         self._communicators = dict(communicators)
-        self._places: Sequence[Place] = ()
+        self._actions: Sequence[ComputeAction] = ()
         self._at = 0
         self._reducing: frozenset[int] = frozenset()
         self._begun: Any = 0.0
         self._left: Any = None
         self.idle: list[tuple[Any, Any]] = []
 
-    def begin(self, places: Sequence[Place]) -> None:
+    def begin(self, actions: Sequence[ComputeAction]) -> None:
         """A step begins, of which these are the passes of this rank; empty: nobody knows."""
-        self._places, self._at = places, 0
-        self._reducing = last_weight_backwards(places)
+        self._actions, self._at = actions, 0
+        self._reducing = last_weight_backwards(actions)
         self.idle = []
         self._left = next(iter(self._communicators.values())).state.trace.now()
 
@@ -114,43 +114,43 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
             communicator.state.at_next_pass = _nothing
             communicator.queue.reductions.accumulating = communicator.more_to_come = False
 
-    def before_forward(self, place: Place) -> None:
+    def before_forward(self, action: ComputeAction) -> None:
         """The next pass is known: prefetch for it as soon as this one gathers no more."""
-        self._enter(place)
+        self._enter(action)
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         """At the latest now."""
-        self._leave(place)
+        self._leave(action)
 
-    def before_backward(self, place: Place) -> None:
+    def before_backward(self, action: ComputeAction) -> None:
         """An input backward gives no weight a gradient, a weight backward needs no gathers."""
-        self._enter(place)
-        if place.part != FULL:
-            self._communicators[place.stage].begin_part(weights=place.part == WEIGHT)
+        self._enter(action)
+        if action.part != FULL:
+            self._communicators[action.stage].begin_part(weights=action.part == WEIGHT)
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, action: ComputeAction) -> None:
         """Compare what runs with what was planned (WP-2)."""
-        self._begun = self._communicators[place.stage].state.trace.now()
+        self._begun = self._communicators[action.stage].state.trace.now()
         self.idle.append((self._left, self._begun))
-        if not self._places:
+        if not self._actions:
             return
-        planned = self._places[self._at] if self._at < len(self._places) else None
-        if planned != place:
-            raise OrderError(f"the schedule runs {place} where the plan has {planned}")
-        coming = following(self._places, self._at)
-        communicator = self._communicators[place.stage]
+        planned = self._actions[self._at] if self._at < len(self._actions) else None
+        if planned != action:
+            raise OrderError(f"the schedule runs {action} where the plan has {planned}")
+        coming = following(self._actions, self._at)
+        communicator = self._communicators[action.stage]
         communicator.state.at_next_pass = partial(self._expect, coming)
         communicator.more_to_come = self._at not in self._reducing
         queue = communicator.queue
         queue.reductions.accumulating = queue.policy.accumulate_whole and communicator.more_to_come
 
-    def _leave(self, place: Place) -> None:
-        communicator = self._communicators[place.stage]
+    def _leave(self, action: ComputeAction) -> None:
+        communicator = self._communicators[action.stage]
         trace = communicator.state.trace
         trace.record(
-            "BACKWARD" if place.part else "FORWARD",
-            f"stage {place.stage}, micro-batch {place.micro_batch}",
-            phase=place.part,
+            "BACKWARD" if action.part else "FORWARD",
+            f"stage {action.stage}, micro-batch {action.micro_batch}",
+            phase=action.part,
             start=self._begun,
             end=trace.now(),
         )
@@ -160,20 +160,20 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self._at += 1
         self._left = trace.now()
 
-    def _expect(self, coming: Place | None) -> None:
+    def _expect(self, coming: ComputeAction | None) -> None:
         if coming is not None:
             phase = phase_of(coming)
             assert phase is not None, "following() passes over what gathers nothing"
             self._communicators[coming.stage].expect(phase)
 
-    def after_backward(self, place: Place) -> None:
+    def after_backward(self, action: ComputeAction) -> None:
         """Unsharded gradients do not outlive their micro-batch (WP-6), unless they accumulate."""
-        communicator = self._communicators[place.stage]
-        if place.part != FULL:
+        communicator = self._communicators[action.stage]
+        if action.part != FULL:
             communicator.end_part()
-        if place.part != INPUT:
+        if action.part != INPUT:
             communicator.state.finish_reductions()
-        self._leave(place)
+        self._leave(action)
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from html import escape
 
 from internsp.pipeline.plan import Timed
 
-COLOURS = {"F": "#4c78a8", "B": "#e07b39", "I": "#f2a65a", "W": "#59a14f"}
+COLORS = {"F": "#4c78a8", "B": "#e07b39", "I": "#f2a65a", "W": "#59a14f"}
 NAMES = {
     "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
 }  # fmt: skip
@@ -44,8 +44,8 @@ def draw(timed: Sequence[Timed], launched: Launched, title: str) -> str:
 
 def _text(x: float, y: float, text: str, size: int, fill: str = "currentColor") -> str:
     """A style, not attributes: those would give way to the rules of a page around the picture."""
-    centred = ";text-anchor:middle" if fill != "currentColor" else ""
-    style = f"font:{size}px sans-serif;fill:{fill}{centred}"
+    centered = ";text-anchor:middle" if fill != "currentColor" else ""
+    style = f"font:{size}px sans-serif;fill:{fill}{centered}"
     return f'<text x="{x:g}" y="{y:g}" style="{style}">{escape(text)}</text>'
 
 
@@ -69,7 +69,7 @@ def _box(timed: Timed, launched: tuple[int, int]) -> str:
     label = _text(x + wide / 2, y + 16, f"{step.stage}:{step.micro_batch}", 10, "#fff")
     return (
         f'<g><title>{told}</title><rect x="{x:g}" y="{y}" width="{wide:g}" height="24" rx="2" '
-        f'fill="{COLOURS[step.kind]}"/>{label}{"".join(marks)}</g>'
+        f'fill="{COLORS[step.kind]}"/>{label}{"".join(marks)}</g>'
     )
 
 
@@ -77,7 +77,7 @@ def _legend(y: float, kinds: Sequence[str]) -> str:
     x, parts = LEFT, []
     for kind in kinds:
         parts.append(
-            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{COLOURS[kind]}"/>'
+            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{COLORS[kind]}"/>'
             f"{_text(x + 14, y, NAMES[kind], 11)}"
         )
         x += 115

@@ -12,16 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import CollectiveError, ConfigError, LayoutError, OrderError
+from internsp.errors import (
+    CollectiveError,
+    ConfigError,
+    LayoutError,
+    OrderError,
+    StructureError,
+)
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
 from internsp.layers.linear import GroupedLinearWithCommExt
-from internsp.mesh import ParallelMesh
+from internsp.mesh import MeshShape, ParallelMesh
 from internsp.parallel import parallelize, recomputed_blocks
 from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, hidden_like, split
 from internsp.pipeline.failure import Watch
 from internsp.pipeline.hooks import (
+    ComputeAction,
     ISPCommunicatorSchedulerHook,
-    Place,
     SchedulerHook,
 )
 from internsp.pipeline.plan import check, passes, simulate_passes
@@ -35,7 +41,7 @@ from internsp.pipeline.schedules import (
 )
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.plan.assign import require_experts, require_experts_matched, within
-from internsp.plan.blocks import require_triggers_matched, trigger_matches
+from internsp.plan.blocks import matches, require_triggers_matched, trigger_matches
 from internsp.plan.chunk import Schedule
 from internsp.plan.units import DTYPES
 from internsp.trace import Trace
@@ -54,7 +60,7 @@ class Pipeline:
         communicators: theirs, each with slots of its own.
         hooks: append to it to be told what happens.
         micro_batches: of every step and evaluation.
-        places: what this rank does in a step, pass by pass.
+        actions: what this rank does in a step, pass by pass.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class Pipeline:
         rank_of = partial(kind.rank_of, ranks=mesh.pipeline, chunks=chunks)
         check(order, rank_of, mesh.pipeline * chunks)  # before anything runs (WP-2)
         steps = computations(order, mesh.pipeline_rank)
-        self.places = passes(
+        self.actions = passes(
             steps, [s.stage_index for s in stages], {s.stage_index: s.splits for s in stages}
         )
 
@@ -132,11 +138,7 @@ class Pipeline:
         count = mesh.pipeline * chunks
         blocks = split(model, count)
         whole = config or WeightParallelConfig()
-        require_triggers_matched(list(model.layers), whole.prefetch_triggers)
-        names = [name for name, _ in model.layers.named_parameters("layers")]
-        require_experts_matched(names, whole)
-        if mesh.shape.separate:
-            require_experts(names, whole)
+        require_patterns(model, whole, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         everyone = list(hooks)
@@ -190,7 +192,7 @@ class Pipeline:
             OrderError: called from inside a step, by a hook or the criterion.
         """
         losses: list[Tensor] = []
-        with self._running(batches, self.places), self._unchanged():
+        with self._running(batches, self.actions), self._unchanged():
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
@@ -198,8 +200,8 @@ class Pipeline:
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward only; otherwise as :meth:`step`."""
         losses: list[Tensor] = []
-        places = [p for p in self.places if not p.part]
-        with self._running(batches, places), self._unchanged():
+        actions = [p for p in self.actions if not p.part]
+        with self._running(batches, actions), self._unchanged():
             self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
         return losses
 
@@ -218,7 +220,7 @@ class Pipeline:
     def planned(self, overlap: bool = True) -> Schedule:
         """What a step of this rank gathers and reduces, in order."""
         plans = [c.plan for c in self.communicators if c.plan is not None]
-        return simulate_passes(self.places, plans, overlap)
+        return simulate_passes(self.actions, plans, overlap)
 
     @property
     def stage_wait_seconds(self) -> float:
@@ -229,7 +231,7 @@ class Pipeline:
         """
         return self.communicators[0].state.trace.seconds(self._ours.idle)
 
-    def _running(self, batches: Sequence[MicroBatch], places: Sequence[Place]) -> Watch:
+    def _running(self, batches: Sequence[MicroBatch], actions: Sequence[ComputeAction]) -> Watch:
         if self._watch.open:
             raise OrderError(
                 f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "
@@ -238,7 +240,7 @@ class Pipeline:
         self._watch.begin()
         mistake: Exception | None = None
         try:
-            shape = self._check(batches, any(place.part for place in places))
+            shape = self._check(batches, any(action.part for action in actions))
         except (ValueError, TypeError) as error:
             mistake = error
         with self._watch.entering():
@@ -251,7 +253,7 @@ class Pipeline:
                 f"rank {self.mesh.rank} has changed nothing, and all ranks can call again"
             )
         self._ids_shape = shape
-        self._ours.begin(places)
+        self._ours.begin(actions)
         for stage in self.stages:
             stage.batches, stage.group = batches, self.mesh.pipeline_group
         return self._watch
@@ -298,12 +300,12 @@ class Pipeline:
         batch = last.batches[int(target)]
         if last.rehearsing:
             return self._judged(output, batch)
-        place = last.place(int(target))
+        action = last.action(int(target))
         for hook in self.hooks:
-            hook.before_criterion(place, output)
+            hook.before_criterion(action, output)
         loss = self._judged(output, batch)
         for hook in self.hooks:
-            hook.after_criterion(place, loss)
+            hook.after_criterion(action, loss)
         return loss
 
     def _judged(self, output: Any, batch: MicroBatch) -> Tensor:
@@ -321,6 +323,36 @@ def _output_itself(output: Any, batch: MicroBatch) -> Tensor:
     # A tensor of its own: torch cuts the graph at the loss in place.
     loss: Tensor = output * 1
     return loss
+
+
+def require_patterns(
+    model: SplittableModel, config: WeightParallelConfig, shape: MeshShape
+) -> None:
+    """Every pattern of the configuration matches something of the whole model (WP-7).
+
+    Of one chunk that would be too much: :func:`local_config` leaves out what matches nothing there.
+
+    Raises:
+        StructureError: one does not, or those of ``blocks`` do not mean all of ``model.layers``.
+    """
+    layers = [f"layers.{i}" for i in range(len(model.layers))]
+    for pattern in config.blocks:
+        if not any(matches(name, pattern) for name in layers):
+            raise StructureError(
+                f"weight_parallel.blocks: {pattern!r} matches none of layers.0 to {layers[-1]}: a "
+                "pipeline is cut between the blocks of model.layers; leave blocks empty, or set "
+                '"layers.*"'
+            )
+    if config.blocks and not all(any(matches(n, p) for p in config.blocks) for n in layers):
+        raise StructureError(
+            f"weight_parallel.blocks = {list(config.blocks)} leaves out some of layers.0 to "
+            f'{layers[-1]}, which are the blocks of a pipeline: leave it empty, or set "layers.*"'
+        )
+    require_triggers_matched(list(model.layers), config.prefetch_triggers)
+    names = [name for name, _ in model.layers.named_parameters("layers")]
+    require_experts_matched(names, config)
+    if shape.separate:
+        require_experts(names, config)
 
 
 def local_config(

@@ -16,7 +16,7 @@ from internsp.pipeline.hooks import (
     FULL,
     INPUT,
     WEIGHT,
-    Place,
+    ComputeAction,
     following,
     last_weight_backwards,
     phase_of,
@@ -29,7 +29,7 @@ from internsp.wp.schedule import FORWARD
 
 def passes(
     steps: Sequence[Step], stages: Sequence[int], splits: Mapping[int, bool]
-) -> list[Place]:
+) -> list[ComputeAction]:
     """What a rank's stages do, as their hooks see it, from its computations.
 
     The first stage has no input to give gradients to, so torch leaves it all to the weight part;
@@ -46,7 +46,8 @@ def passes(
             if part == (INPUT if step.stage == 0 else WEIGHT):
                 continue
             part = FULL
-        found.append(Place(step.stage, list(stages).index(step.stage), step.micro_batch, part))
+        chunk = list(stages).index(step.stage)
+        found.append(ComputeAction(step.stage, chunk, step.micro_batch, part))
     return found
 
 
@@ -59,16 +60,16 @@ class _ChunkSimulator(Simulator):
         self.at_next_pass = lambda: None  # type: ignore[method-assign]
         self.learn()
 
-    def run_pass(self, place: Place) -> None:
-        if not place.part:
+    def run_pass(self, action: ComputeAction) -> None:
+        if not action.part:
             self.forward()
             return
-        if place.part == WEIGHT:
+        if action.part == WEIGHT:
             self._weights()
         else:
-            if place.part == INPUT:
+            if action.part == INPUT:
                 self.queue.begin_part(weights=False)
-            self.backward(gives=place.part != INPUT)
+            self.backward(gives=action.part != INPUT)
         self.perform(self.queue.reductions.finish())
 
     def _weights(self) -> None:
@@ -79,39 +80,39 @@ class _ChunkSimulator(Simulator):
 
 
 def simulate_passes(
-    places: Sequence[Place], plans: Sequence[ChunkPlan], overlap: bool = True
+    actions: Sequence[ComputeAction], plans: Sequence[ChunkPlan], overlap: bool = True
 ) -> Schedule:
     """The actions of one rank in one step from rest.
 
     Args:
-        places: from :func:`passes`.
+        actions: from :func:`passes`.
         plans: of this rank's chunks.
     """
-    return simulate_each(places, plans, overlap)[0]
+    return simulate_each(actions, plans, overlap)[0]
 
 
 def simulate_each(
-    places: Sequence[Place], plans: Sequence[ChunkPlan], overlap: bool = True
+    actions: Sequence[ComputeAction], plans: Sequence[ChunkPlan], overlap: bool = True
 ) -> tuple[Schedule, list[tuple[int, int]]]:
     """:func:`simulate_passes`, and for each pass how many gathers and reductions it launched."""
     out = Schedule()
     chunks = [_ChunkSimulator(plan, overlap, out) for plan in plans]
     launched = []
-    reducing = last_weight_backwards(places)
-    for index, place in enumerate(places):
+    reducing = last_weight_backwards(actions)
+    for index, action in enumerate(actions):
         before = len(out.actions)
-        coming = following(places, index)
+        coming = following(actions, index)
 
-        def expect(coming: Place | None = coming) -> None:
+        def expect(coming: ComputeAction | None = coming) -> None:
             if coming is not None:
                 other = chunks[coming.chunk]
                 other.perform(other.queue.expect(phase_of(coming) or FORWARD))
 
-        chunk = chunks[place.chunk]
+        chunk = chunks[action.chunk]
         chunk.at_next_pass = expect  # type: ignore[method-assign]
         whole = chunk.plan.policy.accumulate_whole
         chunk.queue.reductions.accumulating = whole and index not in reducing
-        chunk.run_pass(place)
+        chunk.run_pass(action)
         expect()
         kinds = Counter(action.kind for action in out.actions[before:])
         launched.append((kinds["AG"], kinds["RS"]))

@@ -25,7 +25,7 @@ from internsp.errors import LayoutError, StructureError
 from internsp.pipeline.apart import grad_ready_order, overwritten, rehearsal
 from internsp.pipeline.chunks import MicroBatch
 from internsp.pipeline.graph import obstacle
-from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, Place, SchedulerHook
+from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, ComputeAction, SchedulerHook
 from internsp.pipeline.messages import Messages
 from internsp.wp.communicator import ISPCommunicator
 
@@ -91,9 +91,9 @@ class ISPPipelineStage(PipelineStage):
         self.backward_state.clear()
         self.dw_runner.clear()
 
-    def place(self, micro_batch: int, part: str = "") -> Place:
+    def action(self, micro_batch: int, part: str = "") -> ComputeAction:
         """This chunk at ``micro_batch``."""
-        return Place(self.stage_index, self.chunk, micro_batch, part)
+        return ComputeAction(self.stage_index, self.chunk, micro_batch, part)
 
     def forward_one_chunk(
         self,
@@ -106,13 +106,13 @@ class ISPPipelineStage(PipelineStage):
         if self.batches:
             batch = self.batches[fwd_chunk_id]
             args, kwargs = batch.inputs, dict(batch.options)
-        place = self.place(fwd_chunk_id)
+        action = self.action(fwd_chunk_id)
         for hook in self.hooks:
-            hook.before_forward(place)
+            hook.before_forward(action)
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._keep_promise(output, fwd_chunk_id)
         for hook in self.hooks:
-            hook.after_forward(place, output)
+            hook.after_forward(action, output)
         return output
 
     def _keep_promise(self, output: Any, micro_batch: int) -> None:
@@ -147,12 +147,12 @@ class ISPPipelineStage(PipelineStage):
             # torch leaves everything to the weight phase: there is no input to give gradients to.
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
             return
-        place = self.place(bwd_chunk_id, part)
+        action = self.action(bwd_chunk_id, part)
         for hook in self.hooks:
-            hook.before_backward(place)
+            hook.before_backward(action)
         super().backward_one_chunk(bwd_chunk_id, loss, part == FULL, last_backward)
         for hook in self.hooks:
-            hook.after_backward(place)
+            hook.after_backward(action)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See torch's: the schedule's weight phase."""
@@ -160,17 +160,17 @@ class ISPPipelineStage(PipelineStage):
             return
         if not self.splits and not self.is_first:  # both came in the input phase
             return
-        place = self.place(bwd_chunk_id, FULL if self.is_first else WEIGHT)
+        action = self.action(bwd_chunk_id, FULL if self.is_first else WEIGHT)
         for hook in self.hooks:
-            hook.before_backward(place)
+            hook.before_backward(action)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         for hook in self.hooks:
-            hook.after_backward(place)
+            hook.after_backward(action)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The last micro-batch of this chunk is over. Our gradients are sums: never scaled."""
         for hook in self.hooks:
-            hook.after_last_micro_batch(self.place(-1))
+            hook.after_last_micro_batch(self.action(-1))
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Nothing divides a gradient (DESIGN 6)."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
-from internsp.plan.blocks import Structure
+from internsp.plan.blocks import Structure, did_you_mean
 
 EMBEDDING_CUTS = {"vocabulary": 0, "hidden": 1}
 
@@ -157,9 +157,11 @@ def require_experts_matched(names: Iterable[str], config: WeightParallelConfig) 
     names = list(names)
     for pattern in config.experts:
         if not any(within(name, pattern) for name in names):
+            parts = [part for name in names for part in name.split(".") if not part.isdigit()]
+            meant = did_you_mean(pattern, [*parts, *_owners(names)])
             raise StructureError(
-                f"weight_parallel.experts: {pattern!r} matches no parameter; candidates: "
-                f"{_expert_candidates(names)}"
+                f"weight_parallel.experts: {pattern!r} matches no parameter{meant}; candidates: "
+                f"{', '.join(_owners(names))}"
             )
 
 
@@ -175,13 +177,14 @@ def require_experts(names: Iterable[str], config: WeightParallelConfig) -> None:
     raise StructureError(
         "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "
         f"matches weight_parallel.experts = {list(config.experts)}; candidates: "
-        f"{_expert_candidates(names)}"
+        f"{', '.join(_owners(names))}"
     )
 
 
-def _expert_candidates(names: Iterable[str]) -> str:
+def _owners(names: Iterable[str]) -> list[str]:
+    """Modules that hold the parameters ``names``, with ``*`` for numbers."""
     modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names}
-    return ", ".join(sorted(modules - {""}))
+    return sorted(modules - {""})
 
 
 def block_of(module_name: str, structure: Structure) -> int:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from internsp.config.errors import nearest
 from internsp.errors import StructureError
 
 BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
@@ -77,10 +78,12 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
     if patterns:
         chosen: list[tuple[str, nn.Module]] = []
         for pattern in patterns:
-            hits = [(n, m) for n, m in named if _matches(n, pattern)]
+            hits = [(n, m) for n, m in named if matches(n, pattern)]
             if not hits:
+                meant = did_you_mean(pattern, [*_block_lists(named), *(n for n, _ in named)])
                 raise StructureError(
-                    f"block pattern {pattern!r} matches no module; {_block_candidates(named)}"
+                    f"weight_parallel.blocks: {pattern!r} matches no module{meant}; "
+                    f"{_block_candidates(named)}"
                 )
             chosen += [hit for hit in hits if hit not in chosen]
         _refuse_nested(chosen)
@@ -111,7 +114,7 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
 def trigger_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
     """Whether an prefetch trigger's pattern names some module of one of the blocks."""
     return any(
-        _matches(name, pattern) or _matches(name.split(".")[-1], pattern)
+        matches(name, pattern) or matches(name.split(".")[-1], pattern)
         for block in blocks
         for name, _ in block.named_modules()
         if name
@@ -127,10 +130,20 @@ def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str
     for pattern in patterns:
         if not trigger_matches(pattern, blocks):
             raise StructureError(
-                f"weight_parallel.prefetch_triggers: {pattern!r} matches no module of any block; "
-                "candidates: "
-                f"{_trigger_candidates(blocks[0])}"
+                f"weight_parallel.prefetch_triggers: {pattern!r} matches no module of any block"
+                f"{_meant_trigger(pattern, blocks)}; candidates: {_trigger_candidates(blocks[0])}"
             )
+
+
+def did_you_mean(pattern: str, names: Iterable[str]) -> str:
+    """The nearest of ``names`` as a question in brackets; empty where none is near."""
+    near = nearest(pattern, list(dict.fromkeys(names)))
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def _meant_trigger(pattern: str, blocks: Iterable[nn.Module]) -> str:
+    names = [name for block in blocks for name, _ in block.named_modules() if name]
+    return did_you_mean(pattern, [*(name.split(".")[-1] for name in names), *names])
 
 
 def _trigger_candidates(block: nn.Module) -> str:
@@ -139,7 +152,7 @@ def _trigger_candidates(block: nn.Module) -> str:
     return ", ".join(linear) or "none"
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """As for paths: ``*`` stays between two dots, so that ``layers.*`` is not what is in blocks."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
@@ -155,8 +168,12 @@ def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
             )
 
 
+def _block_lists(named: list[tuple[str, nn.Module]]) -> list[str]:
+    return [f"{n}.*" for n, m in named if isinstance(m, (nn.ModuleList, nn.Sequential))]
+
+
 def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
-    lists = [f"{n}.*" for n, m in named if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    lists = _block_lists(named)
     classes = sorted({type(m).__name__ for _, m in named if any(True for _ in m.children())})
     return (
         f"candidates: {', '.join(lists) or 'no module list in this model'}; "
@@ -173,11 +190,12 @@ def _with_trigger(
     named = [(n, m) for n, m in module.named_modules() if n]
     for pattern in patterns or usual:
         for name, child in named:
-            if _matches(name, pattern) or _matches(name.split(".")[-1], pattern):
+            if matches(name, pattern) or matches(name.split(".")[-1], pattern):
                 return Block(block, module, name, child)
     raise StructureError(
         f"no prefetch trigger {trigger!r} in block {block}: none of its modules is named "
-        f"{', '.join(patterns or usual)}; set weight_parallel.prefetch_triggers, candidates: "
+        f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "
+        "set weight_parallel.prefetch_triggers, candidates: "
         f"{_trigger_candidates(module)}"
     )
 

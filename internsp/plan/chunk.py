@@ -22,10 +22,10 @@ class WeightPlan:
     slot_bytes: int
     shard_bytes: int
     trainable: bool = True
-    resident: bool = False
-    """Whole at rest (weight group of one, same dtype): never gathered."""
+    moves: bool = True
+    """See :class:`internsp.wp.schedule.Weight`; not in a weight group of one, without a cast."""
     small: bool = False
-    """Travels together with its small neighbours."""
+    """Travels together with its small neighbors."""
     quantized: QuantizedShard | None = None
     """What is gathered of each shard, where ``weight_parallel.quantize`` rounds it."""
     expert: bool = False
@@ -44,11 +44,6 @@ class WeightPlan:
     def kind(self) -> tuple[object, ...]:
         """What those that travel together have in common."""
         return self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts
-
-    @property
-    def moves(self) -> bool:
-        """See :class:`internsp.wp.schedule.Weight`."""
-        return not self.resident
 
     @property
     def travels(self) -> bool:
@@ -100,7 +95,7 @@ class UnitPlan:
 
 def slot_bytes(weights: Sequence[WeightPlan]) -> int:
     """Bytes of unsharded weights in a slot."""
-    return sum(w.slot_bytes for w in weights if not w.resident)
+    return sum(w.slot_bytes for w in weights if w.moves)
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class ChunkPlan:
     def slots(self) -> list[int]:
         """Bytes of each slot: the pool's exact size (WP-1)."""
         policy = self.policy
-        own = slot_sizes([u.slot_bytes for u in self.blocks], policy.depth, policy.resident)
+        own = slot_sizes([u.slot_bytes for u in self.blocks], policy.depth, policy.kept)
         sizes = dict(enumerate(own))
         sizes |= {unit.slot: unit.slot_bytes for unit in self.units if unit.block < 0}
         return [sizes[i] for i in sorted(sizes)]

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import Schedule
+from internsp.plan.kept import human
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.resident import human
 
 FEW_RANKS = 16
 FEW_STAGES = 4

@@ -18,17 +18,17 @@ from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.mesh import MeshShape
 from internsp.pipeline.chunks import Chunk, split
-from internsp.pipeline.hooks import Place
+from internsp.pipeline.hooks import ComputeAction
 from internsp.pipeline.picture import draw
-from internsp.pipeline.pipeline import local_config, splittable
+from internsp.pipeline.pipeline import local_config, require_patterns, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
-from internsp.plan.assign import Assignment, assign, require_experts
+from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import FEW_PASSES, classes, ranks_label
+from internsp.plan.kept import KeptBlocks, human
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.resident import Residents, human
 from internsp.plan.units import DTYPES, chunk_plan
 from internsp.sp.heads import balanced
 
@@ -48,21 +48,21 @@ class ChunkOutline:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the ranks of one pipeline place do in a step."""
+    """What the ranks of one pipeline rank do in a step."""
 
     chunks: tuple[ChunkOutline, ...]
-    places: tuple[Place, ...]
+    actions: tuple[ComputeAction, ...]
     launched: tuple[tuple[int, int], ...]
     """Gathers and reductions of each pass."""
     schedule: Schedule
     messages: int
     """Hidden states and their gradients that come from other stages."""
 
-    def residents(self, overlap: bool) -> Residents:
-        """What resident blocks cost and spare: simulates a step without them."""
+    def kept(self, overlap: bool) -> KeptBlocks:
+        """What blocks that stay unsharded cost and save: simulates a step without them."""
         plans = [chunk.plan for chunk in self.chunks]
-        again = partial(simulate_passes, self.places, overlap=overlap)
-        return Residents.of(plans, self.schedule, again)
+        again = partial(simulate_passes, self.actions, overlap=overlap)
+        return KeptBlocks.of(plans, self.schedule, again)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class PipelinePlan:
         """The schedule as SVG."""
         launched = {}
         for rank in self.ranks:
-            for place, counts in zip(rank.places, rank.launched, strict=True):
-                for kind in {"": "F", "full": "BIW", "input": "I", "weight": "W"}[place.part]:
-                    launched[place.stage, kind, place.micro_batch] = counts
+            for action, counts in zip(rank.actions, rank.launched, strict=True):
+                for kind in {"": "F", "full": "BIW", "input": "I", "weight": "W"}[action.part]:
+                    launched[action.stage, kind, action.micro_batch] = counts
             for chunk in rank.chunks:  # where both gradients come at once, the other part is empty
                 empty = "I" if chunk.stage == 0 else "W" if not chunk.splits else ""
                 for number in range(self.micro_batches if empty else 0):
@@ -119,13 +119,13 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
         splits = {chunk.stage: chunk.splits for chunk in own}
-        places = passes(computations(order, rank), stages, splits)
+        passed = passes(computations(order, rank), stages, splits)
         overlap = config.weight_parallel.overlap
         plans = [chunk.plan for chunk in own]
-        schedule, launched = simulate_each(places, plans, overlap)
+        schedule, launched = simulate_each(passed, plans, overlap)
         messages = sum(step.kind.startswith("RECV") for step in order[rank])
         launches = tuple(launched)
-        ranks.append(RankPlan(own, tuple(places), launches, schedule, messages))
+        ranks.append(RankPlan(own, tuple(passed), launches, schedule, messages))
     nbytes = _message_bytes(config, shape)
     return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes)
 
@@ -143,8 +143,7 @@ def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
 ) -> list[ChunkOutline]:
     model = build_model(config)
-    if shape.separate:
-        require_experts((name for name, _ in model.named_parameters()), config.weight_parallel)
+    require_patterns(model, config.weight_parallel, shape)
     found = []
     for stage, blocks in enumerate(split(model, stages)):
         chunk = Chunk(model, blocks, stage == 0, stage == stages - 1)
@@ -214,9 +213,8 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
     for kind in SCHEDULES.values():
         chunks = kind.chunks or max(2, config.pipeline.chunks)
         counts = []
-        for keep in (False, True):
-            update = {"keep_between_micro_batches": keep, "resident_blocks": 0, "resident_bytes": 0}
-            weights = config.weight_parallel.model_copy(update=update)
+        for keep in (None, "all"):
+            weights = config.weight_parallel.model_copy(update={"keep_unsharded": keep})
             changed = config.model_copy(update={"weight_parallel": weights})
             try:
                 other = plan_of(changed, plan.shape, kind, chunks)
@@ -231,7 +229,7 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
 
 def print_schedules(plan: PipelinePlan, console: Console) -> None:
     """Every rank's actions, pass by pass; of long ones what repeats once, ranks alike together."""
-    short = sum(len(rank.places) for rank in plan.ranks) <= FEW_PASSES
+    short = sum(len(rank.actions) for rank in plan.ranks) <= FEW_PASSES
     bodies = [_pass_lines(rank, short) for rank in plan.ranks]
     for ranks in classes([(tuple(lines), _sizes(plan.ranks[r])) for r, lines in enumerate(bodies)]
                          ).values():  # fmt: skip
@@ -250,14 +248,14 @@ def _pass_lines(rank: RankPlan, short: bool) -> list[str]:
     """One pass a line, with ``<chunk>`` in place of its stage."""
     items: list[Item] = []
     text: dict[Hashable, str] = {}
-    for place, (gathers, reductions) in zip(rank.places, rank.launched, strict=True):
-        what = f"backward ({place.part})" if place.part else "forward"
-        key = (place.chunk, what, gathers, reductions)
+    for action, (gathers, reductions) in zip(rank.actions, rank.launched, strict=True):
+        what = f"backward ({action.part})" if action.part else "forward"
+        key = (action.chunk, what, gathers, reductions)
         text[key] = (
-            f"stage <{place.chunk}> micro-batch {{}} {what:<18} "
+            f"stage <{action.chunk}> micro-batch {{}} {what:<18} "
             f"{gathers} gathers, {reductions} reductions"
         )
-        items.append(Item(key, place.micro_batch))
+        items.append(Item(key, action.micro_batch))
     if short:
         return [text[item.key].format(item.number) for item in items]
     return folded_lines(items, text)

@@ -16,17 +16,17 @@ from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_model, device_type
 from internsp.mesh import MeshShape
-from internsp.plan.assign import Assignment, assign
+from internsp.plan.assign import Assignment, assign, require_experts_matched
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines
+from internsp.plan.kept import KeptBlocks, human
 from internsp.plan.pipeline import (
     PipelinePlan,
     make_pipeline_plan,
     print_schedules,
     tables,
 )
-from internsp.plan.resident import Residents, human
 from internsp.plan.simulate import simulate
 from internsp.plan.units import DTYPES, chunk_plan, quantized_bytes
 
@@ -52,7 +52,7 @@ class Plan:
     memory: tuple[tuple[str, int], ...]
     exchange_bytes: int
     """Sequence exchange: payload that a rank receives in one step, at most."""
-    residents: Residents
+    kept: KeptBlocks
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -68,6 +68,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     shape = MeshShape(world_size, **config.parallel.degrees())
     model = build_model(config)
     structure = read(model, weights.trigger, weights.blocks, weights.prefetch_triggers)
+    require_experts_matched((name for name, _ in model.named_parameters()), weights)
     assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
     chunk = chunk_plan(
@@ -80,7 +81,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         schedule,
         tuple(_memory(config, shape, chunk, assignments, schedule)),
         _exchange_bytes(config, shape, model),
-        Residents.of(
+        KeptBlocks.of(
             [chunk],
             schedule,
             lambda other: simulate(other[0], config.train.micro_batches, weights.overlap),
@@ -174,8 +175,8 @@ def print_plan(
     print_mesh(plan.shape, console)
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
-    if plan.residents.blocks:
-        console.print(plan.residents.line())
+    if plan.kept.blocks:
+        console.print(plan.kept.line())
     count = len(plan.schedule.actions)
     console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
     for line in schedule_lines(plan.schedule):
@@ -215,8 +216,8 @@ def _print_pipeline(
             rows.setdefault(name, []).append(nbytes)
     console.print(memory_by_rank(rows))
     for number, rank in enumerate(plan.ranks):
-        if any(chunk.plan.policy.resident for chunk in rank.chunks):
-            told = rank.residents(config.weight_parallel.overlap).line()
+        if any(chunk.plan.policy.kept for chunk in rank.chunks):
+            told = rank.kept(config.weight_parallel.overlap).line()
             console.print(f"Pipeline rank {number}: {told}")
     print_schedules(plan, console)
     console.print("Played with the messages between ranks: nobody waits for ever.")

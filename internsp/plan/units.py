@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from internsp.config import WeightParallelConfig
+from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
 from internsp.mesh.shape import MeshShape
 from internsp.plan.assign import Assignment, require_experts
@@ -27,7 +28,7 @@ DTYPES = {
 
 
 def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
-    """The policy that a configuration asks for; :func:`resident` adds which blocks stay whole.
+    """The policy that a configuration asks for; :func:`kept` adds which blocks stay unsharded.
 
     Raises:
         ConfigError: the trigger "rolling" together with what it takes the place of.
@@ -48,26 +49,20 @@ def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
     )
 
 
-def resident(config: WeightParallelConfig, sizes: Sequence[int]) -> frozenset[int]:
-    """The blocks of a chunk that stay whole until the optimizer step.
+def kept(config: WeightParallelConfig, sizes: Sequence[int]) -> frozenset[int]:
+    """The blocks of a chunk that stay unsharded until the optimizer step.
 
     Args:
         sizes: bytes of each block's unsharded weights.
-
-    Raises:
-        ConfigError: two settings say which.
     """
-    settings = ("keep_between_micro_batches", "resident_blocks", "resident_bytes")
-    chosen = [name for name in settings if getattr(config, name)]
-    if len(chosen) > 1:
-        raise ConfigError(
-            f"{' and '.join(chosen)} of weight_parallel each say which blocks stay whole: set one"
-        )
-    if config.keep_between_micro_batches:
+    keep = config.keep_unsharded
+    if keep == "all":
         return frozenset(range(len(sizes)))
-    if config.resident_bytes:
-        return frozenset(fitting(sizes, config.prefetch_depth, config.resident_bytes))
-    return frozenset(spread(len(sizes), min(config.resident_blocks, len(sizes))))
+    if isinstance(keep, str):
+        budget = size_in_bytes(keep)
+        assert budget is not None, "the configuration has checked it"
+        return frozenset(fitting(sizes, config.prefetch_depth, budget))
+    return frozenset(spread(len(sizes), keep or 0))
 
 
 def chunk_plan(
@@ -107,7 +102,7 @@ def chunk_plan(
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
     exchanges = shape.sequence > 1 or shape.expert > 1
     one_order = exchanges and (device != "cpu" or not config.overlap)
-    policy = replace(policy, resident=resident(config, sizes), one_order=one_order)
+    policy = replace(policy, kept=kept(config, sizes), one_order=one_order)
     units: dict[str, UnitPlan] = {}
     slot = policy.slots
     for name, own in members.items():
@@ -138,8 +133,8 @@ def chunk_plan(
 
 
 def all_moving(chunk: ChunkPlan) -> ChunkPlan:
-    """The same chunk without resident blocks, to compare with."""
-    policy = replace(chunk.policy, resident=frozenset())
+    """The same chunk in which no block stays unsharded, to compare with."""
+    policy = replace(chunk.policy, kept=frozenset())
     fewer = chunk.policy.slots - policy.slots
     moved = {
         unit.name: replace(
@@ -207,7 +202,7 @@ def _weight(
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
         trainable=parameter.requires_grad,
-        resident=size == 1 and compute == parameter.dtype,
+        moves=size > 1 or compute != parameter.dtype,
         small=small,
         quantized=quantized,
         gradient_bytes=layout.padded_numel * sent.itemsize,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from internsp.config import WeightParallelConfig
+from internsp.config.errors import in_words
 from internsp.report.lanes import size
 from internsp.report.timeline import (
     communication,
@@ -219,9 +220,9 @@ def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
     rate = figures.nbytes / figures.flying
     longer = figures.flying / figures.compute if figures.compute > 0 else float("inf")
     ways = [f"a micro-batch or sequences {longer:.2g} times as long or more"]
-    if setting.micro_batches > 1 and not setting.weights.keep_between_micro_batches:
+    if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
         ways.append(
-            "weight_parallel.keep_between_micro_batches = true, which gathers once for all "
+            'weight_parallel.keep_unsharded = "all", which gathers once for all '
             f"{setting.micro_batches} micro-batches and needs a slot for every block"
         )
     if setting.micro_batches > 1 and setting.weights.accumulation == "sharded":
@@ -229,10 +230,11 @@ def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
             'weight_parallel.accumulation = "full", which reduces once for all micro-batches and '
             "keeps unsharded gradients until then"
         )
-    if not setting.weights.keep_between_micro_batches:
+    if setting.weights.keep_unsharded != "all":
+        now = in_words(setting.weights.keep_unsharded or "none")
         ways.append(
-            f"more weight_parallel.resident_blocks (now {setting.weights.resident_blocks}), which "
-            "are gathered once a step, as far as memory allows"
+            f"more blocks in weight_parallel.keep_unsharded (now {now}), which are gathered once "
+            "a step, as far as memory allows"
         )
     if setting.weight > 2:
         fewer = setting.weight // 2
@@ -303,9 +305,9 @@ def _first_gather(figures: _Figures, setting: Setting) -> list[Advice]:
         f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
         f"{next(iter(first))[0] or 'the first block'}. "
     )
-    if setting.micro_batches > 1 and not setting.weights.keep_between_micro_batches:
+    if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
         text += (
-            "weight_parallel.keep_between_micro_batches = true pays it once a step instead of "
+            'weight_parallel.keep_unsharded = "all" pays it once a step instead of '
             f"{setting.micro_batches} times, for a slot for every block."
         )
     else:

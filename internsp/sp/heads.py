@@ -49,7 +49,7 @@ class HeadPlan:
         size: ranks of the sequence group.
         query: per rank, the half-open range of query heads it computes (may be empty).
         key_value: per rank, the half-open range of key/value heads those read (may be empty, and
-            neighbours may overlap).
+            neighbors may overlap).
     """
 
     heads: int

@@ -78,7 +78,7 @@ class TensorRecord(_Part):
         if sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
             raise ValueError("the chunks do not cover the tensor")
         ordered = sorted(self.chunks, key=lambda c: c.offsets)
-        # Cuts are along dimension 0 almost always: then neighbours are all there is to compare.
+        # Cuts are along dimension 0 almost always: then neighbors are all there is to compare.
         along = all(c.sizes[1:] == self.shape[1:] for c in ordered)
         for i, one in enumerate(ordered):
             for other in ordered[i + 1 : i + 2 if along else None]:

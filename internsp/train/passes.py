@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from internsp.pipeline import MicroBatch, Place
+from internsp.pipeline import ComputeAction, MicroBatch
 from internsp.sp import SequenceLayout
 from internsp.train.session import Session
 
@@ -38,7 +38,7 @@ class Whole:
                 with communicator.no_sync() if whole and not last else nullcontext():
                     total += self._one(number, layout, divisor)
         for hook in self.session.hooks:
-            hook.after_last_micro_batch(Place(0, 0, -1))
+            hook.after_last_micro_batch(ComputeAction(0, 0, -1))
         return float(total)
 
     def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
@@ -46,41 +46,41 @@ class Whole:
         total = 0.0
         with self.session.communicators[0].unchanged():
             for number, layout in enumerate(layouts):
-                output, _ = self._forward(Place(0, 0, number), layout, 1.0)
+                output, _ = self._forward(ComputeAction(0, 0, number), layout, 1.0)
                 total += float(output)
         for hook in self.session.hooks:
-            hook.after_last_micro_batch(Place(0, 0, -1))
+            hook.after_last_micro_batch(ComputeAction(0, 0, -1))
         return total
 
     def _forward(
-        self, place: Place, layout: SequenceLayout, divisor: float
+        self, action: ComputeAction, layout: SequenceLayout, divisor: float
     ) -> tuple[Tensor, Tensor]:
         """The sum of token losses, and what backward starts from."""
         session = self.session
         for hook in session.hooks:
-            hook.before_forward(place)
+            hook.before_forward(action)
         output = self._loss(layout)
         for hook in session.hooks:
-            hook.after_forward(place, output)
+            hook.after_forward(action, output)
         for hook in session.hooks:
-            hook.before_criterion(place, output)
+            hook.before_criterion(action, output)
         loss = session.optimizer.scale(output / divisor)
         for hook in session.hooks:
-            hook.after_criterion(place, loss)
+            hook.after_criterion(action, loss)
         return output, loss
 
     def _one(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
         session = self.session
         begin = session.trace.now()
-        output, loss = self._forward(Place(0, 0, number), layout, divisor)
+        output, loss = self._forward(ComputeAction(0, 0, number), layout, divisor)
         middle = session.trace.now()
         session.trace.record("FORWARD", start=begin, end=middle)
-        place = Place(0, 0, number, "full")
+        action = ComputeAction(0, 0, number, "full")
         for hook in session.hooks:
-            hook.before_backward(place)
+            hook.before_backward(action)
         loss.backward()
         for hook in session.hooks:
-            hook.after_backward(place)
+            hook.after_backward(action)
         session.trace.record("BACKWARD", start=middle, end=session.trace.now())
         return output.detach().double()
 

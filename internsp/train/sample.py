@@ -1,4 +1,4 @@
-"""A sample of what was learnt, generated from unsharded weights on one process after training."""
+"""A sample of what was learned, generated from unsharded weights on one process after training."""
 
 from __future__ import annotations
 

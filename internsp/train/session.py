@@ -14,7 +14,7 @@ from internsp.data.batches import DataSource, vocabulary_mistake
 from internsp.factory import Model, build_model
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
-from internsp.parallel import initialise, parallelize
+from internsp.parallel import initialize, parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
 from internsp.sp.heads import balanced
 from internsp.trace import Trace
@@ -56,11 +56,11 @@ class Session:
 
     def step(self) -> float:
         """Optimizer and learning rate go one step further; returns the gradient norm."""
-        norm = step_together(self.optimizers, log=False)
+        step_together(self.optimizers, log=False)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
             schedule.step()
-        return norm
+        return self.optimizer.grad_norm
 
     @classmethod
     def create(cls, config: Config, hooks: Iterable[SchedulerHook] = ()) -> Session:
@@ -100,7 +100,7 @@ class Session:
                 )
             ]
         for communicator in communicators:
-            initialise(communicator, model.initialise, config.train.seed)
+            initialize(communicator, model.initialize, config.train.seed)
         scaler = _scaler(config)
         optimizers = [_optimizer(config, communicator, scaler) for communicator in communicators]
         schedules = [

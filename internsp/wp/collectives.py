@@ -216,7 +216,7 @@ class Collectives:
         if not self._direct:
             return rows.sum(0, dtype=dtype)
         parts = [*rows.unbind()]
-        parts[self.rank] = pieces.view(self.size, -1)[self.rank]  # it has not travelled
+        parts[self.rank] = pieces.view(self.size, -1)[self.rank]  # it has not traveled
         first, *others = parts
         if others and first.dtype == dtype:
             total = first + others.pop(0)

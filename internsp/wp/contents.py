@@ -49,7 +49,7 @@ class Contents:
     def unchanged(self) -> Iterator[None]:
         """A promise that nothing writes weights inside: forwards use again what is in slots.
 
-        For evaluations, micro-batches and generation in a row: the last blocks of a pass, resident
+        For evaluations, micro-batches and generation in a row: the last blocks of a pass, kept
         ones, embedding and head are not gathered again by the next. Outside of it a forward takes
         over nothing from the pass before. A forward raises ``StaleWeightError`` where the promise
         was broken. All ranks enter and leave it together; no message.

@@ -37,7 +37,7 @@ class ShardLayout:
 
     @classmethod
     def create(cls, shape: tuple[int, ...], dim: int, size: int) -> ShardLayout:
-        """Normalise ``dim`` (negative counts from the end).
+        """Normalize ``dim`` (negative counts from the end).
 
         Raises:
             LayoutError: when ``dim`` is out of range.

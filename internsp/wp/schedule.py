@@ -55,7 +55,7 @@ W = TypeVar("W", bound=Weight)
 
 
 class Group(Generic[W]):
-    """What travels in one collective: one large weight, or small neighbours of one kind.
+    """What travels in one collective: one large weight, or small neighbors of one kind.
 
     Attributes:
         weights: in the order of use.
@@ -128,7 +128,7 @@ def groups_of(
     alike: Callable[[W], object],
     extent: Callable[[W], tuple[int, int]],
 ) -> tuple[Group[W], ...]:
-    """``weights`` as they travel: neighbours that are ``small`` and ``alike`` together (DESIGN 8).
+    """``weights`` as they travel: neighbors that are ``small`` and ``alike`` together (DESIGN 8).
 
     This is the one place that states the rule.
 
@@ -148,7 +148,7 @@ def groups_of(
 
 
 def runs_of(weights: Sequence[W], alike: Callable[[W], object]) -> list[list[W]]:
-    """``weights`` of one group as their messages have them: neighbours that are ``alike`` together.
+    """``weights`` of one group as their messages have them: neighbors that are ``alike`` together.
 
     One run, but where autocast is on for a part of the group only: a message has one dtype.
     """
@@ -165,8 +165,8 @@ class Policy:
         per_module: in forward the limit is the next group after each use (InternEvo's prefetch per
             module). A backward gathers a block at its entry, and the first group of the block
             before: between a block's reductions, whose moments data decide, no gather is launched.
-        resident: blocks with slots of their own, that stay unsharded until the optimizer step.
-        coalesce_bytes: weights up to this size unsharded are small: neighbours share a launch.
+        kept: blocks with slots of their own, that stay unsharded until the optimizer step.
+        coalesce_bytes: weights up to this size unsharded are small: neighbors share a launch.
         accumulate_whole: sum unsharded gradients and reduce them in the last micro-batch only.
         rolling: no limit but the bytes: a group is gathered as soon as those it takes are free.
         one_order: passes hold exchanges of sequences or tokens, and launches of all groups must
@@ -179,7 +179,7 @@ class Policy:
     blocks: int
     depth: int = 1
     per_module: bool = False
-    resident: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
     coalesce_bytes: int = 0
     accumulate_whole: bool = False
     rolling: bool = False
@@ -190,17 +190,17 @@ class Policy:
         return self.per_module and phase == FORWARD and not self.one_order
 
     def small(self, nbytes: int) -> bool:
-        """Whether a weight of so many bytes unsharded travels together with small neighbours."""
+        """Whether a weight of so many bytes unsharded travels together with small neighbors."""
         return nbytes <= self.coalesce_bytes
 
     @property
     def slots(self) -> int:
         """Slots of the chunk's blocks (WP-1)."""
-        return len(slot_sizes([0] * self.blocks, self.depth, self.resident))
+        return len(slot_sizes([0] * self.blocks, self.depth, self.kept))
 
     def slot(self, block: int) -> int:
         """The slot of a block, fixed: saved views alias it (DESIGN 4.1)."""
-        return slot_of(block, self.blocks, self.depth, self.resident)
+        return slot_of(block, self.blocks, self.depth, self.kept)
 
     def targets(self, block: int, phase: str) -> list[int]:
         """Blocks to have in flight once ``block``'s trigger fires, nearest first.
@@ -210,7 +210,7 @@ class Policy:
         if self.per_module or self.rolling:
             return []
         coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
-        return reach(coming, self.depth, self.resident)
+        return reach(coming, self.depth, self.kept)
 
     @staticmethod
     def order(groups: Sequence[Any], phase: str, recomputed: bool) -> Sequence[Any]:
@@ -221,16 +221,16 @@ class Policy:
 # which blocks of a chunk stay unsharded until the optimizer step, and which slot each block has
 
 def spread(blocks: int, count: int) -> tuple[int, ...]:
-    """``count`` of ``blocks`` indices: those that save the most time by staying whole.
+    """``count`` of ``blocks`` indices: those that save the most time by staying unsharded.
 
     They save equally many gathers wherever they lie, one in each backward (the forward after a
     step gathers them anyway), so what counts is where the link is short of time. It is so all
     along a backward: evenly spread they relieve it all along, and each lends its time on the link
-    to its neighbours. The last block is none of them: backward finds the last blocks in their
+    to its neighbors. The last block is none of them: backward finds the last blocks in their
     slots, a stretch without gathers that needs no relief. Played on a link 1.1 to 2.8 times slower
     than compute, this choice saves at least 89 % of what the best one does (all choices of 8
     blocks, samples of 16 and 24), the last blocks as little as 17 %, the first ones 40 %;
-    ``tests/unit/test_wp_resident.py`` plays it.
+    ``tests/unit/test_wp_kept.py`` plays it.
     """
     if count >= blocks:
         return tuple(range(blocks))
@@ -252,38 +252,38 @@ def fitting(sizes: Sequence[int], depth: int, budget: int) -> tuple[int, ...]:
     return ()
 
 
-def cost(sizes: Sequence[int], depth: int, resident: Collection[int]) -> int:
-    """Bytes of slots beyond those of a chunk without ``resident`` blocks."""
-    return sum(slot_sizes(sizes, depth, resident)) - sum(slot_sizes(sizes, depth, ()))
+def cost(sizes: Sequence[int], depth: int, kept: Collection[int]) -> int:
+    """Bytes of slots beyond those of a chunk without ``kept`` blocks."""
+    return sum(slot_sizes(sizes, depth, kept)) - sum(slot_sizes(sizes, depth, ()))
 
 
-def slot_sizes(sizes: Sequence[int], depth: int, resident: Collection[int]) -> list[int]:
+def slot_sizes(sizes: Sequence[int], depth: int, kept: Collection[int]) -> list[int]:
     """Bytes of each slot of a chunk's blocks: the shared ones first, as large as the largest."""
-    moving = [size for block, size in enumerate(sizes) if block not in resident]
+    moving = [size for block, size in enumerate(sizes) if block not in kept]
     shared = [max(moving)] * min(depth + 1, len(moving)) if moving else []
-    return [*shared, *(sizes[block] for block in sorted(resident))]
+    return [*shared, *(sizes[block] for block in sorted(kept))]
 
 
-def slot_of(block: int, blocks: int, depth: int, resident: Collection[int]) -> int:
+def slot_of(block: int, blocks: int, depth: int, kept: Collection[int]) -> int:
     """Index of ``block``'s slot in :func:`slot_sizes`."""
-    before = sum(other < block for other in resident)
-    shared = min(depth + 1, blocks - len(resident))
-    return shared + before if block in resident else (block - before) % shared
+    before = sum(other < block for other in kept)
+    shared = min(depth + 1, blocks - len(kept))
+    return shared + before if block in kept else (block - before) % shared
 
 
-def reach(coming: Iterable[int], depth: int, resident: Collection[int]) -> list[int]:
+def reach(coming: Iterable[int], depth: int, kept: Collection[int]) -> list[int]:
     """Of the blocks that come next those to have in flight: ``depth`` that share slots.
 
-    Resident ones on the way need no shared slot, so they do not count; but no more than ``depth``
+    Kept ones on the way need no shared slot, so they do not count; but no more than ``depth``
     of them are passed, or the first pass would gather a long run of them at once and get in the
     way of the sequence exchange.
     """
     chosen: list[int] = []
     left = {True: depth, False: depth}
     for block in coming:
-        if not left[block in resident]:
+        if not left[block in kept]:
             break
-        left[block in resident] -= 1
+        left[block in kept] -= 1
         chosen.append(block)
         if not left[False]:
             break

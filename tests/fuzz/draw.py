@@ -35,9 +35,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "prefetch_depth": (2, 3, 9),
     "memory_pool": (False,),
     "overlap": (False,),
-    "resident_blocks": (1, 2),
-    "resident_bytes": (2000,),
-    "keep_between_micro_batches": (True,),
+    "keep_unsharded": (1, 2, "2000 B", "all"),
     "accumulation": ("full",),
     "pending_blocks": (1, 5),
     "embedding_cut": ("hidden",),
@@ -45,7 +43,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "reduction": ("mean",),
     "experts": (["experts", "fc1"], ["fc2"]),
 }
-STAY = ("resident_blocks", "resident_bytes", "keep_between_micro_batches")
 DEFAULTS = {"min_shard_elements": 20, "coalesce_bytes": 0}
 
 
@@ -222,8 +219,6 @@ def fitted(case: Case) -> Case:
         options.pop("granularity", None)
     if {"run_twice", "reversed", "skipped", "same_block_twice"} & set(case.beside):
         options["unexpected_order"] = "gather"
-    for key in [key for key in STAY if key in options][1:]:
-        del options[key]  # each says which blocks stay whole
     if case.expert_weight is not None and "experts" not in options:
         options["experts"] = ["experts", "fc1", "out_proj"]  # those that match are taken
     clip = case.clip

@@ -36,6 +36,7 @@ TEXTS = [
     "", " ", "none", "None", "true", "0", "2", "1e3", "nan", "inf", "-1", "auto", "cpu", "a/b",
     "..", ".", "/", "~", "a\x00b", "a\nb", "\x1b[31mred", "é", "日本語", "🙂", "\u202e", "x" * 300,
     "x" * 5000, "{}", "{0}", "%s", "[bold]", "--train.steps", "*", "[", "**/*", "[!", "\\",
+    "all", "2 GiB", "3 kb",
 ]  # fmt: skip
 OTHERS: list[Any] = [
     True, False, [], [1], [0, 1], ["a"], [[]], [[1], ["a"]], {}, {"a": 1}, {"steps": 3},
@@ -128,7 +129,7 @@ def _override(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
         value = tuple(str(v) for v in value[:20])
     elif isinstance(value, int) and value.bit_length() > 10_000:
         value = str(7)
-    written = f"{name}.{key}" if rng.random() < 0.8 else _misspelt(rng, f"{name}.{key}")
+    written = f"{name}.{key}" if rng.random() < 0.8 else _misspelled(rng, f"{name}.{key}")
     drawn.overrides[written] = value
     drawn.told.append(f"--{written} {_short(value)}")
 
@@ -137,9 +138,9 @@ def _unknown(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
     name, key = _key(rng)
     how = rng.randrange(5)
     if how == 0:
-        values.setdefault(name, {})[_misspelt(rng, key)] = rng.choice(NUMBERS)
+        values.setdefault(name, {})[_misspelled(rng, key)] = rng.choice(NUMBERS)
     elif how == 1:
-        values[_misspelt(rng, name)] = {key: rng.choice(NUMBERS)}
+        values[_misspelled(rng, name)] = {key: rng.choice(NUMBERS)}
     elif how == 2:
         values[key] = rng.choice([1, "a", [1], {}])
     elif how == 3:
@@ -149,7 +150,7 @@ def _unknown(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
     drawn.told.append(f"unknown names around {name}.{key}")
 
 
-def _misspelt(rng: random.Random, word: str) -> str:
+def _misspelled(rng: random.Random, word: str) -> str:
     at = rng.randrange(len(word))
     return rng.choice((
         word[:at] + word[at + 1 :], word[:at] + word[at] + word[at:], word.upper(),
@@ -185,7 +186,7 @@ def _extreme(rng: random.Random, values: dict[str, Any], drawn: Drawn) -> None:
         ("model", "head_dim"), ("model", "intermediate_size"), ("data", "sequence_length"),
         ("train", "global_batch"), ("train", "micro_batches"), ("train", "steps"),
         ("launch", "processes"), ("weight_parallel", "prefetch_depth"),
-        ("weight_parallel", "coalesce_bytes"), ("weight_parallel", "resident_bytes"),
+        ("weight_parallel", "coalesce_bytes"), ("weight_parallel", "keep_unsharded"),
     ), 2):  # fmt: skip
         values.setdefault(name, {})[key] = 1 << rng.randrange(34)
     drawn.told.append("extreme sizes")

@@ -200,7 +200,8 @@ class Side:
 
     def _do_step(self) -> None:
         if self.zero and self.communicator is not None:
-            norm = self.optimizer.step()
+            self.optimizer.step()
+            norm = self.optimizer.grad_norm
         else:
             norm = self._clip()
             self.optimizer.step()

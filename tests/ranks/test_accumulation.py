@@ -14,7 +14,7 @@ import torch
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
-from internsp.pipeline import Place, SchedulerHook
+from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.plan.simulate import simulate
 from internsp.trace import Trace
 from internsp.wp.unfinished import UnfinishedGradient
@@ -163,9 +163,9 @@ class _Most(SchedulerHook):
         self.nbytes: dict[int, int] = {}
         self.pending: list[Any] = []
 
-    def after_backward(self, place: Place) -> None:
-        now = self.pending[place.chunk].whole.nbytes
-        self.nbytes[place.chunk] = max(now, self.nbytes.get(place.chunk, 0))
+    def after_backward(self, action: ComputeAction) -> None:
+        now = self.pending[action.chunk].whole.nbytes
+        self.nbytes[action.chunk] = max(now, self.nbytes.get(action.chunk, 0))
 
 
 Row = tuple[float, int, int, dict[int, int], dict[int, int]]

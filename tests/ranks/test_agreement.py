@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import internsp
+import internsp.sp.loss
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, ConfigError, InternspError, StructureError
 from internsp.mesh import ParallelMesh
@@ -257,6 +259,19 @@ def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
     run_ranks(added, 2)
 
 
+class OwnLoss(Tiny):
+    """A user's own model that takes ``weight_parallel.head_output``, with an option of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_options: Any = {"chunk_tokens": 4}
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.norm(self.blocks(self.embed(ids)))
+        assert labels is not None
+        return internsp.token_loss(hidden, self.head, labels, **self.loss_options)[0]
+
+
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,10 +292,24 @@ def cut_sequences(rank: int, world_size: int) -> None:
     twin.check_gradients("a model without attention")
     for output in ("gather", "vocabulary"):
         refused(rank, Tiny(), StructureError, "loss_options", "Tiny", head_output=output)
-    model: Any = tiny()
-    model.loss_options = {}
-    parallelize(model, mesh_of(2), WeightParallelConfig(**SMALL, head_output="gather"))
-    assert model.loss_options == {"output": "gather", "group": mesh_of(2).sequence_group}
+    for output, exchange in (
+        ("gather", "gather_logits"), ("vocabulary", "vocabulary_parallel_cross_entropy"),
+    ):  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            exchanged: list[Tensor] = []
+            usual = getattr(internsp.sp.loss, exchange)
+
+            def counted(*args: Any, usual: Any = usual, exchanged: Any = exchanged) -> Any:
+                exchanged.append(args[0])
+                return usual(*args)
+
+            patch.setattr(internsp.sp.loss, exchange, counted)
+            own = Twin(OwnLoss, mesh, cuts_own_sequences=True, head_output=output)
+            own.backward()
+            own.check_gradients(f"{output} in a user's own loss")
+            assert own.ours.loss_options["chunk_tokens"] == 4, "the user's own options stay"
+            # Two rows of five tokens in chunks of two positions, which backward goes through again.
+            assert len(exchanged) == 6
 
 
 def test_a_sequence_degree_needs_an_attention_that_knows_of_it() -> None:

@@ -15,7 +15,7 @@ import pytest
 from internsp.cli.launch import start
 from internsp.config import Config
 from internsp.failure.outcome import ChildError
-from internsp.pipeline import Place, SchedulerHook
+from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.report.metrics import read_metrics
 from internsp.train.run import train
 from internsp.train.step import StepRunner
@@ -54,7 +54,7 @@ class _Happens(SchedulerHook):
     def __init__(self, signal_number: int) -> None:
         self.signal, self.steps = signal_number, 0
 
-    def before_forward(self, place: Place, *args: Any) -> None:
+    def before_forward(self, action: ComputeAction, *args: Any) -> None:
         self.steps += 1
         if self.steps == 2:
             os.kill(os.getpid(), self.signal)

@@ -16,7 +16,7 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, MeshError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
-from internsp.parallel import initialise, parallelize
+from internsp.parallel import initialize, parallelize
 from tests.support.experts import WIDTH, Case, Mixture, Pair, gap
 from tests.support.models import raises
 from tests.support.ranks import run_ranks
@@ -94,7 +94,7 @@ def first_values(rank: int, world: int) -> list[str]:
     found = []
     for case in (OWNERS, SHARED):
         pair = Pair(case)
-        initialise(pair.communicator, fill, seed=5)
+        initialize(pair.communicator, fill, seed=5)
         found.append(pair.whole())
     return differ(*found)
 

@@ -45,7 +45,7 @@ COMMON: dict[str, list[Any]] = {
     "output": ["local", "gather", "vocabulary"],
     "family": ["llama", "internlm2"],
     "gathers": list(GATHERS),
-    "resident": [0, 1, 3],
+    "kept": [0, 1, 3],
 }
 
 
@@ -66,7 +66,7 @@ def case_of(c: Combination) -> Case:
             "overlap": c["overlap"],
             "memory_pool": c["pool"],
             "head_output": c["output"],
-            "resident_blocks": c["resident"],
+            "keep_unsharded": c["kept"],
             **GATHERS[c["gathers"]],
         },
         checkpoint=CHECKPOINTS[c["checkpoint"]],

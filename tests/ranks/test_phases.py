@@ -1,4 +1,4 @@
-"""A step's compute is coloured by phase: what a recomputed block does after its recompute too."""
+"""A step's compute is colored by phase: what a recomputed block does after its recompute too."""
 
 from __future__ import annotations
 

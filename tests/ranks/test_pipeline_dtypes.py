@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, LayoutError
 from internsp.parallel import parallelize
-from internsp.pipeline import MicroBatch, Pipeline, Place, SchedulerHook
+from internsp.pipeline import ComputeAction, MicroBatch, Pipeline, SchedulerHook
 from tests.support.meshes import mesh_of
 from tests.support.models import CUT, Block
 from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
@@ -31,7 +31,7 @@ class _Outputs(SchedulerHook):
     def __init__(self) -> None:
         self.dtypes: set[torch.dtype] = set()
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         self.dtypes.add(output.dtype)
 
 
@@ -58,7 +58,7 @@ class _Logits(SchedulerHook):
     def __init__(self) -> None:
         self.seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
-    def before_criterion(self, place: Place, output: Any) -> None:
+    def before_criterion(self, action: ComputeAction, output: Any) -> None:
         self.seen.append((output.dtype, tuple(output.shape)))
 
 

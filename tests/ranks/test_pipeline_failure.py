@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import CollectiveError
-from internsp.pipeline import Place, SchedulerHook
+from internsp.pipeline import ComputeAction, SchedulerHook
 from tests.support.pipeline import Case, batches, make
 from tests.support.ranks import run_ranks
 
@@ -35,12 +35,12 @@ class _Fails(SchedulerHook):
     def __init__(self, where: str) -> None:
         self.where = where
 
-    def before_forward(self, place: Place) -> None:
-        if self.where == "forward" and place.micro_batch == 2:
+    def before_forward(self, action: ComputeAction) -> None:
+        if self.where == "forward" and action.micro_batch == 2:
             raise ValueError("spilt in forward")
 
-    def before_criterion(self, place: Place, output: Any) -> None:
-        if self.where == "loss" and place.micro_batch == 1:
+    def before_criterion(self, action: ComputeAction, output: Any) -> None:
+        if self.where == "loss" and action.micro_batch == 1:
             raise ArithmeticError("spilt in the loss")
 
 

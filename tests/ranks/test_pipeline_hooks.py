@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.optim import ZeroOptimizer
-from internsp.pipeline import Place, SchedulerHook
+from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.trace import Trace
 from internsp.wp.perform import Chunk
 from tests.support.pipeline import BOUND, Case, batches, compare, make
@@ -27,31 +27,31 @@ class _Record(SchedulerHook):
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, int, str]] = []
 
-    def _note(self, what: str, at: Place) -> None:
+    def _note(self, what: str, at: ComputeAction) -> None:
         self.calls.append((what, at.stage, at.chunk, at.micro_batch, at.part))
 
-    def before_forward(self, place: Place) -> None:
-        self._note("before_forward", place)
+    def before_forward(self, action: ComputeAction) -> None:
+        self._note("before_forward", action)
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         assert isinstance(output, Tensor)
-        self._note("after_forward", place)
+        self._note("after_forward", action)
 
-    def before_criterion(self, place: Place, output: Any) -> None:
-        self._note("before_criterion", place)
+    def before_criterion(self, action: ComputeAction, output: Any) -> None:
+        self._note("before_criterion", action)
 
-    def after_criterion(self, place: Place, loss: Any) -> None:
+    def after_criterion(self, action: ComputeAction, loss: Any) -> None:
         assert loss.requires_grad
-        self._note("after_criterion", place)
+        self._note("after_criterion", action)
 
-    def before_backward(self, place: Place) -> None:
-        self._note("before_backward", place)
+    def before_backward(self, action: ComputeAction) -> None:
+        self._note("before_backward", action)
 
-    def after_backward(self, place: Place) -> None:
-        self._note("after_backward", place)
+    def after_backward(self, action: ComputeAction) -> None:
+        self._note("after_backward", action)
 
-    def after_last_micro_batch(self, place: Place) -> None:
-        self._note("after_last_micro_batch", place)
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
+        self._note("after_last_micro_batch", action)
 
 
 def recorded(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int, int, str]]:
@@ -92,11 +92,11 @@ class _Rest(SchedulerHook):
         self.flying: list[int] = []
         self.held: list[int] = []
 
-    def after_backward(self, place: Place) -> None:
-        self.flying.append(len(self.states[place.chunk].reducer))
+    def after_backward(self, action: ComputeAction) -> None:
+        self.flying.append(len(self.states[action.chunk].reducer))
 
-    def after_last_micro_batch(self, place: Place) -> None:
-        state = self.states[place.chunk]
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
+        state = self.states[action.chunk]
         assert not state.queue.split
         self.held.append(len(state.queue.held))
 
@@ -121,7 +121,7 @@ def test_nothing_is_in_flight_after_a_micro_batch_nor_held_after_the_last(
 
 
 class _Slow(SchedulerHook):
-    def before_forward(self, place: Place) -> None:
+    def before_forward(self, action: ComputeAction) -> None:
         time.sleep(0.2)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from internsp.cli.launch import start
 from internsp.config import Config
 from internsp.failure.outcome import ChildError
-from internsp.pipeline import Place, SchedulerHook
+from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.report.metrics import read_metrics
 from internsp.train.run import train
 
@@ -59,16 +59,16 @@ class _Ends(SchedulerHook):
     def __init__(self, how: str, output: Path) -> None:
         self.how, self.output, self.steps = how, output, 0
 
-    def after_last_micro_batch(self, place: Place) -> None:
-        self.steps += place.chunk == 0
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
+        self.steps += action.chunk == 0
 
-    def before_criterion(self, place: Place, output: Tensor) -> None:
-        if self.how == "loss" and self.steps == 1 and place.micro_batch == 1:
+    def before_criterion(self, action: ComputeAction, output: Tensor) -> None:
+        if self.how == "loss" and self.steps == 1 and action.micro_batch == 1:
             self._note()
             raise ArithmeticError("spilt in the loss")
 
-    def after_forward(self, place: Place, output: Any) -> None:
-        if self.how == "kill" and self.steps == 1 and place.micro_batch == 1:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
+        if self.how == "kill" and self.steps == 1 and action.micro_batch == 1:
             self._note()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from internsp.errors import CollectiveError
 from internsp.failure.recovery import default_store
-from internsp.pipeline import Place, SchedulerHook
+from internsp.pipeline import ComputeAction, SchedulerHook
 from tests.support.pipeline import Case, batches, make
 from tests.support.ranks import run_ranks
 
@@ -21,17 +21,17 @@ SOON = 8.0  # seconds; about two on a quiet machine
 class Trips(SchedulerHook):
     where = ""
 
-    def before_forward(self, place: Place) -> None:
-        self.trip("forward", place, 2)
+    def before_forward(self, action: ComputeAction) -> None:
+        self.trip("forward", action, 2)
 
-    def before_backward(self, place: Place) -> None:
-        self.trip("backward", place, 1)
+    def before_backward(self, action: ComputeAction) -> None:
+        self.trip("backward", action, 1)
 
-    def after_last_micro_batch(self, place: Place) -> None:
-        self.trip("end", place, -1)
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
+        self.trip("end", action, -1)
 
-    def trip(self, where: str, place: Place, micro_batch: int) -> None:
-        if where == self.where and place.micro_batch == micro_batch:
+    def trip(self, where: str, action: ComputeAction, micro_batch: int) -> None:
+        if where == self.where and action.micro_batch == micro_batch:
             raise ValueError(f"spilt in {where}")
 
 

@@ -39,8 +39,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 KEPT: dict[str, dict[str, Any]] = {
     "none": {},
-    "all": {"keep_between_micro_batches": True},
-    "one": {"resident_blocks": 1},
+    "all": {"keep_unsharded": "all"},
+    "one": {"keep_unsharded": 1},
 }
 GATHERS: dict[str, dict[str, Any]] = {
     "block": {}, "module": {"granularity": "module"}, "rolling": {"trigger": "rolling"},
@@ -232,7 +232,7 @@ def clipped(rank: int, world_size: int) -> tuple[float, float, float]:
     parameters = [p for chunk in pipeline.chunks for p in chunk.parameters()]
     wanted = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     found = clip_grad_norm_(parameters, 0.5, pipeline.mesh.pipeline_group)
-    return found, wanted, gradient_gap(pipeline, plain)[0]
+    return found.item(), wanted, gradient_gap(pipeline, plain)[0]
 
 
 def test_gradients_of_all_stages_are_clipped_by_one_norm() -> None:

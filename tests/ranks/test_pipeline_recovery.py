@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import CollectiveError
-from internsp.pipeline import Pipeline, Place, SchedulerHook
+from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
 from tests.support.pipeline import BOUND, Case, batches, compare, make
 from tests.support.ranks import run_ranks
 
@@ -47,23 +47,23 @@ class _Trips(SchedulerHook):
         if (where, self.now) == (self.where, self.micro_batch):
             raise Boom(f"{where} of micro-batch {self.now}")
 
-    def before_forward(self, place: Place) -> None:
-        self.trip("before_forward", place.micro_batch)
+    def before_forward(self, action: ComputeAction) -> None:
+        self.trip("before_forward", action.micro_batch)
 
-    def after_forward(self, place: Place, output: Any) -> None:
-        self.trip("after_forward", place.micro_batch)
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
+        self.trip("after_forward", action.micro_batch)
 
-    def before_criterion(self, place: Place, output: Any) -> None:
-        self.trip("before_criterion", place.micro_batch)
+    def before_criterion(self, action: ComputeAction, output: Any) -> None:
+        self.trip("before_criterion", action.micro_batch)
 
-    def before_backward(self, place: Place) -> None:
-        self.trip("before_backward", place.micro_batch)
+    def before_backward(self, action: ComputeAction) -> None:
+        self.trip("before_backward", action.micro_batch)
 
-    def after_backward(self, place: Place) -> None:
-        self.trip("after_backward", place.micro_batch)
+    def after_backward(self, action: ComputeAction) -> None:
+        self.trip("after_backward", action.micro_batch)
 
-    def after_last_micro_batch(self, place: Place) -> None:
-        self.trip("after_last_micro_batch", place.micro_batch)
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
+        self.trip("after_last_micro_batch", action.micro_batch)
 
 
 def _setup(case: Case) -> tuple[Pipeline, nn.Module, _Trips, list[torch.optim.Optimizer]]:

@@ -17,7 +17,7 @@ from internsp.errors import (
     OrderError,
     StructureError,
 )
-from internsp.pipeline import MicroBatch, Pipeline, Place, SchedulerHook
+from internsp.pipeline import ComputeAction, MicroBatch, Pipeline, SchedulerHook
 from tests.support.meshes import mesh_of
 from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
@@ -75,10 +75,28 @@ def test_what_one_rank_refuses_no_rank_waits_for(schedule: str, chunks: int) -> 
         assert found.gradient < BOUND
 
 
+def unmatched(rank: int, world_size: int) -> list[str]:
+    told = []
+    for key, pattern in (
+        ("blocks", "layer.*"), ("prefetch_triggers", "attention.woo"), ("experts", "expert"),
+    ):  # fmt: skip
+        with pytest.raises(StructureError) as error:
+            make(Case(weights={key: (pattern,)}))
+        told.append(str(error.value))
+    return told
+
+
+def test_a_pattern_that_matches_nothing_in_the_whole_model_is_refused_by_name() -> None:
+    for blocks, triggers, experts in run_ranks(unmatched, 2):
+        assert "weight_parallel.blocks: 'layer.*' matches none of layers.0 to layers.4" in blocks
+        assert "'attention.woo' matches no module of any block (did you mean" in triggers
+        assert "'expert' matches no parameter" in experts
+
+
 class _Asks(SchedulerHook):
     pipeline: Pipeline
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         self.pipeline.evaluate(self.pipeline.stages[0].batches)
 
 

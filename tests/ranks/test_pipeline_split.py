@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.mesh import ParallelMesh
-from internsp.pipeline import Chunk, Place, SchedulerHook, kind_of, split
+from internsp.pipeline import Chunk, ComputeAction, SchedulerHook, kind_of, split
 from internsp.pipeline.pipeline import described
 from internsp.trace import Trace
 from tests.support.pipeline import BOUND, Case, batches, compare, make, plain_loss
@@ -84,20 +84,20 @@ class _Parts(SchedulerHook):
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.seen: list[tuple[Place, int, int]] = []
+        self.seen: list[tuple[ComputeAction, int, int]] = []
         self._at = 0
 
-    def before_backward(self, place: Place) -> None:
+    def before_backward(self, action: ComputeAction) -> None:
         self._at = len(self.trace.events)
 
-    def after_backward(self, place: Place) -> None:
+    def after_backward(self, action: ComputeAction) -> None:
         new = [event.kind for event in self.trace.events[self._at :]]
-        self.seen.append((place, new.count("USE"), new.count("RS")))
+        self.seen.append((action, new.count("USE"), new.count("RS")))
 
 
 def ours(
     rank: int, world_size: int, case: Case
-) -> tuple[float, float, list[tuple[Place, int, int]], list[int]]:
+) -> tuple[float, float, list[tuple[ComputeAction, int, int]], list[int]]:
     trace = Trace(enabled=True)
     watch = _Parts(trace)
     pipeline, plain = make(case, hooks=[watch], trace=trace)
@@ -112,15 +112,15 @@ def test_weights_get_gradients_in_the_weight_part_and_are_not_used_there(schedul
     case = Case(schedule, chunks=2, weight=2, layers=9)
     parts = 0
     for _, _, seen, cut in run_ranks(ours, 4, case):
-        for place, uses, reductions in seen:
-            if place.part == "weight":
-                assert (uses, reductions) == (0, cut[place.chunk])
+        for action, uses, reductions in seen:
+            if action.part == "weight":
+                assert (uses, reductions) == (0, cut[action.chunk])
                 parts += 1
-            elif place.part == "input":
+            elif action.part == "input":
                 assert uses > 0
                 assert reductions == 0
             else:
-                assert reductions == cut[place.chunk]
+                assert reductions == cut[action.chunk]
     assert parts > 0, "no backward was split: the test would say nothing"
 
 
@@ -130,7 +130,7 @@ def test_a_chunk_that_recomputes_computes_both_gradients_at_once(schedule: str) 
     for loss, gradient, seen, _ in run_ranks(ours, 2, case):
         assert loss < BOUND
         assert gradient < BOUND
-        assert {place.part for place, *_ in seen} == {"full"}
+        assert {action.part for action, *_ in seen} == {"full"}
 
 
 @pytest.mark.parametrize("schedule", SPLIT)

@@ -12,7 +12,7 @@ import torch
 
 from internsp.config import Config
 from internsp.errors import ConfigError, OrderError
-from internsp.pipeline import Pipeline, Place, SchedulerHook
+from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
 from internsp.plan.chunk import Schedule
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.report.metrics import StepMetrics, read_metrics
@@ -167,16 +167,16 @@ class _Count(SchedulerHook):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def after_forward(self, place: Place, output: Any) -> None:
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
         self.calls.append("forward")
 
-    def after_criterion(self, place: Place, loss: Any) -> None:
+    def after_criterion(self, action: ComputeAction, loss: Any) -> None:
         self.calls.append("criterion")
 
-    def after_backward(self, place: Place) -> None:
+    def after_backward(self, action: ComputeAction) -> None:
         self.calls.append("backward")
 
-    def after_last_micro_batch(self, place: Place) -> None:
+    def after_last_micro_batch(self, action: ComputeAction) -> None:
         self.calls.append("end")
 
 

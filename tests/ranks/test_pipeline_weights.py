@@ -95,7 +95,7 @@ def one(case: Other) -> tuple[float, list[str], list[str], list[bool]]:
             module.rows = (True, False) * case.micro_batches
     pipeline.step(batches(case, mesh))
     passes = [(e.kind, e.phase) for e in trace.events if e.kind in ("FORWARD", "BACKWARD")]
-    assert passes == [("BACKWARD" if at.part else "FORWARD", at.part) for at in pipeline.places]
+    assert passes == [("BACKWARD" if at.part else "FORWARD", at.part) for at in pipeline.actions]
     plain_loss(case, plain, mesh.data).backward()
     done, planned = (t.lines(("AG", "RS")) for t in (trace, pipeline.planned()))
     return gap(pipeline, plain), done, planned, [stage.splits for stage in pipeline.stages]

@@ -70,7 +70,7 @@ def quantized_names(twin: Twin) -> set[str]:
 
 CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...] = (
     ("int8", {}, None),
-    ("fp8", {"memory_pool": False, "resident_blocks": 1}, HALF),
+    ("fp8", {"memory_pool": False, "keep_unsharded": 1}, HALF),
     ("int8", {"granularity": "module"}, FULL),
     ("int8", {"prefetch_depth": 2, "trigger": "mlp"}, HALF),
 )

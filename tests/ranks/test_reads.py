@@ -24,7 +24,7 @@ MODELS: dict[str, Any] = {
     "a block that returns its weight": reads.Handed,
     "own parameters and functions": partial(Tiny, reads.Scaled),
     "reads of children": partial(Tiny, reads.Reading),
-    "weights made of others": partial(Tiny, reads.Normalised),
+    "weights made of others": partial(Tiny, reads.Normalized),
     "functional calls": partial(Tiny, reads.Called),
     "a head that reads the embedding": reads.FunctionalHead,
     "writes into inputs": partial(reads.Entering, reads.InPlace),

@@ -107,8 +107,8 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
     mesh = mesh_of()
     cases = (
         ({}, None), ({"granularity": "module"}, HALF), (ALL | {"overlap": False}, FULL),
-        ({"resident_blocks": 2}, None), (ALL | {"resident_blocks": 4}, HALF),
-        (ROLLING, HALF), (ROLLING | {"resident_blocks": 1}, None),
+        ({"keep_unsharded": 2}, None), (ALL | {"keep_unsharded": 4}, HALF),
+        (ROLLING, HALF), (ROLLING | {"keep_unsharded": 1}, None),
     )  # fmt: skip
     for config, checkpoint in cases:
         twin = Twin(Tiny, mesh, checkpoint, **config)  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ TRIGGERS: tuple[Case, ...] = tuple(
         ({"trigger": "out_proj"}, None), ({"trigger": "qkv"}, HALF), ({"trigger": "mlp",
          "prefetch_triggers": ["wide"]}, REENTRANT), ({"pending_blocks": 1}, FULL),
         ({"overlap": False}, None), ({"overlap": False, "prefetch_depth": 2}, HALF),
-        ({"resident_blocks": 1, "memory_pool": False}, None),
+        ({"keep_unsharded": 1, "memory_pool": False}, None),
     )
 )  # fmt: skip
 OTHERS: tuple[Case, ...] = (

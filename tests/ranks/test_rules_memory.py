@@ -40,24 +40,24 @@ def live_storages(nbytes: int) -> int:
 
 def counted(rank: int, world_size: int) -> None:
     mesh = mesh_of_two()
-    for depth, reuse, checkpoint, resident, trigger in (
+    for depth, reuse, checkpoint, kept, trigger in (
         (1, True, None, 0, "out_proj"), (1, False, HALF, 0, "out_proj"),
         (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
         (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
         (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
     ):  # fmt: skip
-        count_blocks(mesh, depth, reuse, checkpoint, resident, trigger)
+        count_blocks(mesh, depth, reuse, checkpoint, kept, trigger)
 
 
 def count_blocks(
-    mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any, resident: int, trigger: str
+    mesh: ParallelMesh, depth: int, reuse: bool, checkpoint: Any, kept: int, trigger: str
 ) -> None:
     gc.collect()  # the model before this one
     gc.freeze()  # what lives now is of no interest, and get_objects leaves it out
     # A block's bytes are like no other storage's: the count below cannot be confused.
     twin = Twin(
         partial(Tiny, layers=6), mesh, checkpoint, memory_pool=reuse, prefetch_depth=depth,
-        resident_blocks=resident, trigger=trigger,
+        keep_unsharded=kept, trigger=trigger,
     )  # fmt: skip
     pool = twin.communicator.state.pool
     block = twin.communicator.blocks[0].nbytes
@@ -74,7 +74,7 @@ def count_blocks(
             module.register_forward_hook(lambda m, a, out: out.register_hook(look) and None)
     for _ in range(3):
         twin.backward()
-    allowed = depth + 1 + resident
+    allowed = depth + 1 + kept
     if not reuse:
         allowed = 0  # memory of its own for each weight, not for a block
     assert most == allowed, f"{most} whole blocks at depth {depth}, pool {reuse}"

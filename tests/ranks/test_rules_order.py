@@ -189,12 +189,12 @@ TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int
     (SOME, HALF, False, 1),
     (ALL | {"trigger": "mlp"}, None, True, 2),
     (ALL, FULL, False, 1),
-    ({"resident_blocks": 2}, None, False, 2),
-    ({"resident_blocks": 1, "granularity": "module"}, HALF, True, 2),
-    (SOME | {"resident_blocks": 3, "prefetch_depth": 2}, HALF, False, 1),
-    (ALL | {"resident_blocks": 1, "memory_pool": False}, FULL, False, 2),
+    ({"keep_unsharded": 2}, None, False, 2),
+    ({"keep_unsharded": 1, "granularity": "module"}, HALF, True, 2),
+    (SOME | {"keep_unsharded": 3, "prefetch_depth": 2}, HALF, False, 1),
+    (ALL | {"keep_unsharded": 1, "memory_pool": False}, FULL, False, 2),
     (ROLLING, None, False, 2),
-    (ROLLING | {"memory_pool": False, "resident_blocks": 1}, HALF, True, 2),
+    (ROLLING | {"memory_pool": False, "keep_unsharded": 1}, HALF, True, 2),
     (ROLLING | SOME | {"prefetch_depth": 2}, REENTRANT, False, 1),
     (ROLLING | ALL, None, False, 2),
     (SOME | {"reduce_dtype": "bfloat16"}, None, False, 1),
@@ -264,7 +264,7 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
 
 
 class Partly(Block):
-    """Autocast for its last layer only: small neighbours of which one travels in another dtype."""
+    """Autocast for its last layer only: small neighbors of which one travels in another dtype."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__(width)

@@ -84,7 +84,7 @@ WAYS: tuple[Way, ...] = (
 )  # fmt: skip
 CASES: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None], ...] = (
     ({}, None), (ALL, HALF), (ROLLING, None), ({"granularity": "module"}, None),
-    ({"resident_blocks": 2, "memory_pool": False}, None),
+    ({"keep_unsharded": 2, "memory_pool": False}, None),
 )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> No
 
 
 def promised(rank: int, world_size: int) -> None:
-    for config in ({}, ROLLING, {"resident_blocks": 2}):
+    for config in ({}, ROLLING, {"keep_unsharded": 2}):
         twin = Twin(Tiny, mesh_of(2), **config)  # type: ignore[arg-type]
         _, mine = twin.batch()
 
@@ -188,7 +188,7 @@ def promised(rank: int, world_size: int) -> None:
             with twin.communicator.unchanged():
                 less = counted()
             assert less == counted() < alone[0], "inside, contents are used again"
-            if config.get("resident_blocks"):
+            if config.get("keep_unsharded"):
                 assert less <= alone[0] - 2 * 4, "two blocks of four weights stay"
         twin.zero_grad()
         for way in (through_data, whole_data, foreach, numpy_rows):

@@ -215,7 +215,7 @@ def test_a_fresh_run_sets_an_older_one_aside(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "1-0" / "metrics.jsonl")) == 2
 
 
-def test_a_row_of_metrics_says_what_travelled(tmp_path: Path) -> None:
+def test_a_row_of_metrics_says_what_traveled(tmp_path: Path) -> None:
     parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}, "train": {"steps": 2}}
     rows_of_runs(tmp_path, 2, [parallel])
     rows = [json.loads(line) for line in (tmp_path / "2-0" / "metrics.jsonl").open()]

@@ -115,7 +115,8 @@ def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
     before = whole(s.model)
     s.optimizer.zero_grad()
     quiet.append(parameter.grad is None)
-    norm = s.optimizer.step()  # nothing is left to step with
+    s.optimizer.step()  # nothing is left to step with
+    norm = s.optimizer.grad_norm
     after = whole(s.model)
     quiet += [norm == 0.0, all(torch.equal(before[n], after[n]) for n in before)]
     s.model(ids, labels).backward()
@@ -275,3 +276,36 @@ def test_impossible_requests_are_refused_by_name() -> None:
         assert len(found) == len(expected)
         for message, part in zip(found, expected, strict=True):
             assert part in message, message
+
+
+def closures(rank: int, world: int) -> tuple[list[Any], float]:
+    case = Case(weight=2, steps=2)
+    by_hand, by_closure = setup(case), setup(case)
+    returned: list[Any] = []
+    for step in range(case.steps):
+        ids, labels = (share(t, rank) for t in batch(step, world))
+        by_hand.optimizer.zero_grad()
+        loss = by_hand.model(ids, labels)
+        loss.backward()
+        returned.append(by_hand.optimizer.step() is None)
+        calls: list[bool] = []
+
+        def closure(ids: Any = ids, labels: Any = labels, calls: list[bool] = calls) -> Any:
+            calls.append(torch.is_grad_enabled())
+            by_closure.optimizer.zero_grad()
+            loss = by_closure.model(ids, labels)
+            loss.backward()
+            return loss
+
+        with torch.no_grad():  # a step enables gradients for its closure alone
+            given = by_closure.optimizer.step(closure)
+        returned += [calls == [True], torch.equal(given, loss)]
+        returned.append(by_closure.optimizer.grad_norm == by_hand.optimizer.grad_norm > 0)
+    found, wanted = whole(by_closure.model), whole(by_hand.model)
+    return returned, max(float((found[n] - wanted[n]).abs().max()) for n in wanted)
+
+
+def test_a_step_returns_the_closures_loss_or_nothing_as_torchs_does() -> None:
+    for returned, gap in run_ranks(closures, 2):
+        assert returned == [True] * 8
+        assert gap == 0.0

@@ -63,14 +63,16 @@ def batch(case: Case, rows: int, micro_batch: int) -> tuple[Tensor, Any, Tensor 
     return ids, boundaries, labels
 
 
-def run_case(case: Case, device: str = "cpu") -> tuple[float, float]:
-    """Run ``case`` on the calling ranks, all of them on ``device``.
+def run_case(
+    case: Case, device: str = "cpu", mesh: ParallelMesh | None = None
+) -> tuple[float, float]:
+    """Run ``case`` on the calling ranks, on ``device``, or on a ``mesh`` of its degrees.
 
     Returns:
         The largest relative difference of the loss, and of any parameter's gradient (absolute
         difference over the gradient's largest element).
     """
-    mesh = mesh_of(case.weight, case.sequence, device=device)
+    mesh = mesh or mesh_of(case.weight, case.sequence, device=device)
     plain = model_zoo.build(
         case.model_config(), dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed)
     )
@@ -81,8 +83,6 @@ def run_case(case: Case, device: str = "cpu") -> tuple[float, float]:
         ours, mesh, weights, activation_checkpoint=ActivationCheckpointConfig(**case.checkpoint)
     )
     communicator.state.pool.poison = True
-    if weights.head_output != "local":
-        ours.loss_options = {"output": weights.head_output, "group": mesh.sequence_group}
     batches = [batch(case, mesh.data, m) for m in range(case.micro_batches)]
     wanted = _plain_loss(plain, batches, mesh.device)
     wanted.backward()

@@ -90,13 +90,15 @@ def make(
     hooks: list[SchedulerHook] | None = None,
     trace: Trace | None = None,
     alter: Callable[[nn.Module], None] = lambda model: None,
+    mesh: ParallelMesh | None = None,
 ) -> tuple[Pipeline, nn.Module]:
     """The pipeline of the calling rank, and the whole model on one process.
 
     Args:
         alter: changes the model before it is cut.
+        mesh: of the degrees of ``case``; ``None``: one is made.
     """
-    mesh = mesh_of(
+    mesh = mesh or mesh_of(
         case.weight,
         case.sequence,
         case.pipeline,
@@ -120,11 +122,6 @@ def make(
         hooks=hooks or [],
         trace=trace,
     )
-    if case.weights.get("head_output", "local") != "local":
-        for chunk in pipeline.chunks:
-            chunk.loss_options = {
-                "output": case.weights["head_output"], "group": mesh.sequence_group,
-            }  # fmt: skip
     for communicator in pipeline.communicators:
         communicator.state.pool.poison = True
     return pipeline, plain

@@ -68,7 +68,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on each rank and return its values by rank.
 
-    Each process has an initialised gloo group (30 s timeout), one torch thread, seed 0 and
+    Each process has an initialized gloo group (30 s timeout), one torch thread, seed 0 and
     deterministic algorithms (which also fill ``torch.empty`` with NaN).
 
     Raises:

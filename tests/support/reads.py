@@ -176,7 +176,7 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).t()
 
 
-class Normalised(Block):
+class Normalized(Block):
     """``weight_norm`` in both forms, ``spectral_norm``, a parametrisation and pruning."""
 
     def __init__(self, width: int = 6) -> None:

@@ -156,7 +156,8 @@ def train(s: Setup, case: Case, rank: int, world: int, start: int = 0) -> list[t
             s.optimizer.scale(loss).backward()
             total += loss.detach()
         dist.all_reduce(total)
-        found.append((total.item(), s.optimizer.step()))
+        s.optimizer.step()
+        found.append((total.item(), s.optimizer.grad_norm))
         s.optimizer.zero_grad()
     return found
 

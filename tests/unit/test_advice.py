@@ -69,9 +69,9 @@ def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
     assert "in flight for 10 s (512 KiB/s)" in text
     assert "2.5 s of compute" in text
     assert "4 times as long" in text
-    assert "keep_between_micro_batches" in text
+    assert 'keep_unsharded = "all"' in text
     assert 'accumulation = "full"' in text
-    assert "resident_blocks (now 0)" in text
+    assert 'keep_unsharded (now "none")' in text
     assert "parallel.weight = 2, which sends 33% less" in text
     assert not any("too late" in t for t in advise({0: events}, setting()))
 
@@ -79,11 +79,10 @@ def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
 def test_ways_that_do_not_exist_are_left_out_of_them() -> None:
     events = step({f"layers.{i}": (2 * i, 2 * i + 2, 2 * i + 0.5) for i in range(5)})
     one = advise({0: events}, setting())[0]
-    assert "keep_between_micro_batches" not in one, "with one micro-batch nothing is kept"
+    assert 'keep_unsharded = "all"' not in one, "with one micro-batch nothing is kept"
     assert "parallel.weight =" not in one, "a group of two has no smaller one that still cuts"
-    kept = setting(micro_batches=2, weights={"keep_between_micro_batches": True})
-    assert "keep_between_micro_batches" not in advise({0: events}, kept)[0]
-    assert "resident_blocks" not in advise({0: events}, kept)[0], "all of them are kept"
+    kept = setting(micro_batches=2, weights={"keep_unsharded": "all"})
+    assert "keep_unsharded" not in advise({0: events}, kept)[0], "all of them are kept"
     assert "accumulation" not in one
 
 
@@ -95,13 +94,13 @@ def test_without_overlap_the_first_advice_is_to_turn_it_on() -> None:
 
 @pytest.mark.parametrize(
     ("micro_batches", "kept", "word"),
-    [(1, False, "More tokens"), (4, False, "instead of 4 times"), (4, True, "More tokens")],
+    [(1, "none", "More tokens"), (4, 1, "instead of 4 times"), (4, "all", "More tokens")],
 )
 def test_the_first_gather_cannot_be_hidden_only_paid_less_often(
-    micro_batches: int, kept: bool, word: str
+    micro_batches: int, kept: str | int, word: str
 ) -> None:
     events = step({"layers.0": (0, 1, 0), "layers.1": (2, 3, 4)})
-    weights = {"keep_between_micro_batches": kept}
+    weights = {"keep_unsharded": kept}
     text = the_only(advise({0: events}, setting(micro_batches=micro_batches, weights=weights)))
     assert "The first gathers of a forward have nothing to hide behind: 1 s" in text
     assert "layers.0" in text

@@ -46,7 +46,7 @@ def test_two_ranks_on_loopback_end_to_end(tmp_path: Path, bench: Bench) -> None:
     files = {k: tmp_path / f"out.{k}" for k in ("json", "markdown")}
     files["picture"] = tmp_path / "out.png"
     levers = (
-        "ours:resident_blocks=2", "ours:quantize=int8,coalesce_bytes=0",
+        "ours:keep_unsharded=2", "ours:quantize=int8,coalesce_bytes=0",
         "ours:quantize=fp8,coalesce_bytes=0", "ours:reduce_dtype=float32",
     )  # fmt: skip
     wanted = ("ours", *levers, "ddp", "fsdp2:chunked+unshard", "ours:nonsense=1")

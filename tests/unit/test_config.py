@@ -241,9 +241,10 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "untie the embeddings",
         ),
         (
-            "[weight_parallel]\nresident_blocks = 2\nresident_bytes = 100",
+            "[weight_parallel]\nkeep_unsharded = 2000",
             1,
-            "weight_parallel.resident_blocks: each says which blocks stay whole; set one of them",
+            "weight_parallel.keep_unsharded: there are 4 blocks (model.layers); a size has a unit, "
+            'as "2 GiB"',
         ),
         (
             '[weight_parallel]\nquantize = "fp8"\n[train]\ndtype = "float16"', 1,

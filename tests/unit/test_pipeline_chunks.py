@@ -103,9 +103,9 @@ def test_settings_that_number_blocks_are_handed_down_as_a_chunks_own() -> None:
     found = {}
     for blocks in (range(2), range(2, 7), range(7, 9)):
         chunk = Chunk(model, blocks, blocks.start == 0, blocks.stop == 9)
-        weights, local = local_config(chunk, WeightParallelConfig(resident_blocks=1), again)
+        weights, local = local_config(chunk, WeightParallelConfig(keep_unsharded=1), again)
         assert weights.blocks == tuple(f"layers.{i}" for i in blocks)
-        assert weights.resident_blocks == 1
+        assert weights.keep_unsharded == 1
         assert local is not None
         found[blocks.start] = {blocks.start + i for i in local.selected(len(blocks))}
     assert found == {0: {0, 1}, 2: {2, 3}, 7: set()}

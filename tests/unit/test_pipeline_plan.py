@@ -11,8 +11,8 @@ import pytest
 
 from internsp.errors import ConfigError, OrderError
 from internsp.pipeline.hooks import (
+    ComputeAction,
     ISPCommunicatorSchedulerHook,
-    Place,
     following,
     phase_of,
 )
@@ -128,10 +128,10 @@ def test_a_backward_before_its_forward_is_refused() -> None:
 def test_a_pass_that_is_not_the_planned_one_is_refused() -> None:
     communicator: Any = SimpleNamespace(state=SimpleNamespace(trace=Trace()))
     hook = ISPCommunicatorSchedulerHook({0: communicator})
-    hook.begin([Place(0, 0, 0), Place(0, 0, 0, "full")])
+    hook.begin([ComputeAction(0, 0, 0), ComputeAction(0, 0, 0, "full")])
     for step in (hook.before_forward, hook.before_backward):
-        with pytest.raises(OrderError, match=r"runs Place.*micro_batch=1.*the plan has Place"):
-            step(Place(0, 0, 1))
+        with pytest.raises(OrderError, match=r"runs Compute.*micro_batch=1.*the plan has Compute"):
+            step(ComputeAction(0, 0, 1))
 
 
 def test_numbers_that_do_not_fit_a_schedule_are_explained() -> None:
@@ -145,8 +145,9 @@ def test_numbers_that_do_not_fit_a_schedule_are_explained() -> None:
 
 def test_the_next_pass_that_gathers_is_prefetched_for_wherever_it_is() -> None:
     places = [
-        Place(1, 0, 0), Place(1, 0, 0, "input"), Place(1, 0, 0, "weight"), Place(3, 1, 0, "full"),
-        Place(1, 0, 1), Place(1, 0, 1, "weight"),
+        ComputeAction(1, 0, 0), ComputeAction(1, 0, 0, "input"), ComputeAction(1, 0, 0, "weight"),
+        ComputeAction(3, 1, 0, "full"),
+        ComputeAction(1, 0, 1), ComputeAction(1, 0, 1, "weight"),
     ]  # fmt: skip
     wanted = [places[1], places[3], places[3], places[4], None, None]
     assert [following(places, index) for index in range(len(places))] == wanted
@@ -158,15 +159,16 @@ def test_the_next_pass_that_gathers_is_prefetched_for_wherever_it_is() -> None:
 def test_the_first_stage_leaves_all_to_the_weight_part_another_that_cannot_split_nothing() -> None:
     steps = [Step(0, "I", 0), Step(3, "I", 0), Step(0, "W", 0), Step(3, "F", 1), Step(3, "W", 0)]
     assert passes(steps, [0, 3], {0: True, 3: True}) == [
-        Place(3, 1, 0, "input"), Place(0, 0, 0, "full"), Place(3, 1, 1), Place(3, 1, 0, "weight"),
+        ComputeAction(3, 1, 0, "input"), ComputeAction(0, 0, 0, "full"), ComputeAction(3, 1, 1),
+        ComputeAction(3, 1, 0, "weight"),
     ]  # fmt: skip
     assert passes(steps, [0, 3], {0: False, 3: False}) == [
-        Place(3, 1, 0, "full"), Place(0, 0, 0, "full"), Place(3, 1, 1),
+        ComputeAction(3, 1, 0, "full"), ComputeAction(0, 0, 0, "full"), ComputeAction(3, 1, 1),
     ]  # fmt: skip
 
 
 def chunk(blocks: int, keep: bool = False) -> ChunkPlan:
-    policy = Policy(blocks, resident=frozenset(range(blocks if keep else 0)))
+    policy = Policy(blocks, kept=frozenset(range(blocks if keep else 0)))
     units = tuple(
         UnitPlan(f"b{i}", (WeightPlan(f"b{i}.w", 8, 8, 16, 8),), policy.slot(i), i)
         for i in range(blocks)

@@ -79,7 +79,7 @@ def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
     for name, found in (("1F1B", again), ("ZBVZeroBubble", kept)):
         settings = config(
             pipeline={"schedule": name, "chunks": 1 if name == "1F1B" else 2},
-            weight_parallel={"keep_between_micro_batches": found is kept},
+            weight_parallel={"keep_unsharded": "all" if found is kept else "none"},
         )
         wanted = [rank.schedule.count("AG") for rank in make_pipeline_plan(settings, 4).ranks]
         assert wanted[0] != wanted[1]
@@ -93,7 +93,7 @@ def test_other_schedules_are_told_as_each_of_them_would_be_planned() -> None:
 def test_compiled_chunks_are_planned_with_both_gradients_at_once() -> None:
     def parts(compiled: bool) -> set[str]:
         settings = config(weight_parallel={"compile": compiled, "trigger": "qkv"})
-        return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.places}
+        return {at.part for rank in make_pipeline_plan(settings, 4).ranks for at in rank.actions}
 
     assert parts(False) == {"", "full", "input", "weight"}
     assert parts(True) == {"", "full"}
@@ -106,26 +106,26 @@ def test_every_pass_is_printed_with_what_it_launches() -> None:
         found = re.findall(r"stage (\d) micro-batch (\d) .* (\d+) gathers, (\d+) reductions", part)
         assert [tuple(map(int, words)) for words in found] == [
             (at.stage, at.micro_batch, *counts)
-            for at, counts in zip(rank.places, rank.launched, strict=True)
+            for at, counts in zip(rank.actions, rank.launched, strict=True)
         ]
-        assert len({at.stage for at in rank.places}) == 2
+        assert len({at.stage for at in rank.actions}) == 2
 
 
 def test_kept_blocks_cost_the_memory_that_the_plan_says() -> None:
-    def slots(keep: bool) -> list[int]:
-        settings = config(weight_parallel={"keep_between_micro_batches": keep})
+    def slots(keep: str) -> list[int]:
+        settings = config(weight_parallel={"keep_unsharded": keep})
         chunks = make_pipeline_plan(settings, 4).ranks[0].chunks
         return [len(chunk.plan.slots()) for chunk in chunks]
 
     # The first chunk has three blocks and the embedding; the head leaves the last chunk one block.
-    assert slots(False) == [2 + 1, 1 + 1]
-    assert slots(True) == [3 + 1, 1 + 1]
+    assert slots("none") == [2 + 1, 1 + 1]
+    assert slots("all") == [3 + 1, 1 + 1]
 
 
-def test_resident_blocks_are_told_for_each_pipeline_rank() -> None:
-    text = printed(config(weight_parallel={"min_shard_elements": 64, "resident_blocks": 1}))
-    assert "Pipeline rank 0: 2 resident blocks (layers.1, layers.8)" in text
-    assert "Pipeline rank 1: 2 resident blocks (layers.4, layers.6)" in text
+def test_kept_blocks_are_told_for_each_pipeline_rank() -> None:
+    text = printed(config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 1}))
+    assert "Pipeline rank 0: 2 blocks stay unsharded (layers.1, layers.8)" in text
+    assert "Pipeline rank 1: 2 blocks stay unsharded (layers.4, layers.6)" in text
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

@@ -145,10 +145,10 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
     assert text.count("\n  AG ") == plan.schedule.count("AG")
 
 
-def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
-    two = config(weight_parallel={"min_shard_elements": 64, "resident_blocks": 2})
+def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
+    two = config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 2})
     plan, usual = make_plan(two, 2), make_plan(config(), 2)
-    assert plan.chunk.policy.resident == {0, 2}
+    assert plan.chunk.policy.kept == {0, 2}
     # Blocks 1 and 3 move and have two slots: all four are whole when backward begins.
     assert plan.schedule.nbytes("AG") == usual.schedule.nbytes("AG") - 2 * BLOCK // 2
     whole = "unsharded weights (slots, exact)"
@@ -156,11 +156,11 @@ def test_resident_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prin
     out = io.StringIO()
     print_plan(two, 4, Console(file=out, width=160))
     assert (
-        f"2 resident blocks (layers.0, layers.2): {human(2 * BLOCK)} more unsharded weights, "
+        f"2 blocks stay unsharded (layers.0, layers.2): {human(2 * BLOCK)} more unsharded weights, "
         f"{2 * 7} gathers ({human(BLOCK)}) fewer a step"
     ) in out.getvalue()
-    by_memory = {"min_shard_elements": 64, "resident_bytes": 2 * BLOCK - 1}
-    assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.resident == {1}
+    by_memory = {"min_shard_elements": 64, "keep_unsharded": f"{2 * BLOCK - 1} B"}
+    assert make_plan(config(weight_parallel=by_memory), 2).chunk.policy.kept == {1}
 
 
 def test_quantizing_changes_what_gathers_carry_and_takes_the_memory_that_is_stated() -> None:
@@ -185,3 +185,40 @@ def test_bytes_read_well() -> None:
     assert [human(n) for n in (0, 9_999, 10_240, 5 * 2**20, 3 * 2**40, 5_000 * 2**40)] == [
         "0 B", "9999 B", "10.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "pattern", "told"),
+    [
+        ("blocks", "layer.*", "weight_parallel.blocks: 'layer.*' matches no"),
+        ("prefetch_triggers", "attention.woo", "did you mean 'attention.wo'?"),
+        ("experts", "expert", "weight_parallel.experts: 'expert' matches no parameter"),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pattern_that_matches_nothing_is_refused_before_anything_runs(
+    stages: int, key: str, pattern: str, told: str
+) -> None:
+    settings = config(
+        weight_parallel={"min_shard_elements": 64, key: [pattern]},
+        parallel={"pipeline": stages},
+        train={"micro_batches": 2, "global_batch": 4},
+    )
+    with pytest.raises(StructureError) as raised:
+        print_plan(settings, 2 * stages, Console(file=io.StringIO()))
+    assert told in str(raised.value)
+
+
+def test_a_pipelines_blocks_are_all_of_the_models_layers() -> None:
+    def planned(*blocks: str) -> None:
+        settings = config(
+            weight_parallel={"blocks": blocks},
+            parallel={"pipeline": 2},
+            train={"micro_batches": 2, "global_batch": 4},
+        )
+        print_plan(settings, 4, Console(file=io.StringIO()))
+
+    planned("layers.*")
+    planned("layers.[01]", "layers.[23]")
+    with pytest.raises(StructureError, match=r"leaves out some of layers\.0 to layers\.3"):
+        planned("layers.[012]")

@@ -90,8 +90,8 @@ def test_bytes_of_experts_are_those_of_their_own_groups() -> None:
     assert (expert.gather_bytes, expert.reduce_bytes) == (128 * 4 * 3 // 4, 128 * 4 * 3 // 4)
     assert (expert.shard_bytes, expert.expert) == (128 * 4 // 4, True)
     alone = {w.name: w for w in plan(MeshShape(8, 2, expert_weight=1)).blocks[0].weights}
-    assert alone["layers.0.mlp.experts.0.weight"].resident
-    assert not alone["layers.0.wo.weight"].resident
+    assert not alone["layers.0.mlp.experts.0.weight"].moves
+    assert alone["layers.0.wo.weight"].moves
     same = plan(MeshShape(8, 2, expert_weight=2))
     assert not any(w.expert for w in same.blocks[0].weights)
 

@@ -15,7 +15,7 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
-from internsp.plan.assign import assign
+from internsp.plan.assign import assign, require_experts_matched
 from internsp.plan.blocks import read, trigger_position
 from tests.support.models import Block, Tiny
 
@@ -57,14 +57,29 @@ def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
     ("call", "words"),
     [
         (partial(read, Odd()), ["no transformer blocks", "tower.*", "ModuleDict"]),
-        (partial(read, Odd(), blocks=("towr.*",)), ["'towr.*' matches no module", "tower.*"]),
+        (
+            partial(read, Odd(), blocks=("towr.*",)),
+            ["weight_parallel.blocks: 'towr.*' matches no module (did you mean 'tower.*'?); "],
+        ),
+        (partial(read, Odd(), blocks=("x/y",)), ["'x/y' matches no module; candidates: tower.*"]),
         (
             partial(read, Odd(), blocks=("tower.*",)),
             ["no prefetch trigger", "tower.0", "mix", "fold"],
         ),
         (
             partial(read, Odd(), blocks=("tower.*",), prefetch_triggers=("fald",)),
-            ["no prefetch trigger", "fald", "mix", "fold"],
+            ["no prefetch trigger", "fald (did you mean 'fold'?)", "mix", "fold"],
+        ),
+        (
+            partial(read, Odd(), blocks=("tower.*",), prefetch_triggers=("fold", "mixx")),
+            ["weight_parallel.prefetch_triggers: 'mixx' matches no module of any block "
+             "(did you mean 'mix'?)"],
+        ),
+        (
+            partial(require_experts_matched, ["layers.0.mlp.experts.0.w1", "layers.0.wo"],
+                    WeightParallelConfig(experts=("experts", "expert"))),
+            ["weight_parallel.experts: 'expert' matches no parameter (did you mean 'experts'?)",
+             "candidates: layers.*, layers.*.mlp.experts.*"],
         ),
         (partial(read, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
         (partial(read, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),

@@ -15,10 +15,10 @@ from internsp.wp.schedule import BACKWARD, FORWARD, Policy
 PARTS = ("q", "wo", "w1", "w2")
 
 
-def weight(name: str, resident: bool = False, pages: int = 1, **more: bool) -> WeightPlan:
+def weight(name: str, moves: bool = True, pages: int = 1, **more: bool) -> WeightPlan:
     return WeightPlan(
-        name, 0 if resident else 10, 20, 256 * pages, 64,
-        resident=resident, gradient_bytes=40 * pages, **more,
+        name, 10 if moves else 0, 20, 256 * pages, 64,
+        moves=moves, gradient_bytes=40 * pages, **more,
     )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def chunk(
     recomputed: frozenset[int] = frozenset(),
     trigger_at: int = 1,
     pending: int = 2,
-    resident: bool = False,
+    moves: bool = True,
     kept: frozenset[int] = frozenset(),
     rolling: bool = False,
     uneven: int = 0,
@@ -42,7 +42,7 @@ def chunk(
         UnitPlan(
             f"b{i}",
             tuple(
-                weight(f"b{i}.{p}", resident, 1 + (uneven * i * n) % 4, trainable=p != frozen,
+                weight(f"b{i}.{p}", moves, 1 + (uneven * i * n) % 4, trainable=p != frozen,
                        small=p in small.split())
                 for n, p in enumerate(PARTS)
             ),
@@ -53,9 +53,9 @@ def chunk(
         )
         for i in range(blocks)
     )
-    embedding = UnitPlan("embed", (weight("embed.w", resident),), policy.slots)
-    head = UnitPlan("head", (weight("head.w", resident),), policy.slots + 1)
-    other = UnitPlan("other", (weight("other.w", resident),), policy.slots + 2)
+    embedding = UnitPlan("embed", (weight("embed.w", moves),), policy.slots)
+    head = UnitPlan("head", (weight("head.w", moves),), policy.slots + 1)
+    other = UnitPlan("other", (weight("other.w", moves),), policy.slots + 2)
     return ChunkPlan(policy, units, embedding, head, pending, (other,))
 
 
@@ -177,18 +177,18 @@ def test_a_recomputed_block_is_gathered_once_in_the_order_of_its_recompute() -> 
     ]
 
 
-def test_resident_weights_are_neither_gathered_nor_waited_for() -> None:
-    schedule = simulate(chunk(3, resident=True))
+def test_weights_that_are_unsharded_at_rest_are_neither_gathered_nor_waited_for() -> None:
+    schedule = simulate(chunk(3, moves=False))
     assert schedule.count("AG") == 0
     assert {a.kind for a in schedule.actions} == {"USE", "FREE", "RS", "WAIT", "FINISH"}
 
 
 @given(plan=chunks, micro_batches=st.integers(1, 3))
-def test_a_resident_block_is_gathered_once_and_the_others_as_if_it_were_not_there(
+def test_a_kept_block_is_gathered_once_and_the_others_as_if_it_were_not_there(
     plan: ChunkPlan, micro_batches: int
 ) -> None:
     gathers = simulate(plan, micro_batches).lines(["AG"])
-    kept = plan.policy.resident
+    kept = plan.policy.kept
     for block in kept:
         for part in PARTS:
             assert sum(f"b{block}.{part}" in line for line in gathers) == 1
@@ -197,8 +197,8 @@ def test_a_resident_block_is_gathered_once_and_the_others_as_if_it_were_not_ther
     assert sum(".q" in line for line in gathers) == moving + len(kept)
 
 
-def test_past_a_resident_block_the_next_one_comes_early() -> None:
-    policy = Policy(6, resident=frozenset({1, 3, 4}))
+def test_past_a_kept_block_the_next_one_comes_early() -> None:
+    policy = Policy(6, kept=frozenset({1, 3, 4}))
     assert [policy.targets(b, FORWARD) for b in range(6)] == [
         [1, 2], [2], [3], [4, 5], [5], [6],
     ]  # fmt: skip
@@ -213,14 +213,14 @@ def test_past_a_resident_block_the_next_one_comes_early() -> None:
 def test_blocks_ahead_of_a_block_never_share_its_slot(
     blocks: int, depth: int, kept: frozenset[int]
 ) -> None:
-    policy = Policy(blocks, depth, resident=kept & frozenset(range(blocks)))
+    policy = Policy(blocks, depth, kept=kept & frozenset(range(blocks)))
     for block in range(blocks):
         for phase in (FORWARD, BACKWARD):
             ahead = [b for b in policy.targets(block, phase) if b < blocks]
             slots = [policy.slot(b) for b in [block, *ahead]]
             assert len(set(slots)) == len(slots)
             assert max(slots) < policy.slots
-            assert sum(b not in policy.resident for b in ahead) <= depth
+            assert sum(b not in policy.kept for b in ahead) <= depth
 
 
 def test_rolling_gathers_into_the_place_that_the_same_weight_two_blocks_back_has_left() -> None:

@@ -28,7 +28,7 @@ def config_of(family: str = "llama", **options: object) -> ModelConfig:
 
 
 def model_of(family: str = "llama", **options: object) -> CausalLM:
-    """A model in fp64 in which nothing is 0 or 1 by chance of its initialisation."""
+    """A model in fp64 in which nothing is 0 or 1 by chance of its initialization."""
     generator = torch.Generator().manual_seed(5)
     model = build(config_of(family, **options), dtype=FP64, generator=generator)
     with torch.no_grad():

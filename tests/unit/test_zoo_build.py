@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from internsp.config import ModelConfig
-from model_zoo import CausalLM, build, canonical_name, generate, materialise
+from model_zoo import CausalLM, build, canonical_name, generate, materialize
 
 
 def small(**options: object) -> ModelConfig:
@@ -37,12 +37,12 @@ def test_the_module_names_are_those_the_default_patterns_expect(family: str) -> 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_built_on_meta_and_materialised_equals_one_built_at_once(tied: bool) -> None:
+def test_a_model_built_on_meta_and_materialized_equals_one_built_at_once(tied: bool) -> None:
     config = small(tie_embeddings=tied, qkv_bias=True)
     model = build(config, device="meta", dtype=torch.float64)
     assert all(p.is_meta for p in model.parameters())
     assert not list(model.buffers())
-    materialise(model, "cpu", seeded())
+    materialize(model, "cpu", seeded())
     at_once = build(config, dtype=torch.float64, generator=seeded())
     torch.testing.assert_close(values(model), values(at_once), rtol=0, atol=0)
     assert (model.head.weight is model.embed.weight) == tied
@@ -58,7 +58,7 @@ def test_initial_values_depend_on_name_and_seed_only() -> None:
     torch.rand(7, generator=used)
     for name, parameter in reversed(list(model.named_parameters())):
         alone = torch.full_like(parameter, torch.nan)
-        model.initialise(name.replace("layers.1", "layers.1._orig_mod"), alone, used)
+        model.initialize(name.replace("layers.1", "layers.1._orig_mod"), alone, used)
         assert torch.equal(alone, parameter), name
         assert torch.equal(again.get_parameter(name), parameter.bfloat16()), name
     other = build(config, generator=seeded(4))
@@ -94,10 +94,10 @@ def test_initial_values_have_the_stated_spread() -> None:
     assert bool((found["layers.1.feed_forward.w2.bias"] == 0).all())
 
 
-def test_a_parameter_without_memory_cannot_be_initialised() -> None:
+def test_a_parameter_without_memory_cannot_be_initialized() -> None:
     model = build(small(), device="meta")
     with pytest.raises(ValueError, match=r"norm\.weight is on the meta device"):
-        model.initialise("norm.weight", model.norm.weight, seeded())
+        model.initialize("norm.weight", model.norm.weight, seeded())
 
 
 def test_wrappers_leave_no_trace_in_a_canonical_name() -> None:

@@ -67,7 +67,7 @@ def initial_weights(sizes: Sizes) -> dict[str, Tensor]:
     for name, parameter in zoo.named_parameters():
         if name.startswith("layers."):
             weights[name] = torch.empty(parameter.shape, dtype=parameter.dtype)
-            zoo.initialise(name, weights[name], generator)
+            zoo.initialize(name, weights[name], generator)
     return weights
 
 

@@ -244,12 +244,12 @@ def _row(
 
 def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) -> dict[str, Any]:
     events = (first.get("profile") or {}).get("events", [])
-    travelled = sum(e[6] for e in events if e[0] in ("AG", "RS", "FINISH", "PUBLISH"))
+    traveled = sum(e[6] for e in events if e[0] in ("AG", "RS", "FINISH", "PUBLISH"))
     row: dict[str, Any] = {
         "slot_bytes": first["slot_bytes"],
         "payload": first["payload"],
         "replica_bytes": first.get("replica_bytes", 0),
-        "payload_seen": travelled if events else None,
+        "payload_seen": traveled if events else None,
         "exposures": exposures(events),
     }
     rate = None if spec.free else outcome.rate_mbit

@@ -1,4 +1,4 @@
-"""What ``internsp plan`` says of resident blocks: which, their memory, the gathers saved."""
+"""What ``internsp plan`` says of blocks that stay unsharded: which, their memory, gathers saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from internsp.plan.units import all_moving
 
 
 @dataclass(frozen=True)
-class Residents:
-    """Resident blocks of one rank, beside the same rank without any.
+class KeptBlocks:
+    """Blocks that stay unsharded on one rank, beside the same rank without any.
 
     Attributes:
         blocks: names, chunk by chunk.
@@ -30,12 +30,12 @@ class Residents:
         chunks: Sequence[ChunkPlan],
         schedule: Schedule,
         simulate: Callable[[list[ChunkPlan]], Schedule],
-    ) -> Residents:
-        """Compare ``schedule`` with what ``simulate`` makes of chunks without resident blocks."""
+    ) -> KeptBlocks:
+        """Compare ``schedule`` with what ``simulate`` makes of chunks without them."""
         others = [all_moving(chunk) for chunk in chunks]
         without = simulate(others)
         return cls(
-            tuple(c.blocks[i].name for c in chunks for i in sorted(c.policy.resident)),
+            tuple(c.blocks[i].name for c in chunks for i in sorted(c.policy.kept)),
             sum(map(sum, (c.slots() for c in chunks))) - sum(map(sum, (c.slots() for c in others))),
             without.count("AG") - schedule.count("AG"),
             without.nbytes("AG") - schedule.nbytes("AG"),
@@ -44,7 +44,7 @@ class Residents:
     def line(self) -> str:
         """For a person."""
         return (
-            f"{len(self.blocks)} resident blocks ({', '.join(self.blocks)}): "
+            f"{len(self.blocks)} blocks stay unsharded ({', '.join(self.blocks)}): "
             f"{human(self.nbytes)} more unsharded weights, {self.gathers} gathers "
             f"({human(self.gathered_bytes)}) fewer a step"
         )

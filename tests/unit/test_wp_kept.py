@@ -1,4 +1,4 @@
-"""Which blocks stay whole: as many as the memory holds, where they save time on the link."""
+"""Which blocks stay unsharded: as many as the memory holds, where they save time on the link."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SIZES = {"q": 1.0, "k": 1.0, "v": 1.0, "wo": 1.0, "w1": 8 / 3, "w3": 8 / 3, "w2"
 BLOCK = sum(SIZES.values())
 
 
-def played(blocks: int, resident: tuple[int, ...], slowness: float, micro_batches: int) -> float:
+def played(blocks: int, kept: tuple[int, ...], slowness: float, micro_batches: int) -> float:
     """Seconds of a step: a block's forward takes 1, backward 2, a pass over the link `slowness`."""
-    policy = Policy(blocks, resident=frozenset(resident))
+    policy = Policy(blocks, kept=frozenset(kept))
     units = []
     for index in range(blocks):
         weights = [
@@ -104,7 +104,7 @@ def test_the_cost_is_what_comes_on_top_of_the_shared_slots() -> None:
 @given(
     blocks=st.integers(1, 9), depth=st.integers(1, 3), kept=st.frozensets(st.integers(0, 8))
 )
-def test_resident_blocks_share_no_slot_and_every_slot_holds_its_blocks(
+def test_kept_blocks_share_no_slot_and_every_slot_holds_its_blocks(
     blocks: int, depth: int, kept: frozenset[int]
 ) -> None:
     kept &= frozenset(range(blocks))
@@ -119,7 +119,7 @@ def test_resident_blocks_share_no_slot_and_every_slot_holds_its_blocks(
             assert sizes[block] == given_sizes[slot]
 
 
-def test_a_long_run_of_resident_blocks_is_not_gathered_at_once() -> None:
+def test_a_long_run_of_kept_blocks_is_not_gathered_at_once() -> None:
     assert reach(range(1, 9), 1, frozenset(range(9))) == [1]
     assert reach(range(1, 9), 2, frozenset(range(3, 9))) == [1, 2]
     assert reach(range(1, 9), 2, frozenset({1, 3, 4})) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""WP-11, WP-14: resident blocks stay whole for a step's passes, and not a moment longer."""
+"""WP-11, WP-14: kept blocks stay unsharded for a step's passes, and not a moment longer."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ from functools import partial
 
 import torch
 
-from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import ConfigError
+from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from internsp.parallel import parallelize
-from tests.support.models import Tiny, Twin, close, raises
+from tests.support.models import Tiny, Twin, close
 from tests.support.ranks import run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 
 
-def residents(rank: int, world_size: int) -> None:
-    """Resident blocks are gathered once a step, and again after whatever writes a weight."""
+def kept_blocks(rank: int, world_size: int) -> None:
+    """Kept blocks are gathered once a step, and again after whatever writes a weight."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for checkpoint in (None, FULL):
-        twin = Twin(partial(Tiny, layers=6), mesh, checkpoint, resident_blocks=2)
+        twin = Twin(partial(Tiny, layers=6), mesh, checkpoint, keep_unsharded=2)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
         plan = twin.communicator.plan
         assert plan is not None
-        assert plan.policy.resident == {1, 3}
+        assert plan.policy.kept == {1, 3}
 
         def gathers(twin: Twin = twin) -> list[str]:
-            """Resident blocks whose weights were gathered since the last call."""
+            """Kept blocks whose weights were gathered since the last call."""
             lines = twin.lines("AG")
             return [n for n in ("1", "3") for line in lines if f"layers.{n}.w1.weight" in line]
 
@@ -64,9 +62,7 @@ def residents(rank: int, world_size: int) -> None:
             for parameter in model.parameters():
                 parameter.data.mul_(1.25)
         passes("after .data was written")
-    both = WeightParallelConfig(resident_blocks=1, resident_bytes=1)
-    raises(ConfigError, lambda: parallelize(Tiny(), mesh, both), "resident_blocks", "set one")
 
 
-def test_resident_blocks_are_gathered_once_a_step_and_never_stale() -> None:
-    run_ranks(residents, 2)
+def test_kept_blocks_are_gathered_once_a_step_and_never_stale() -> None:
+    run_ranks(kept_blocks, 2)

@@ -1,0 +1,114 @@
+"""From the named axes of a user's ``DeviceMesh`` to degrees. Pure; nothing is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from internsp.config.errors import nearest
+from internsp.errors import MeshError
+
+Axes = str | Sequence[str]
+"""Names of axes: one, several, or none (``()``)."""
+
+
+def degrees_of(
+    device_mesh: DeviceMesh, world_size: int, given: Mapping[str, Axes]
+) -> dict[str, int]:
+    """Degrees by name (``weight``, ``sequence``, ``pipeline``), if :class:`MeshShape` is this mesh.
+
+    Args:
+        given: names of axes by ``weight``, ``replicas``, ``sequence`` and ``pipeline``.
+
+    Raises:
+        MeshError: see :meth:`internsp.ParallelMesh.from_device_mesh`.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(
+            f"device_mesh is a {type(device_mesh).__name__}, not torch.distributed's DeviceMesh; "
+            "ParallelMesh.create makes a mesh from degrees"
+        )
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "the axes of this DeviceMesh have no names: give init_device_mesh its mesh_dim_names"
+        )
+    chosen: dict[str, tuple[str, ...]] = {}
+    for what, axes in given.items():
+        if not isinstance(axes, str | Sequence):
+            raise MeshError(
+                f"{what} = {axes!r} is no name of an axis of the DeviceMesh, whose sizes are the "
+                "degrees; ParallelMesh.create makes a mesh from degrees"
+            )
+        chosen[what] = (axes,) if isinstance(axes, str) else tuple(axes)
+    _require_meanings(names, chosen)
+    size = device_mesh.mesh.numel()
+    if size != world_size:
+        raise MeshError(
+            f"this DeviceMesh ({', '.join(map(repr, names))}) has {size} of {world_size} ranks: "
+            "give the one of all ranks, of which it may be a part, and name all of its axes"
+        )
+    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+    _require_order(device_mesh, sizes, chosen)
+    return {
+        what: math.prod(sizes[axis] for axis in chosen[what])
+        for what in ("weight", "sequence", "pipeline")
+    }
+
+
+def _require_meanings(names: Sequence[str], chosen: Mapping[str, Sequence[str]]) -> None:
+    listed = ", ".join(map(repr, names))
+    owner: dict[str, str] = {}
+    for what, axes in chosen.items():
+        for axis in axes:
+            if axis not in names:
+                near = nearest(str(axis), names)
+                hint = f"; did you mean {near!r}?" if near else ""
+                raise MeshError(f"{what} names {axis!r}, but this DeviceMesh has {listed}{hint}")
+            # Sequences are cut in a factoring of their own: over what weights are cut as well.
+            shared = what == "sequence" and owner.get(axis) in ("weight", "replicas")
+            if axis in owner and not shared:
+                raise MeshError(
+                    f"axis {axis!r} is named twice, by {owner[axis]} and by {what}: along one axis "
+                    "weights are cut, or replicated, or those of other pipeline stages"
+                )
+            owner.setdefault(axis, what)
+    for axis in names:
+        if axis not in owner:
+            raise MeshError(
+                f"axis {axis!r} of this DeviceMesh is left without a meaning: name it in "
+                f"{', '.join(chosen)} (it has {listed})"
+            )
+
+
+def _require_order(
+    device_mesh: DeviceMesh, sizes: Mapping[str, int], chosen: Mapping[str, Sequence[str]]
+) -> None:
+    """Ranks count up through stages, replicas and weight ranks, and through sequences' own."""
+    weight, sequence, pipeline = (
+        {axis for axis in chosen[what] if sizes[axis] > 1}
+        for what in ("weight", "sequence", "pipeline")
+    )
+    if not (weight <= sequence or sequence <= weight):
+        cut, other = sorted(weight), sorted(sequence)
+        raise MeshError(
+            f"weights are cut over {cut} and sequences over {other}, which cross: groups of both "
+            "kinds hold ranks that follow each other. Cut weights over both (weight = "
+            f"{tuple(axis for axis in sizes if axis in weight | sequence)!r}), or sequences"
+        )
+
+    def inwards(axis: str) -> tuple[bool, ...]:
+        return axis not in pipeline, axis in weight | sequence, axis in weight & sequence
+
+    order = sorted(sizes, key=inwards)  # stable: otherwise as the mesh has them
+    ranks = device_mesh.mesh.permute([list(sizes).index(axis) for axis in order])
+    if ranks.flatten().tolist() != list(range(ranks.numel())):
+        made = f"{tuple(sizes[axis] for axis in order)!r}, mesh_dim_names={tuple(order)!r}"
+        raise MeshError(
+            f"the ranks of this DeviceMesh, {device_mesh.mesh.tolist()} over {tuple(sizes)!r}, are "
+            "not in internsp's order, in which a group's ranks follow each other (pipeline axes "
+            "first, then replicas, last what weights and sequences are cut over): make it by "
+            f"init_device_mesh({device_mesh.device_type!r}, {made})"
+        )
