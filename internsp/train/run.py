@@ -17,7 +17,7 @@ from internsp.report.advice import Setting, advise
 from internsp.report.chrome import write_chrome_trace
 from internsp.report.display import Display, make_display
 from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
-from internsp.report.page import write_report
+from internsp.report.page import Report
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.checkpoint import Resumed
@@ -263,8 +263,7 @@ class _Run:
             micro_batches=self.config.train.micro_batches,
             blocks=len(self.session.communicators[0].blocks),
         )
-        write_report(
-            self.output / "report.html",
+        report = Report(
             title=self.config.train.name,
             config_toml=self.config.to_toml(),
             metrics=read_metrics(self.output / "metrics.jsonl"),
@@ -277,6 +276,7 @@ class _Run:
             schedule=self._schedule(),
             advice=advise(timeline, setting),
         )
+        report.write(self.output / "report.html")
 
     def _notes(self) -> list[str]:
         stopped = f"The run was stopped before its last step{self.why}."
