@@ -15,7 +15,7 @@ from internsp.pipeline import SchedulerHook
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.report.advice import Setting, advise
 from internsp.report.chrome import write_chrome_trace
-from internsp.report.display import Display, make_display
+from internsp.report.display import Display
 from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.report.page import Report
 from internsp.trace import Event
@@ -130,7 +130,7 @@ class _Run:
         if self.done and (rows := read_metrics(writer.path)):
             self.skipped_before = rows[-1].skipped_steps or 0
         train = self.config.train
-        display = make_display(
+        display = Display(
             train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
         )
         display.start()
