@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -206,7 +205,8 @@ class _Run:
         return path
 
     def _counted(self, metrics: StepMetrics) -> StepMetrics:
-        return replace(metrics, skipped_steps=self.skipped_before + (metrics.skipped_steps or 0))
+        skipped = self.skipped_before + (metrics.skipped_steps or 0)
+        return metrics.model_copy(update={"skipped_steps": skipped})
 
     def _evaluated(
         self, metrics: StepMetrics, last: bool, display: Display | None
@@ -221,7 +221,7 @@ class _Run:
         if display is not None:
             finite = "" if math.isfinite(loss) else ", which is not finite"
             display.note(f"step {metrics.step}: held-out loss {loss:.4f}{finite}")
-        return replace(metrics, eval_loss=loss)
+        return metrics.model_copy(update={"eval_loss": loss})
 
     def _files(self, path: Path | None) -> Mapping[str, Path]:
         files = {

@@ -16,22 +16,8 @@ from internsp.report.display import (
     duration,
     sparkline,
 )
-from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
-
-
-def step(number: int, loss: float = 2.5, **changes: float) -> StepMetrics:
-    values = {
-        "grad_norm": 0.75,
-        "lr": 3e-4,
-        "tokens": 1000,
-        "step_seconds": 0.5,
-        "tokens_per_second": 2000.0,
-        "exposed_comm_seconds": 0.05,
-        "gathered_bytes": 4096,
-        "reduced_bytes": 2048,
-        "peak_memory_bytes": 1 << 20,
-    }
-    return StepMetrics(step=number, loss=loss, **{**values, **changes})  # type: ignore[arg-type]
+from internsp.report.metrics import MetricsWriter, read_metrics
+from tests.support.metrics import step
 
 
 def test_rows_read_back_equal_and_are_on_disk_before_the_writer_closes(tmp_path):
@@ -82,10 +68,24 @@ def test_a_new_run_does_not_keep_rows_of_an_older_one(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
-    good = json.dumps(step(1).to_row())
+    good = step(1).model_dump_json()
     path.write_text(f"{good}\nnonsense\n{good}\n")
-    with pytest.raises(InternspError, match=r"m\.jsonl, line 2"):
+    with pytest.raises(InternspError, match=r"m\.jsonl, line 2 is not a row .*Invalid JSON"):
         read_metrics(path)
+    path.write_text(f"{good}\n{good}\n{step(2).model_dump_json(exclude={'lr'})}\n{good}\n")
+    with pytest.raises(InternspError, match=r"line 3 .* \(lr: Field required\)"):
+        read_metrics(path)
+
+
+def test_keys_of_later_versions_are_ignored_and_stay_in_the_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps(json.loads(step(1).model_dump_json()) | {"later": [1]}) + "\n")
+    assert read_metrics(path) == [step(1)]
+    with MetricsWriter(path, resume_step=2, run="an id") as writer:
+        writer.write(step(2))
+    kept, fresh = map(json.loads, path.read_text().splitlines())
+    assert kept["later"] == [1]
+    assert fresh["run"] == "an id"
 
 
 def test_shares_of_exposed_communication_are_fractions_of_what_they_say():

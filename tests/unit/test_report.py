@@ -13,24 +13,14 @@ import pytest
 
 from internsp.report.charts import Series, downsample, line_chart, number, smooth, ticks
 from internsp.report.lanes import MAX_BARS, draw_timeline, size
-from internsp.report.metrics import StepMetrics
 from internsp.report.page import Report
 from internsp.trace import Event
+from tests.support import metrics
 
 
-def step(index, loss, eval_loss=None, **changes):
-    values = {"grad_norm": 1.0, "lr": 1e-3, "step_seconds": 0.5, "tokens_per_second": 200.0}
-    return StepMetrics(
-        step=index,
-        loss=loss,
-        tokens=100,
-        exposed_comm_seconds=0.1,
-        gathered_bytes=1,
-        reduced_bytes=1,
-        peak_memory_bytes=1 << 20,
-        eval_loss=eval_loss,
-        **{**values, **changes},
-    )
+def step(number, loss, eval_loss=None, **changes):
+    values = {"tokens": 100, "tokens_per_second": 200.0, "exposed_comm_seconds": 0.1}
+    return metrics.step(number, loss, eval_loss=eval_loss, **{**values, **changes})
 
 
 def trace(origin=0.0, longer=0.0):
@@ -233,7 +223,7 @@ def test_memory_bars_are_in_proportion_and_summed():
 
 
 @pytest.mark.parametrize(
-    "metrics",
+    "rows",
     [
         [],
         [step(1, 2.0)],
@@ -243,8 +233,8 @@ def test_memory_bars_are_in_proportion_and_summed():
     ],
     ids=["none", "one", "nan", "huge", "gap"],
 )
-def test_a_page_without_usable_numbers_is_still_well_formed(metrics):
-    text = page(metrics=metrics, timeline={}, memory=[])
+def test_a_page_without_usable_numbers_is_still_well_formed(rows):
+    text = page(metrics=rows, timeline={}, memory=[])
     for drawing in re.findall(r"<svg.*?</svg>", text, re.S):
         root = ElementTree.fromstring(drawing)
         for element in root.iter():
@@ -264,8 +254,8 @@ def test_a_value_that_is_not_finite_interrupts_the_line_and_is_marked():
 
 
 def test_ten_thousand_steps_stay_small_and_keep_a_spike_of_one_step(tmp_path):
-    metrics = [step(i, 50.0 if i == 7001 else 3.0, eval_loss=3.5) for i in range(1, 10_001)]
-    path = report(metrics=metrics, timeline={}).write(tmp_path / "run" / "report.html")
+    rows = [step(i, 50.0 if i == 7001 else 3.0, eval_loss=3.5) for i in range(1, 10_001)]
+    path = report(metrics=rows, timeline={}).write(tmp_path / "run" / "report.html")
     assert path.stat().st_size < 300_000
     root = svg(path.read_text(encoding="utf-8"))
     raw = next(e for e in root.iter("path") if "faint" in e.get("class"))
