@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from internsp.config import Config
-from internsp.config.sizes import ITEM_BYTES, elements
+from internsp.config.sizes import ITEM_BYTES, elements, human
 from internsp.errors import LACKING, ConfigError, InternspError, MachineError
 
 _SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
@@ -135,8 +135,8 @@ def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and needed > free:  # some file systems do not say how large they are
         yield MachineError(
-            f"--output: a checkpoint takes {_gib(needed)} and the disk of {output} has "
-            f"{_gib(free)} left: give another folder, or checkpoint.save = false"
+            f"--output: a checkpoint takes {human(needed)} and the disk of {output} has "
+            f"{human(free)} left: give another folder, or checkpoint.save = false"
         )
 
 
@@ -174,8 +174,8 @@ def _memory(config: Config, output: Path) -> Iterator[InternspError]:
     parallel, count = config.parallel, config.launch.processes
     if count * _PROCESS_BYTES > here:
         yield MachineError(
-            f"launch.processes: {count} processes take {_gib(count * _PROCESS_BYTES)} before they "
-            f"hold anything, and this machine has {_gib(here)}"
+            f"launch.processes: {count} processes take {human(count * _PROCESS_BYTES)} before they "
+            f"hold anything, and this machine has {human(here)}"
         )
         return
     if parallel.device == "auto" and _cuda_devices():
@@ -189,7 +189,7 @@ def _memory(config: Config, output: Path) -> Iterator[InternspError]:
     if needed > here:
         yield MachineError(
             f"model: {weights:.3g} parameters with their gradients and optimizer state take "
-            f"{_gib(needed)} on {count} processes, and this machine has {_gib(here)}"
+            f"{human(needed)} on {count} processes, and this machine has {human(here)}"
         )
 
 
@@ -272,7 +272,3 @@ def _size_of(paths: Iterable[str]) -> int:
             if total > _SMALL_TEXT:
                 return total
     return total
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3g} GiB"

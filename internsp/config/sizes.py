@@ -1,4 +1,4 @@
-"""Sizes that are right one by one and together more than any machine holds or any plan counts."""
+"""Sizes in bytes: for a person, and those that together are more than any machine holds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ LARGEST_RANK = 1 << 46
 """Bytes (64 TiB) that no rank has, neither a GPU nor a machine."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def human(nbytes: float) -> str:
+    """Bytes for a person, exact below 10,000: ``9999 B``, ``1.5 MiB``."""
+    if nbytes < 10_000:
+        return f"{nbytes:.0f} B"
+    power = min(4, (int(nbytes).bit_length() - 1) // 10)  # of 1024
+    return f"{nbytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 def block_elements(config: Config) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from internsp.config.sizes import human
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import Schedule
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.resident import human
 
 FEW_RANKS = 16
 FEW_STAGES = 4

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from internsp.config import Config
+from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.mesh import MeshShape
@@ -28,7 +29,7 @@ from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import FEW_PASSES, classes, ranks_label
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.resident import Residents, human
+from internsp.plan.resident import Residents
 from internsp.plan.units import DTYPES, chunk_plan
 from internsp.sp.heads import balanced
 

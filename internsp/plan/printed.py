@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from internsp.config import Config
+from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_model, device_type
 from internsp.mesh import MeshShape
@@ -26,7 +27,7 @@ from internsp.plan.pipeline import (
     print_schedules,
     tables,
 )
-from internsp.plan.resident import Residents, human
+from internsp.plan.resident import Residents
 from internsp.plan.simulate import simulate
 from internsp.plan.units import DTYPES, chunk_plan, coded_bytes
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from internsp.config import WeightParallelConfig
-from internsp.report.lanes import size
+from internsp.config.sizes import human
 from internsp.report.timeline import (
     communication,
     intersect,
@@ -244,8 +244,8 @@ def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
     return [
         Advice(
             max(at_stake, waiting),
-            f"The link is too slow for this size: {size(figures.nbytes)} of weights and gradients "
-            f"were in flight for {_ms(figures.flying)} ({size(rate)}/s), and there are "
+            f"The link is too slow for this size: {human(figures.nbytes)} of weights and gradients "
+            f"were in flight for {_ms(figures.flying)} ({human(rate)}/s), and there are "
             f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
             f"{'; '.join(ways)}.",
         )
@@ -270,7 +270,7 @@ def _late_gathers(figures: _Figures, setting: Setting) -> list[Advice]:
     if depth + 1 < setting.blocks:
         whole = figures.whole / setting.micro_batches * setting.weight / max(setting.weight - 1, 1)
         ways.append(
-            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {size(whole)})"
+            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(whole)})"
         )
     if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
         ways.append(

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from internsp.config.sizes import human
 from internsp.report.metrics import StepMetrics
 
 _REFRESH_SECONDS = 0.2
@@ -260,8 +261,7 @@ def summary_lines(
             lines.append(f"  held-out    {history.eval_loss:.4f}")
         rate = statistics.median(history.rates)
         lines.append(f"  throughput  {rate:,.0f} tokens/s (median), {history.tokens:,} tokens")
-        peak = history.last.peak_memory_bytes / 2**20
-        lines.append(f"  peak memory {peak:,.0f} MiB on this rank")
+        lines.append(f"  peak memory {human(history.last.peak_memory_bytes)} on this rank")
     if sample:
         lines += ["", "sample:"] + ["  | " + line for line in harmless(sample).split("\n")]
     if files:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from markupsafe import Markup, escape
 
+from internsp.config.sizes import human
 from internsp.report.charts import number, ticks
 from internsp.report.timeline import LANES, Bar, Timeline, build_timeline
 from internsp.trace import Event
@@ -37,17 +38,6 @@ _NAMES = {
     "FINISH": "finish",
 }
 PHASES = ("forward", "recompute", "backward", "optimizer")
-
-
-def size(nbytes: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if abs(nbytes) < 1000 or unit == "TiB":
-            break
-    return f"{nbytes:.3g} {unit}" if abs(nbytes) < 1000 else f"{nbytes:.0f} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,5 +286,5 @@ def _description(bar: Bar) -> str:
     words.append(f"{bar.start * 1e3:.2f} to {bar.end * 1e3:.2f} ms")
     words.append(f"{(bar.end - bar.start) * 1e3:.2f} ms")
     if bar.nbytes:
-        words.append(size(bar.nbytes))
+        words.append(human(bar.nbytes))
     return " · ".join(words)

@@ -19,8 +19,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from internsp.config.sizes import human
 from internsp.report.charts import Series, drawable, line_chart, number
-from internsp.report.lanes import PHASES, draw_timeline, size
+from internsp.report.lanes import PHASES, draw_timeline
 from internsp.report.metrics import StepMetrics
 from internsp.report.tables import COORDINATES, communication_rows, mesh_grids, waiting
 from internsp.report.timeline import step_times
@@ -114,7 +115,7 @@ def _template() -> Template:
     environment.filters |= {
         "bounded": lambda text: text[:_MAX_TEXT] + ("\n…" if len(text) > _MAX_TEXT else ""),
         "ms": lambda seconds: f"{seconds * 1e3:.2f}",
-        "size": size,
+        "human": human,
     }
     return environment.get_template("report.html.j2")
 
@@ -156,7 +157,7 @@ def _cards(
         cards["of communication hidden (traced step)"] = f"{hidden:.0%}"
     peak = max(m.peak_memory_bytes for m in metrics)
     if peak > 0:
-        cards["peak memory"] = size(peak)
+        cards["peak memory"] = human(peak)
     return cards
 
 
