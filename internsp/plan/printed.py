@@ -20,7 +20,7 @@ from internsp.mesh import MeshShape
 from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
-from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines
+from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines, table
 from internsp.plan.pipeline import (
     PipelinePlan,
     make_pipeline_plan,
@@ -202,8 +202,8 @@ def _print_pipeline(
         except OSError as error:
             raise ConfigError(f"--picture {picture}: {error.strerror}") from error
     print_mesh(plan.shape, console)
-    for table in tables(config, plan):
-        console.print(table)
+    for printed in tables(config, plan):
+        console.print(printed)
     rows: dict[str, list[int]] = {}
     for rank in plan.ranks:
         mine: dict[str, int] = {}
@@ -225,28 +225,23 @@ def _print_pipeline(
 
 
 def _schedule_table(plan: Plan) -> Table:
-    table = Table(title="Collectives of one step, payload a rank receives", title_justify="left")
-    for column in ("what", "count", "bytes"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    rows: list[tuple[object, ...]] = []
     units = (*plan.chunk.blocks, *plan.chunk.outer, plan.chunk.head)
     experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
     for kind in ("AG", "RS"):
         schedule = plan.schedule
-        table.add_row(_KINDS[kind], str(schedule.count(kind)), human(schedule.nbytes(kind)))
+        rows.append((_KINDS[kind], schedule.count(kind), human(schedule.nbytes(kind))))
         if experts:
             own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
             size = plan.shape.experts.size
-            table.add_row(f"  of it experts, over {size} ranks", str(len(own)), human(sum(own)))
+            rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
     if plan.exchange_bytes:
-        table.add_row("sequence exchange", "", human(plan.exchange_bytes))
-    return table
+        rows.append(("sequence exchange", "", human(plan.exchange_bytes)))
+    title = "Collectives of one step, payload a rank receives"
+    return table(title, ("<what", "count", "bytes"), rows)
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table(title="Memory of one rank, without activations", title_justify="left")
-    table.add_column("component")
-    table.add_column("bytes", justify="right")
-    for name, nbytes in plan.memory:
-        table.add_row(name, human(nbytes))
-    table.add_row("sum", human(sum(n for _, n in plan.memory)))
-    return table
+    memory = [*plan.memory, ("sum", sum(nbytes for _, nbytes in plan.memory))]
+    rows = [(name, human(nbytes)) for name, nbytes in memory]
+    return table("Memory of one rank, without activations", ("<component", "bytes"), rows)
