@@ -40,6 +40,11 @@ def elements(config: Config) -> int:
     return config.model.layers * block_elements(config) + outside
 
 
+def moments(config: Config) -> int:
+    """Values that the optimizer keeps for each element of a weight."""
+    return 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
+
+
 def too_large(config: Config, world_size: int) -> Iterator[Problem]:
     """What no rank could hold: its part of the weights, or one block's inputs.
 

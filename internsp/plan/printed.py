@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from internsp.config import Config
-from internsp.config.sizes import human
+from internsp.config.sizes import human, moments
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_model, device_type
 from internsp.mesh import MeshShape
@@ -111,7 +111,6 @@ def _memory(
     moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
     largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.pending_blocks])
-    moments = {"adamw": 2, "sgd": int(config.optimizer.momentum > 0)}[config.optimizer.name]
     masters = int(size < 4)
     owned = -(-(elements - experts // size) // shape.zero_size)
     owned += -(-(experts // size) // shape.experts.zero)
@@ -128,7 +127,7 @@ def _memory(
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),
-        ("optimizer state", owned * wide * (moments + masters)),
+        ("optimizer state", owned * wide * (moments(config) + masters)),
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from markupsafe import Markup, escape
 
@@ -203,18 +204,11 @@ def _axes(scale: _Scale) -> list[str]:
 
 
 def _line(series: Series, scale: _Scale) -> list[str]:
-    if series.dots:
-        return [
-            _path(downsample(series.points), scale, series.style),
-            *_dots(series.points, scale, series.style),
-        ]
-    if series.noisy and len(series.points) > 60:
-        return [
-            _path(downsample(series.points), scale, f"{series.style} faint"),
-            _path(downsample(smooth(series.points)), scale, series.style),
-        ]
-    parts = [_path(downsample(series.points), scale, series.style)]
-    if len(series.points) <= 12:
+    strokes = [(series.points, series.style)]
+    if series.noisy and not series.dots and len(series.points) > 60:
+        strokes = [(series.points, f"{series.style} faint"), (smooth(series.points), series.style)]
+    parts = [_path(downsample(points), scale, style) for points, style in strokes]
+    if series.dots or len(series.points) <= 12:
         parts += _dots(series.points, scale, series.style)
     return parts
 
@@ -254,13 +248,12 @@ def _hovers(series: Sequence[Series], scale: _Scale) -> list[str]:
     values = [(s.name, dict(s.points)) for s in series]
     stride = -(-len(steps) // _HOVERS)
     chosen = steps[::stride]
-    if not chosen or chosen[-1] != steps[-1]:
+    if chosen[-1] != steps[-1]:
         chosen.append(steps[-1])
     places = [scale.at((step, 1.0))[0] for step in chosen]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - _RIGHT]
     parts = []
-    for i, (step, x) in enumerate(zip(chosen, places, strict=True)):
-        left = (places[i - 1] + x) / 2 if i else _LEFT
-        right = (x + places[i + 1]) / 2 if i + 1 < len(places) else WIDTH - _RIGHT
+    for step, (left, right) in zip(chosen, pairwise(edges), strict=True):
         shown = [f"{name} {number(known[step])}" for name, known in values if step in known]
         parts.append(
             f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '

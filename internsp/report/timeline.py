@@ -125,11 +125,6 @@ class StepTimes:
         """Exposed and hidden together."""
         return self.exposed + self.hidden
 
-    @property
-    def exposed_share(self) -> float:
-        """Part of the communication that was exposed (0 where there was none)."""
-        return self.exposed / self.communication if self.communication > 0 else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRow:
