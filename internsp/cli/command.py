@@ -11,17 +11,15 @@ import dataclasses
 import importlib.metadata
 import os
 import sys
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import tyro
-from pydantic.fields import FieldInfo
 
 from internsp.cli.environment import Launched, launched
-from internsp.config import Config, collect, report, sections
-from internsp.config.errors import Problem, choices_of, in_words, nearest
+from internsp.config import Config, collect, report, schemas, sections
+from internsp.config.errors import Problem, Schema, in_words, items_of, nearest
 from internsp.errors import InternspError, MachineError
 
 USAGE_ERROR = 2
@@ -187,48 +185,37 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
 def _with_sections(command: type) -> Any:
     """``command`` with one more field a section: a dict of only what was given, as text."""
     fields: list[Any] = [
-        (name, _options(name, cls.model_fields), dataclasses.field(default_factory=dict))
-        for name, cls in sections().items()
+        (name, _options(name), dataclasses.field(default_factory=dict))
+        for name in sections()
     ]
     made = dataclasses.make_dataclass(command.__name__, fields, bases=(command,), frozen=True)
     made.__doc__ = command.__doc__
     return made
 
 
-def _options(section: str, fields: Mapping[str, FieldInfo]) -> Any:
+def _options(section: str) -> Any:
     keys: dict[str, Any] = {}
-    for key, field in fields.items():
-        several = typing.get_origin(_plain(field.annotation)) is tuple
-        default = in_words("none" if field.default is None else field.default).replace('"', "")
+    for key, schema in schemas(section).items():
+        default = in_words(schema["default"]).replace('"', "")
         shown = tyro.conf.arg(
-            help=field.description,
-            metavar=_metavar(field),
+            help=schema["description"],
+            metavar=_metavar(schema),
             help_behavior_hint=f"(default: {default})",
         )
+        several = "array" in (one.get("type") for one in (schema, *schema.get("anyOf", ())))
         keys[key] = Annotated[tuple[str, ...] if several else str, shown]
     return TypedDict(section, keys, total=False)  # type: ignore[operator]
 
 
-def _plain(annotation: Any) -> Any:
-    """The type inside ``X | None`` and ``Annotated``."""
-    args = typing.get_args(annotation)
-    if type(None) in args or hasattr(annotation, "__metadata__"):
-        return _plain(args[0])
-    return annotation
-
-
-def _metavar(field: FieldInfo) -> str:
-    choices = choices_of(field.annotation)
-    if choices:
-        return "{" + ",".join(choices) + "}"
-    plain = _plain(field.annotation)
-    names: dict[Any, str] = {bool: "{true,false}", int: "INT", float: "FLOAT", str: "TEXT"}
-    args = [_plain(arg) for arg in typing.get_args(plain)]
-    if not args:
-        return names[plain]
-    if args[-1] is Ellipsis:
-        return f"[{names[args[0]]} ...]"
-    return " ".join(names[arg] for arg in args)
+def _metavar(schema: Schema) -> str:
+    schema = schema.get("anyOf", [schema])[0]  # what may be none is that first
+    if "enum" in schema:
+        return "{" + ",".join(schema["enum"]) + "}"
+    if schema["type"] == "array":
+        entries = " ".join(map(_metavar, items_of(schema)))
+        return entries if "minItems" in schema else f"[{entries} ...]"
+    names = {"boolean": "{true,false}", "integer": "INT", "number": "FLOAT", "string": "TEXT"}
+    return names[schema["type"]]
 
 
 def _with_unknown(given: dict[str, Any], unknown: Sequence[str]) -> dict[str, Any]:

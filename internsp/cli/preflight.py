@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from internsp.config import Config
-from internsp.config.sizes import ITEM_BYTES, elements
+from internsp.config.sizes import ITEM_BYTES, elements, human, moments
 from internsp.errors import LACKING, ConfigError, InternspError, MachineError
 
 _SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
@@ -128,15 +128,14 @@ def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]
     """One checkpoint fits: weights and the optimizer's moments."""
     if not config.checkpoint.save:
         return
-    wide = max(4, ITEM_BYTES[config.train.dtype])
-    moments = 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
-    needed = elements(config) * (ITEM_BYTES[config.train.dtype] + moments * wide)
+    item = ITEM_BYTES[config.train.dtype]
+    needed = elements(config) * (item + moments(config) * max(4, item))
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and needed > free:  # some file systems do not say how large they are
         yield MachineError(
-            f"--output: a checkpoint takes {_gib(needed)} and the disk of {output} has "
-            f"{_gib(free)} left: give another folder, or checkpoint.save = false"
+            f"--output: a checkpoint takes {human(needed)} and the disk of {output} has "
+            f"{human(free)} left: give another folder, or checkpoint.save = false"
         )
 
 
@@ -174,22 +173,21 @@ def _memory(config: Config, output: Path) -> Iterator[InternspError]:
     parallel, count = config.parallel, config.launch.processes
     if count * _PROCESS_BYTES > here:
         yield MachineError(
-            f"launch.processes: {count} processes take {_gib(count * _PROCESS_BYTES)} before they "
-            f"hold anything, and this machine has {_gib(here)}"
+            f"launch.processes: {count} processes take {human(count * _PROCESS_BYTES)} before they "
+            f"hold anything, and this machine has {human(here)}"
         )
         return
     if parallel.device == "auto" and _cuda_devices():
         return
     item = ITEM_BYTES[config.train.dtype]
-    moments = 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
     copies = count // (parallel.weight * parallel.pipeline)
     # A copy of the weights and their gradient sums a replica; moments once (or more with ZeRO-1.5).
     weights = elements(config)
-    needed = weights * (copies * (item + max(4, item)) + moments * max(4, item))
+    needed = weights * (copies * (item + max(4, item)) + moments(config) * max(4, item))
     if needed > here:
         yield MachineError(
             f"model: {weights:.3g} parameters with their gradients and optimizer state take "
-            f"{_gib(needed)} on {count} processes, and this machine has {_gib(here)}"
+            f"{human(needed)} on {count} processes, and this machine has {human(here)}"
         )
 
 
@@ -272,7 +270,3 @@ def _size_of(paths: Iterable[str]) -> int:
             if total > _SMALL_TEXT:
                 return total
     return total
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3g} GiB"

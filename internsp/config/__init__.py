@@ -1,6 +1,6 @@
 """The configuration of a run: its sections, reading them from a file, what cannot go together."""
 
-from internsp.config.load import Config, collect, documented, load_config, report, sections
+from internsp.config.load import Config, collect, documented, load_config, report, schemas, sections
 from internsp.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -32,5 +32,6 @@ __all__ = [
     "documented",
     "load_config",
     "report",
+    "schemas",
     "sections",
 ]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from internsp.config.kept import meant_size
 from internsp.config.sections import FOLDER_NAME
 
 Names = Mapping[str, tuple[str, ...]]
+Schema = Mapping[str, Any]
+"""What pydantic's JSON schema says of a key: type, choices, default, description."""
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration of every key takes 10 thousand
 _LONGEST_WORD = 80  # in which a nearest name is looked for
@@ -152,7 +151,7 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     return Problem((_short(written),), text + hint, prefix)
 
 
-def describe_error(field: FieldInfo, value: Any, detail: ErrorDetails) -> str:
+def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
     """One of pydantic's errors as a sentence about ``value``."""
     kind, context = detail["type"], detail.get("ctx", {})
     got = f"got {in_words(value)}"
@@ -181,42 +180,42 @@ def describe_error(field: FieldInfo, value: Any, detail: ErrorDetails) -> str:
             near = meant_size(value) or nearest(value, ("all", "none"))
         text = f"{context['error']}, {got}"
     else:
-        text = f"expected {expected(field.annotation)}, {got}"
-        choices = choices_of(field.annotation)
+        text = f"expected {expected(schema)}, {got}"
+        choices = choices_of(schema)
         near = nearest(value, choices) if isinstance(value, str) and choices else None
     return f"{text}; did you mean {in_words(near)}?" if near else text
 
 
-def expected(annotation: Any, plural: bool = False) -> str:
-    """What a value of ``annotation`` is, in plain words."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return expected(args[0], plural)
-    if origin in (types.UnionType, typing.Union):
-        inner = [a for a in args if a is not type(None)]
-        return " or ".join([*(expected(a, plural) for a in inner), '"none"'])
-    if origin is Literal:
-        return "one of " + ", ".join(in_words(a) for a in args)
-    if origin is tuple:
-        count = "" if args[-1] is Ellipsis else f"{len(args)} "
-        return f"a list of {count}{expected(args[0], plural=True)}"
-    one = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    many = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts"}
-    return (many if plural else one)[annotation]
+def expected(schema: Schema, plural: bool = False) -> str:
+    """What a value of ``schema`` is, in plain words."""
+    if "anyOf" in schema:
+        return " or ".join(expected(one, plural) for one in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(in_words(choice) for choice in schema["enum"])
+    if schema["type"] == "array":
+        count = f"{schema['minItems']} " if "minItems" in schema else ""
+        return f"a list of {count}{expected(items_of(schema)[0], plural=True)}"
+    one = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
+    many = {"boolean": "true or false", "integer": "whole numbers", "number": "numbers"}
+    texts = {"string": "texts" if plural else "a text", "null": '"none"'}
+    return ((many if plural else one) | texts)[schema["type"]]
 
 
-def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The texts that a ``Literal`` (or an optional one) admits, else nothing."""
-    args = typing.get_args(annotation)
-    if typing.get_origin(annotation) is Literal:
-        return tuple(args)
-    return next((found for a in args if (found := choices_of(a))), ())
+def items_of(schema: Schema) -> Sequence[Schema]:
+    """The entries of a list: one of any number, or each of a fixed number."""
+    return schema.get("prefixItems") or [schema["items"]]
+
+
+def choices_of(schema: Schema) -> tuple[str, ...]:
+    """The texts that a key admits where it admits only some, else nothing."""
+    return next((tuple(s["enum"]) for s in (schema, *schema.get("anyOf", ())) if "enum" in s), ())
 
 
 def in_words(value: Any) -> str:
     """A value as one would write it in TOML, shortened."""
     if isinstance(value, bool):
         return str(value).lower()
+    value = "none" if value is None else value
     if isinstance(value, str):
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
     if isinstance(value, (list, tuple)):

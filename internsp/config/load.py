@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from internsp.config.checks import combinations, machine
 from internsp.config.errors import (
     Problem,
+    Schema,
     choices_of,
     describe_error,
     in_words,
@@ -81,6 +82,13 @@ class Config(Section):
 def sections() -> Mapping[str, type[Section]]:
     """Names and classes of the sections, in the order of the file."""
     return {name: _section_class(field) for name, field in Config.model_fields.items()}
+
+
+@cache
+def schemas(section: str) -> Mapping[str, Schema]:
+    """What each key of a section is, in the order of the file."""
+    properties: Mapping[str, Schema] = sections()[section].model_json_schema()["properties"]
+    return properties
 
 
 def _section_class(field: FieldInfo) -> type[Section]:
@@ -204,7 +212,7 @@ def _right(
         wrong: dict[str, Problem] = {}
         for detail in error.errors(include_url=False):
             key = str(detail["loc"][0])
-            text = describe_error(cls.model_fields[key], values[key], detail)
+            text = describe_error(schemas(name)[key], values[key], detail)
             wrong.setdefault(key, Problem((f"{name}.{key}",), text, prefix))
         right = {key: value for key, value in values.items() if key not in wrong}
         return right, list(wrong.values())
@@ -218,9 +226,8 @@ def documented() -> str:
     lines = ["# Every key with its default. A config names only what differs."]
     for name, cls in sections().items():
         lines += ["", f"# {cls.__doc__}", f"[{name}]"]
-        for key, field in cls.model_fields.items():
-            default = "none" if field.default is None else field.default
-            choices = " | ".join(choices_of(field.annotation))
+        for key, schema in schemas(name).items():
+            choices = " | ".join(choices_of(schema))
             aside = f"  # {choices}" if choices else ""
-            lines += [f"# {field.description}", f"{key} = {in_words(default)}{aside}"]
+            lines += [f"# {schema['description']}", f"{key} = {in_words(schema['default'])}{aside}"]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Sizes that are right one by one and together more than any machine holds or any plan counts."""
+"""Sizes in bytes: for a person, and those that together are more than any machine holds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ LARGEST_RANK = 1 << 46
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def human(nbytes: float) -> str:
+    """Bytes for a person, exact below 10,000: ``9999 B``, ``1.5 MiB``."""
+    if nbytes < 10_000:
+        return f"{nbytes:.0f} B"
+    power = min(4, (int(nbytes).bit_length() - 1) // 10)  # of 1024
+    return f"{nbytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+
+
 def block_elements(config: Config) -> int:
     """Elements of the large weights of one block."""
     model = config.model
@@ -30,6 +38,11 @@ def elements(config: Config) -> int:
     tables = 1 if config.model.tie_embeddings else 2
     outside = tables * config.model.vocab_size * config.model.hidden_size
     return config.model.layers * block_elements(config) + outside
+
+
+def moments(config: Config) -> int:
+    """Values that the optimizer keeps for each element of a weight."""
+    return 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
 
 
 def too_large(config: Config, world_size: int) -> Iterator[Problem]:

@@ -70,29 +70,21 @@ class TokenStream:
         return Batch(torch.from_numpy(ids), boundaries if pack else None)
 
 
+@dataclass
 class DataSource:
     """Batches of a :class:`~internsp.config.DataConfig`; the same on every rank and every mesh."""
 
-    def __init__(
-        self,
-        train: TokenStream,
-        held_out: TokenStream,
-        tokenizer: Tokenizer,
-        *,
-        global_batch: int,
-        sequence_length: int,
-        pack: bool,
-        seed: int,
-    ) -> None:
-        self.train = train
-        self.held_out = held_out
-        self.tokenizer = tokenizer
-        self.global_batch = global_batch
-        self.sequence_length = sequence_length
-        self.pack = pack
-        self.seed = seed
+    train: TokenStream
+    held_out: TokenStream
+    tokenizer: Tokenizer
+    global_batch: int
+    sequence_length: int
+    pack: bool
+    seed: int
+
+    def __post_init__(self) -> None:
         # One row fewer than fits: the cuts of each pass over the data start at another offset.
-        self.rows_per_epoch = max(1, len(train) // sequence_length - 1)
+        self.rows_per_epoch = max(1, len(self.train) // self.sequence_length - 1)
         self._epoch = lru_cache(maxsize=2)(self._plan_epoch)
 
     @classmethod
@@ -161,15 +153,13 @@ class DataSource:
             begins.append(int(self._epoch(epoch)[place]))
         return self.train.cut(begins, self.sequence_length, self.pack)
 
-    def held_out_batches(
-        self, batches: int, batch: int | None = None, rows: slice | None = None
-    ) -> Iterator[Batch]:
-        """``batches`` batches (of ``batch`` rows, default the global batch; of which ``rows``).
+    def held_out_batches(self, batches: int, rows: slice | None = None) -> Iterator[Batch]:
+        """``batches`` global batches, or the rows ``rows`` of each.
 
         The rows lie evenly over the held-out text and are the same at every call; they repeat when
         the text has fewer. Nothing when ``data.held_out`` is 0.
         """
-        size = self.global_batch if batch is None else batch
+        size = self.global_batch
         available = len(self.held_out) // self.sequence_length
         if available == 0:
             return
@@ -198,13 +188,10 @@ def split_documents(
     stay together. With fewer than ``1 / held_out`` documents the last ``held_out`` of each is held
     out instead.
     """
-    dtype = smallest_dtype(end_of_document + 1)
-    end = np.array([end_of_document], dtype=dtype)
-    if held_out <= 0:
-        return [np.concatenate([d, end]) for d in documents], []
-    count = round(held_out * len(documents))
-    if held_out * len(documents) < 1:
+    end = np.array([end_of_document], dtype=smallest_dtype(end_of_document + 1))
+    if 0 < held_out * len(documents) < 1:
         return _split_tails(documents, held_out, end)
+    count = round(held_out * len(documents))
     ranked = sorted(range(len(documents)), key=lambda i: (_digest(documents[i]), i))
     chosen = set(ranked[:count])
     train = [np.concatenate([d, end]) for i, d in enumerate(documents) if i not in chosen]

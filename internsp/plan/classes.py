@@ -6,14 +6,14 @@ Few ranks and short schedules are printed one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from internsp.config.sizes import human
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import Schedule
-from internsp.plan.kept import human
 from internsp.plan.repeats import Item, folded_lines, ranges
 
 FEW_RANKS = 16
@@ -39,10 +39,10 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
         replica, expert, weight = shape.experts.place(inside)
         own.append((rank, replica, replica % shape.experts.zero, expert, weight))
     columns = ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight")
-    console.print(_table(f"Mesh of {shape.world_size} ranks", columns, rows))
+    console.print(table(f"Mesh of {shape.world_size} ranks", columns, rows))
     if shape.separate:
         around = ("rank", "replica", "zero", "expert", "expert weight")
-        console.print(_table("Experts on the same ranks", around, own))
+        console.print(table("Experts on the same ranks", around, own))
 
 
 def _stages_table(shape: MeshShape) -> Table:
@@ -57,16 +57,14 @@ def _stages_table(shape: MeshShape) -> Table:
         last = shape.world_size - shape.stage_size
         rows += [("...",), (ranges(range(last, shape.world_size)), shape.pipeline - 1, *inside)]
     columns = ("ranks", "pipeline", "data", "sequence", "replica", "zero", "weight")
-    return _table(f"Mesh of {shape.world_size} ranks, by pipeline stage", columns, rows)
+    return table(f"Mesh of {shape.world_size} ranks, by pipeline stage", columns, rows)
 
 
 def _groups_table(shape: MeshShape) -> Table:
     names = ["weight", "replica", "zero", "sequence", "data", "pipeline"]
     if shape.separate:
         names += ["expert", "expert_weight", "expert_replica", "expert_zero"]
-    table = Table(title="Ranks that share a group", title_justify="left")
-    for column in ("group", "ranks", "groups", "members"):
-        table.add_column(column, justify="right" if column in ("ranks", "groups") else "left")
+    rows = []
     for name in names:
         groups = shape.ranks(name)
         if len(groups[0]) == 1:
@@ -74,18 +72,18 @@ def _groups_table(shape: MeshShape) -> Table:
         shown = [ranges(group) for group in groups[:_SHOWN_GROUPS]]
         if len(groups) > _SHOWN_GROUPS:
             shown += ["..."] * (len(groups) > _SHOWN_GROUPS + 1) + [ranges(groups[-1])]
-        label = name.replace("_", " ")
-        table.add_row(label, str(len(groups[0])), str(len(groups)), "; ".join(shown))
-    return table
+        rows.append((name.replace("_", " "), len(groups[0]), len(groups), "; ".join(shown)))
+    return table("Ranks that share a group", ("<group", "ranks", "groups", "<members"), rows)
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    table = Table(title=title, title_justify="left")
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table for a person: columns are aligned right, those that begin with ``<`` left."""
+    made = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="right")
+        made.add_column(column.removeprefix("<"), justify="left" if "<" in column else "right")
     for values in rows:
-        table.add_row(*(str(value) for value in values))
-    return table
+        made.add_row(*(str(value) for value in values))
+    return made
 
 
 def classes(figures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
@@ -113,22 +111,14 @@ def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
     """
     columns = list(zip(*rows.values(), strict=True))
     same = classes(columns)
-    table = Table(title="Memory of a rank, without activations", title_justify="left")
-    names = [*rows, "sum"]
-    values = [[*columns[ranks[0]], sum(columns[ranks[0]])] for ranks in same.values()]
+    title, names = "Memory of a rank, without activations", [*rows, "sum"]
+    sums = [[*columns[ranks[0]], sum(columns[ranks[0]])] for ranks in same.values()]
+    values = [[human(nbytes) for nbytes in each] for each in sums]
     if len(same) <= FEW_STAGES:
-        table.add_column("component")
-        for ranks in same.values():
-            table.add_column(ranks_label(ranks), justify="right")
-        for index, name in enumerate(names):
-            table.add_row(name, *(human(figures[index]) for figures in values))
-        return table
-    table.add_column("pipeline ranks")
-    for name in names:
-        table.add_column(name, justify="right")
-    for ranks, figures in zip(same.values(), values, strict=True):
-        table.add_row(ranges(ranks), *(human(figure) for figure in figures))
-    return table
+        heads = ("<component", *map(ranks_label, same.values()))
+        return table(title, heads, zip(names, *values, strict=True))
+    lines = ((ranges(ranks), *each) for ranks, each in zip(same.values(), values, strict=True))
+    return table(title, ("<pipeline ranks", *names), lines)
 
 
 def schedule_lines(schedule: Schedule) -> list[str]:

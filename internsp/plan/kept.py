@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from internsp.config.sizes import human
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.units import all_moving
 
@@ -48,15 +49,3 @@ class KeptBlocks:
             f"{human(self.nbytes)} more unsharded weights, {self.gathers} gathers "
             f"({human(self.gathered_bytes)}) fewer a step"
         )
-
-
-def human(nbytes: int) -> str:
-    """Bytes for a person, exact below 10,000."""
-    if nbytes < 10_000:
-        return f"{nbytes} B"
-    value = nbytes / 1024
-    units = ["KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.1f} {units[0]}"

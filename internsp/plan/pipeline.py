@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from internsp.config import Config
+from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.mesh import MeshShape
@@ -26,8 +27,8 @@ from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, comput
 from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
-from internsp.plan.classes import FEW_PASSES, classes, ranks_label
-from internsp.plan.kept import KeptBlocks, human
+from internsp.plan.classes import FEW_PASSES, classes, ranks_label, table
+from internsp.plan.kept import KeptBlocks
 from internsp.plan.repeats import Item, folded_lines, ranges
 from internsp.plan.units import DTYPES, chunk_plan
 from internsp.sp.heads import balanced
@@ -171,15 +172,13 @@ def _outlines(
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:
     """For a person: what each rank holds and launches, and other schedules beside this one."""
     title = f"{plan.kind.name}: chunks, and collectives of a step with the payload a rank receives"
-    own = Table(title=title, title_justify="left")
     columns = ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions", "messages")
-    for column in columns:
-        own.add_column(column, justify="right")
+    rows = []
     same = classes([(_sizes(each), each.messages) for each in plan.ranks])
     for ranks in same.values():
         each = plan.ranks[ranks[0]]
         alike = [plan.ranks[rank].chunks for rank in ranks]
-        own.add_row(
+        row = (
             ranges(ranks),
             "\n".join(ranges([c[i].stage for c in alike]) for i in range(len(each.chunks))),
             "\n".join(_blocks([c[i].blocks for c in alike]) for i in range(len(each.chunks))),
@@ -187,6 +186,8 @@ def tables(config: Config, plan: PipelinePlan) -> list[Table]:
             *(f"{each.schedule.count(k)}\n{human(each.schedule.nbytes(k))}" for k in ("AG", "RS")),
             f"{each.messages}\n{human(each.messages * plan.message_bytes)}",
         )
+        rows.append(row)
+    own = table(title, columns, rows)
     if config.model.layers * plan.micro_batches > _LONGEST_COMPARED:
         return [own]
     return [own, _comparison(config, plan)]
@@ -207,9 +208,8 @@ def _blocks(blocks: list[range]) -> str:
 
 def _comparison(config: Config, plan: PipelinePlan) -> Table:
     """Gathers of the busiest rank under each schedule that these numbers allow."""
-    table = Table(title="Gathers of a step by schedule, busiest rank", title_justify="left")
-    for column in ("schedule", "chunks", "weights re-gathered", "blocks kept", "time, forwards"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    columns = ("<schedule", "chunks", "weights re-gathered", "blocks kept", "time, forwards")
+    rows = []
     for kind in SCHEDULES.values():
         chunks = kind.chunks or max(2, config.pipeline.chunks)
         counts = []
@@ -223,8 +223,8 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
             counts.append(max(rank.schedule.count("AG") for rank in other.ranks))
         if len(counts) == 2:
             time = max(t.end for t in other.timed) / chunks
-            table.add_row(kind.name, str(chunks), *(str(c) for c in counts), f"{time:g}")
-    return table
+            rows.append((kind.name, chunks, *counts, f"{time:g}"))
+    return table("Gathers of a step by schedule, busiest rank", columns, rows)
 
 
 def print_schedules(plan: PipelinePlan, console: Console) -> None:

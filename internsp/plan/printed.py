@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from internsp.config import Config
+from internsp.config.sizes import human, moments
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_model, device_type
 from internsp.mesh import MeshShape
 from internsp.plan.assign import Assignment, assign, require_experts_matched
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
-from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines
-from internsp.plan.kept import KeptBlocks, human
+from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines, table
+from internsp.plan.kept import KeptBlocks
 from internsp.plan.pipeline import (
     PipelinePlan,
     make_pipeline_plan,
@@ -111,7 +112,6 @@ def _memory(
     moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
     largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.pending_blocks])
-    moments = {"adamw": 2, "sgd": int(config.optimizer.momentum > 0)}[config.optimizer.name]
     masters = int(size < 4)
     owned = -(-(elements - experts // size) // shape.zero_size)
     owned += -(-(experts // size) // shape.experts.zero)
@@ -129,7 +129,7 @@ def _memory(
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),
-        ("optimizer state", owned * wide * (moments + masters)),
+        ("optimizer state", owned * wide * (moments(config) + masters)),
     ]
 
 
@@ -203,8 +203,8 @@ def _print_pipeline(
         except OSError as error:
             raise ConfigError(f"--picture {picture}: {error.strerror}") from error
     print_mesh(plan.shape, console)
-    for table in tables(config, plan):
-        console.print(table)
+    for printed in tables(config, plan):
+        console.print(printed)
     rows: dict[str, list[int]] = {}
     for rank in plan.ranks:
         mine: dict[str, int] = {}
@@ -226,28 +226,23 @@ def _print_pipeline(
 
 
 def _schedule_table(plan: Plan) -> Table:
-    table = Table(title="Collectives of one step, payload a rank receives", title_justify="left")
-    for column in ("what", "count", "bytes"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    rows: list[tuple[object, ...]] = []
     units = (*plan.chunk.blocks, *plan.chunk.outer, plan.chunk.head)
     experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
     for kind in ("AG", "RS"):
         schedule = plan.schedule
-        table.add_row(_KINDS[kind], str(schedule.count(kind)), human(schedule.nbytes(kind)))
+        rows.append((_KINDS[kind], schedule.count(kind), human(schedule.nbytes(kind))))
         if experts:
             own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
             size = plan.shape.experts.size
-            table.add_row(f"  of it experts, over {size} ranks", str(len(own)), human(sum(own)))
+            rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
     if plan.exchange_bytes:
-        table.add_row("sequence exchange", "", human(plan.exchange_bytes))
-    return table
+        rows.append(("sequence exchange", "", human(plan.exchange_bytes)))
+    title = "Collectives of one step, payload a rank receives"
+    return table(title, ("<what", "count", "bytes"), rows)
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table(title="Memory of one rank, without activations", title_justify="left")
-    table.add_column("component")
-    table.add_column("bytes", justify="right")
-    for name, nbytes in plan.memory:
-        table.add_row(name, human(nbytes))
-    table.add_row("sum", human(sum(n for _, n in plan.memory)))
-    return table
+    memory = [*plan.memory, ("sum", sum(nbytes for _, nbytes in plan.memory))]
+    rows = [(name, human(nbytes)) for name, nbytes in memory]
+    return table("Memory of one rank, without activations", ("<component", "bytes"), rows)

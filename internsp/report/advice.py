@@ -7,20 +7,20 @@ which computing stood still, and what would hide or spare that communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from internsp.config import WeightParallelConfig
 from internsp.config.errors import in_words
-from internsp.report.lanes import size
+from internsp.config.sizes import human
 from internsp.report.timeline import (
     communication,
     intersect,
     measure,
+    spans,
     step_times,
     subtract,
     where_waited,
-    window_of,
 )
 from internsp.trace import Event
 
@@ -113,11 +113,8 @@ class _Figures:
         flying = nbytes = 0.0
         units: dict[tuple[str, str], float] = {}
         for events in traces.values():
-            moved = [e for e in events if e.kind in ("AG", "RS")]
-            window = window_of(events)
-            spans = [(e.start, window[1] if e.end is None else e.end) for e in moved]
-            flying += measure(intersect([window], spans)) / count
-            nbytes += sum(e.nbytes for e in moved) / count
+            flying += measure(spans(events, ("AG", "RS"))) / count
+            nbytes += sum(e.nbytes for e in events if e.kind in ("AG", "RS")) / count
             for row in where_waited(events):
                 key = (row.kind, row.unit, row.phase)
                 places[key] = places.get(key, 0.0) + row.seconds / count
@@ -155,65 +152,56 @@ def _launched_first(events: Sequence[Event]) -> frozenset[str]:
 _PASSES = ("forward", "recompute", "backward")
 
 
-def _uneven(traces: Traces, figures: _Figures) -> list[Advice]:
+def _uneven(traces: Traces, figures: _Figures) -> Iterator[Advice]:
     """A rank that computes longer makes the others wait: no setting of communication helps."""
     compute = {rank: step_times(events).compute for rank, events in traces.items()}
     slow, fast = max(compute, key=lambda r: compute[r]), min(compute, key=lambda r: compute[r])
     gap = compute[slow] - compute[fast]
     if gap <= max(NOTICED * figures.step, 0.1 * figures.compute):
-        return []
-    return [
-        Advice(
-            gap,
-            f"Rank {slow} computes {_ms(gap)} longer than rank {fast}, and the ranks wait for each "
-            "other: even out the work (documents and valid tokens of each rank, other programs on "
-            "its processor) before touching communication.",
-        )
-    ]
+        return
+    yield Advice(
+        gap,
+        f"Rank {slow} computes {_ms(gap)} longer than rank {fast}, and the ranks wait for each "
+        "other: even out the work (documents and valid tokens of each rank, other programs on "
+        "its processor) before touching communication.",
+    )
 
 
-def _stages(traces: Traces, figures: _Figures) -> list[Advice]:
+def _stages(traces: Traces, figures: _Figures) -> Iterator[Advice]:
     """Between a pipeline's passes a rank has nothing to do: the bubble, or a slow stage."""
     waiting = 0.0
     for events in traces.values():
-        passes = sorted(
-            (e.start, e.start if e.end is None else e.end)
-            for e in events
-            if e.kind in ("FORWARD", "BACKWARD") and e.unit.startswith("stage ")
-        )
+        staged = [e for e in events if e.unit.startswith("stage ")]
+        passes = spans(staged, ("FORWARD", "BACKWARD"))
         if passes:
-            whole = [(passes[0][0], max(end for _, end in passes))]
-            waiting += measure(subtract(whole, passes)) / len(traces)
+            whole = (min(start for start, _ in passes), max(end for _, end in passes))
+            waiting += measure(subtract([whole], passes)) / len(traces)
     if waiting <= 0:
-        return []
-    return [
-        Advice(
-            waiting,
-            f"Ranks had no pass to run for {_ms(waiting)} between their first and their last one "
-            f"({waiting / figures.step:.0%} of a step): they waited for other stages. More "
-            "train.micro_batches make that matter less, and so do schedules with more chunks or "
-            "a split backward, whose times internsp plan compares (pipeline.schedule).",
-        )
-    ]
+        return
+    yield Advice(
+        waiting,
+        f"Ranks had no pass to run for {_ms(waiting)} between their first and their last one "
+        f"({waiting / figures.step:.0%} of a step): they waited for other stages. More "
+        "train.micro_batches make that matter less, and so do schedules with more chunks or "
+        "a split backward, whose times internsp plan compares (pipeline.schedule).",
+    )
 
 
-def _synchronous(figures: _Figures, setting: Setting) -> list[Advice]:
+def _synchronous(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     if setting.weights.overlap or setting.weight == 1:
-        return []
-    return [
-        Advice(
-            figures.exposed,
-            f"Set weight_parallel.overlap = true: it is off, so every gather and every reduction "
-            f"is waited for at once ({_ms(figures.exposed)} of a step of {_ms(figures.step)}).",
-        )
-    ]
+        return
+    yield Advice(
+        figures.exposed,
+        f"Set weight_parallel.overlap = true: it is off, so every gather and every reduction "
+        f"is waited for at once ({_ms(figures.exposed)} of a step of {_ms(figures.step)}).",
+    )
 
 
-def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
+def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """Weights and gradients are in flight longer than there is compute to hide them behind."""
     at_stake = figures.flying - figures.compute
     if setting.weight == 1 or figures.flying <= 0 or figures.flying < FULL * figures.compute:
-        return []
+        return
     waiting = sum(
         seconds for (kind, _, _), seconds in figures.places.items() if kind in ("AG", "RS")
     )
@@ -243,21 +231,19 @@ def _full_link(figures: _Figures, setting: Setting) -> list[Advice]:
             f"parallel.weight = {fewer}, which sends {saved:.0%} less for twice the shards and "
             "may keep the group on one machine's faster links"
         )
-    return [
-        Advice(
-            max(at_stake, waiting),
-            f"The link is too slow for this size: {size(figures.nbytes)} of weights and gradients "
-            f"were in flight for {_ms(figures.flying)} ({size(rate)}/s), and there are "
-            f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
-            f"{'; '.join(ways)}.",
-        )
-    ]
+    yield Advice(
+        max(at_stake, waiting),
+        f"The link is too slow for this size: {human(figures.nbytes)} of weights and gradients "
+        f"were in flight for {_ms(figures.flying)} ({human(rate)}/s), and there are "
+        f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
+        f"{'; '.join(ways)}.",
+    )
 
 
-def _late_gathers(figures: _Figures, setting: Setting) -> list[Advice]:
+def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """The link has gaps, and still blocks wait for their weights: gathers start too late."""
     if figures.flying >= FULL * figures.compute:
-        return []
+        return
     late = {
         place: seconds
         for place, seconds in figures.waited("AG", _PASSES).items()
@@ -265,14 +251,14 @@ def _late_gathers(figures: _Figures, setting: Setting) -> list[Advice]:
     }
     total = sum(late.values())
     if not late:
-        return []
+        return
     (unit, phase), worst = next(iter(late.items()))
     ways: list[str] = []
     depth = setting.weights.prefetch_depth
     if depth + 1 < setting.blocks:
         whole = figures.whole / setting.micro_batches * setting.weight / max(setting.weight - 1, 1)
         ways.append(
-            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {size(whole)})"
+            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(whole)})"
         )
     if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
         ways.append(
@@ -281,17 +267,15 @@ def _late_gathers(figures: _Figures, setting: Setting) -> list[Advice]:
         )
     if setting.weights.granularity == "block":
         ways.append("more, smaller blocks in a slot's time: a longer sequence or micro-batch")
-    return [
-        Advice(
-            total,
-            f"Gathers start too late: blocks waited {_ms(total)} for their weights, most "
-            f"{unit or 'a unit'} in {phase} ({_ms(worst)}), while the link was free for "
-            f"{_ms(max(figures.step - figures.flying, 0.0))}. What helps: {'; '.join(ways)}.",
-        )
-    ]
+    yield Advice(
+        total,
+        f"Gathers start too late: blocks waited {_ms(total)} for their weights, most "
+        f"{unit or 'a unit'} in {phase} ({_ms(worst)}), while the link was free for "
+        f"{_ms(max(figures.step - figures.flying, 0.0))}. What helps: {'; '.join(ways)}.",
+    )
 
 
-def _first_gather(figures: _Figures, setting: Setting) -> list[Advice]:
+def _first_gather(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """Nothing can hide the first gather of a pass."""
     first = {
         place: seconds
@@ -300,7 +284,7 @@ def _first_gather(figures: _Figures, setting: Setting) -> list[Advice]:
     }
     total = sum(first.values())
     if not first or not setting.weights.overlap:
-        return []
+        return
     text = (
         f"The first gathers of a forward have nothing to hide behind: {_ms(total)}, most in "
         f"{next(iter(first))[0] or 'the first block'}. "
@@ -312,55 +296,45 @@ def _first_gather(figures: _Figures, setting: Setting) -> list[Advice]:
         )
     else:
         text += "More tokens in a step make it matter less."
-    return [Advice(total, text)]
+    yield Advice(total, text)
 
 
-def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> list[Advice]:
+def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """Waits for gradients: within backward the limit was reached; at its end nothing is left."""
     inside = after = 0.0
     for events in traces.values():
         last = max((e.start for e in events if e.kind == "USE"), default=0.0)
-        finishes = [
-            (e.start, e.start if e.end is None else e.end)
-            for e in events
-            if e.kind == "WAIT" and e.phase == "finish"
-        ]
+        finishes = spans([e for e in events if e.phase == "finish"], ("WAIT",))
         inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
         after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
-    found = []
     if inside > 0 and figures.flying < FULL * figures.compute:
         limit = setting.weights.pending_blocks
-        found.append(
-            Advice(
-                inside,
-                f"Backward waited {_ms(inside)} for gradients of earlier blocks because no more "
-                f"than {limit} blocks' may be in flight: weight_parallel.pending_blocks = "
-                f"{limit + 1} lets it go on, for one more block of gradients in memory.",
-            )
+        yield Advice(
+            inside,
+            f"Backward waited {_ms(inside)} for gradients of earlier blocks because no more "
+            f"than {limit} blocks' may be in flight: weight_parallel.pending_blocks = "
+            f"{limit + 1} lets it go on, for one more block of gradients in memory.",
         )
     if after > 0:
-        found.append(
-            Advice(
-                after,
-                f"After backward {_ms(after)} went by until the last gradients had arrived, with "
-                "nothing left to hide them behind. More micro-batches or tokens in a step make "
-                "that matter less"
-                + (
-                    "; fewer ranks in parallel.zero shorten it."
-                    if setting.zero > 1
-                    else "; smaller last-reduced weights (the first block's, the embedding's) too."
-                ),
-            )
+        yield Advice(
+            after,
+            f"After backward {_ms(after)} went by until the last gradients had arrived, with "
+            "nothing left to hide them behind. More micro-batches or tokens in a step make "
+            "that matter less"
+            + (
+                "; fewer ranks in parallel.zero shorten it."
+                if setting.zero > 1
+                else "; smaller last-reduced weights (the first block's, the embedding's) too."
+            ),
         )
-    return found
 
 
-def _exchanges(figures: _Figures, setting: Setting) -> list[Advice]:
+def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     """Attention needs the whole all-to-all: it is hidden by what else there is to compute."""
     waited = figures.waited("A2A")
     total = sum(waited.values())
     if not waited or setting.sequence == 1:
-        return []
+        return
     (unit, phase), worst = next(iter(waited.items()))
     text = (
         f"Sequence all-to-alls were waited for {_ms(total)}, most in {unit or 'attention'} in "
@@ -370,21 +344,19 @@ def _exchanges(figures: _Figures, setting: Setting) -> list[Advice]:
         text += f", or lower parallel.sequence from {setting.sequence} where memory allows"
     if setting.weights.trigger == "qkv":
         text += '; weight_parallel.trigger = "out_proj" leaves them the link'
-    return [Advice(total, text + ".")]
+    yield Advice(total, text + ".")
 
 
-def _published(figures: _Figures, setting: Setting) -> list[Advice]:
+def _published(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     total = sum(figures.waited("PUBLISH").values())
     if total <= 0:
-        return []
-    return [
-        Advice(
-            total,
-            f"New parameters were still on their way from the optimizer when they were needed "
-            f"({_ms(total)}): fewer ranks in parallel.zero (now {setting.zero}) send less, for "
-            "more optimizer state on each.",
-        )
-    ]
+        return
+    yield Advice(
+        total,
+        f"New parameters were still on their way from the optimizer when they were needed "
+        f"({_ms(total)}): fewer ranks in parallel.zero (now {setting.zero}) send less, for "
+        "more optimizer state on each.",
+    )
 
 
 def _ms(seconds: float) -> str:

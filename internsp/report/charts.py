@@ -1,4 +1,4 @@
-"""Line charts for the report as SVG text: no library, no script, colours from the page's style.
+"""Line charts for the report as SVG: no library, no script, colors from the page's style.
 
 A chart of 10,000 steps keeps the least and the greatest value of each of a few hundred buckets,
 so that a spike of one step stays visible. Values that are not finite interrupt the line and are
@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from itertools import pairwise
+
+from markupsafe import Markup, escape
 
 Point = tuple[float, float]
 
@@ -27,7 +29,7 @@ class Series:
     Attributes:
         name: shown in the legend and on hover.
         points: (step, value), by step; values may be NaN or infinite.
-        style: class of the page's style that colours it.
+        style: class of the page's style that colors it.
         dots: mark every point (for few, far apart).
         noisy: draw more than 60 points faint, with their moving average above.
     """
@@ -127,7 +129,7 @@ class _Scale:
 
 def line_chart(
     series: Sequence[Series], *, label: str, zero: bool = False, log: bool | None = None
-) -> str:
+) -> Markup:
     """An SVG element with the series over the steps.
 
     Args:
@@ -138,7 +140,7 @@ def line_chart(
     """
     finite = [p for s in series for p in s.points if drawable(p[1])]
     if not finite:
-        return f'<p class="empty">No finite value of {escape(label)} to draw.</p>'
+        return Markup('<p class="empty">No finite value of {} to draw.</p>').format(label)
     scale = _scale(series, finite, zero, log)
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}"'
     parts = [f'<svg class="chart" {box}>', *_axes(scale)]
@@ -146,7 +148,7 @@ def line_chart(
         parts += _line(one, scale)
     parts += _broken(series, scale)
     parts += _hovers(series, scale)
-    return "".join([*parts, "</svg>"])
+    return Markup("".join([*parts, "</svg>"]))
 
 
 def _scale(series: Sequence[Series], finite: list[Point], zero: bool, log: bool | None) -> _Scale:
@@ -202,18 +204,11 @@ def _axes(scale: _Scale) -> list[str]:
 
 
 def _line(series: Series, scale: _Scale) -> list[str]:
-    if series.dots:
-        return [
-            _path(downsample(series.points), scale, series.style),
-            *_dots(series.points, scale, series.style),
-        ]
-    if series.noisy and len(series.points) > 60:
-        return [
-            _path(downsample(series.points), scale, f"{series.style} faint"),
-            _path(downsample(smooth(series.points)), scale, series.style),
-        ]
-    parts = [_path(downsample(series.points), scale, series.style)]
-    if len(series.points) <= 12:
+    strokes = [(series.points, series.style)]
+    if series.noisy and not series.dots and len(series.points) > 60:
+        strokes = [(series.points, f"{series.style} faint"), (smooth(series.points), series.style)]
+    parts = [_path(downsample(points), scale, style) for points, style in strokes]
+    if series.dots or len(series.points) <= 12:
         parts += _dots(series.points, scale, series.style)
     return parts
 
@@ -248,22 +243,21 @@ def _broken(series: Sequence[Series], scale: _Scale) -> list[str]:
 
 
 def _hovers(series: Sequence[Series], scale: _Scale) -> list[str]:
-    """Invisible strips that tell the values under the pointer."""
+    """Invisible strips that show the values under the pointer."""
     steps = sorted({p[0] for s in series for p in s.points})
     values = [(s.name, dict(s.points)) for s in series]
     stride = -(-len(steps) // _HOVERS)
     chosen = steps[::stride]
-    if not chosen or chosen[-1] != steps[-1]:
+    if chosen[-1] != steps[-1]:
         chosen.append(steps[-1])
     places = [scale.at((step, 1.0))[0] for step in chosen]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - _RIGHT]
     parts = []
-    for i, (step, x) in enumerate(zip(chosen, places, strict=True)):
-        left = (places[i - 1] + x) / 2 if i else _LEFT
-        right = (x + places[i + 1]) / 2 if i + 1 < len(places) else WIDTH - _RIGHT
-        told = [f"{name} {number(known[step])}" for name, known in values if step in known]
+    for step, (left, right) in zip(chosen, pairwise(edges), strict=True):
+        shown = [f"{name} {number(known[step])}" for name, known in values if step in known]
         parts.append(
             f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
-            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>step {step:g}: {escape(", ".join(told))}'
+            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>step {step:g}: {escape(", ".join(shown))}'
             "</title></rect>"
         )
     return parts

@@ -1,11 +1,13 @@
-"""The report's picture of one step: for each rank its lanes over a common axis, as SVG text."""
+"""The report's picture of one step: for each rank its lanes over a common axis, as SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 
+from markupsafe import Markup, escape
+
+from internsp.config.sizes import human
 from internsp.report.charts import number, ticks
 from internsp.report.timeline import LANES, Bar, Timeline, build_timeline
 from internsp.trace import Event
@@ -38,17 +40,6 @@ _NAMES = {
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 
-def size(nbytes: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if abs(nbytes) < 1000 or unit == "TiB":
-            break
-    return f"{nbytes:.3g} {unit}" if abs(nbytes) < 1000 else f"{nbytes:.0f} {unit}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Axis:
     """Seconds since each rank's origin -> horizontal place."""
@@ -77,12 +68,12 @@ class Drawing:
     """A drawn step.
 
     Attributes:
-        svg: the SVG element, or a sentence where nothing was traced.
+        svg: the SVG element; empty where nothing was traced.
         ranks: how many ranks it shows.
         exact: whether every bar is where it was; if not, short ones are shown in proportion only.
     """
 
-    svg: str
+    svg: Markup
     ranks: int
     exact: bool = True
 
@@ -96,7 +87,7 @@ def draw_timeline(events: Mapping[int, Sequence[Event]]) -> Drawing:
     ranks = [rank for rank in sorted(events) if events[rank]][:MAX_RANKS]
     timelines = {rank: build_timeline(events[rank]) for rank in ranks}
     if not any(t.window[1] > t.window[0] for t in timelines.values()):
-        return Drawing('<p class="empty">No step was traced.</p>', 0)
+        return Drawing(Markup(), 0)
     origin = shared_origin(timelines)
     starts = {r: t.window[0] if origin is None else origin for r, t in timelines.items()}
     axis = _Axis(max(t.window[1] - starts[r] for r, t in timelines.items()))
@@ -120,7 +111,8 @@ def draw_timeline(events: Mapping[int, Sequence[Event]]) -> Drawing:
         f'<svg class="timeline" viewBox="0 0 {_WIDTH} {top + _AXIS:.0f}" role="img" '
         'aria-label="timeline of one step, lanes by rank">'
     )
-    return Drawing("".join([head, *_grid(axis, top), *body, "</svg>"]), len(ranked), exact)
+    svg = Markup("".join([head, *_grid(axis, top), *body, "</svg>"]))
+    return Drawing(svg, len(ranked), exact)
 
 
 def _moved(bar: Bar, seconds: float) -> Bar:
@@ -250,7 +242,7 @@ def _lane(name: str, bars: Sequence[Bar], axis: _Axis, top: float) -> tuple[list
         y = top + row * row_height
         parts.append(
             f'<rect class="{_style(bar)}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-            f'height="{thick:.1f}"><title>{escape(_told(bar))}</title></rect>'
+            f'height="{thick:.1f}"><title>{escape(_description(bar))}</title></rect>'
         )
         if bar.kind == "COMPUTE" and bar.unit and width > 7 + 6.3 * len(bar.unit):
             parts.append(
@@ -284,7 +276,7 @@ def _style(bar: Bar) -> str:
     return f"b {bar.phase}" if bar.phase in PHASES else "b other"
 
 
-def _told(bar: Bar) -> str:
+def _description(bar: Bar) -> str:
     name = _NAMES.get(bar.kind, bar.kind)
     # A weight's name usually begins with its unit's.
     what = bar.weight if bar.weight.startswith(bar.unit) else f"{bar.unit} {bar.weight}"
@@ -294,5 +286,5 @@ def _told(bar: Bar) -> str:
     words.append(f"{bar.start * 1e3:.2f} to {bar.end * 1e3:.2f} ms")
     words.append(f"{(bar.end - bar.start) * 1e3:.2f} ms")
     if bar.nbytes:
-        words.append(size(bar.nbytes))
+        words.append(human(bar.nbytes))
     return " · ".join(words)

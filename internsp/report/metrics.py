@@ -2,63 +2,60 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from internsp.errors import InternspError
 
-_INTEGERS = (
-    "step", "tokens", "gathered_bytes", "reduced_bytes", "peak_memory_bytes", "skipped_steps",
-)  # fmt: skip
-_OPTIONAL = ("eval_loss", "comm_seconds", "stage_wait_seconds", "skipped_steps")
 
+class StepMetrics(BaseModel):
+    """What one optimizer step did. A value that is ``None`` is left out of the row.
 
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """What one optimizer step did.
-
-    Attributes:
-        step: number of the optimizer step.
-        loss: nats per valid token, over all ranks and micro-batches.
-        grad_norm: global gradient norm before clipping.
-        lr: learning rate that the step used.
-        tokens: valid tokens of the step, over all ranks.
-        step_seconds: wall time of the step on this rank.
-        tokens_per_second: ``tokens / step_seconds``.
-        exposed_comm_seconds: time in which this rank's computing thread waited for communication.
-        gathered_bytes: payload of weight gathers that this rank received.
-        reduced_bytes: payload of gradient reductions that this rank sent.
-        peak_memory_bytes: peak memory of this rank.
-        eval_loss: held-out loss, nats per valid token, where the step was followed by an
-            evaluation.
-        comm_seconds: time in which communication was in flight, hidden or not, where it was
-            measured (see :func:`internsp.report.timeline.step_times`).
-        stage_wait_seconds: time in which this rank of a pipeline had no pass to run.
-        skipped_steps: how many steps of the run, up to this one, have changed nothing, because
-            gradients were not finite. A step that was skipped has a ``grad_norm`` that is not.
+    JSON has no NaN and no infinity: they are written as the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, which ``float`` (and JavaScript's ``Number``) read.
     """
 
+    # A row may hold keys of later versions.
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", ser_json_inf_nan="strings", use_attribute_docstrings=True
+    )
+
     step: int
+    """Number of the optimizer step."""
     loss: float
+    """Nats per valid token, over all ranks and micro-batches."""
     grad_norm: float
+    """Global gradient norm before clipping; not finite where the step was skipped."""
     lr: float
+    """Learning rate that the step used."""
     tokens: int
+    """Valid tokens of the step, over all ranks."""
     step_seconds: float
+    """Wall time of the step on this rank."""
     tokens_per_second: float
+    """``tokens / step_seconds``."""
     exposed_comm_seconds: float
+    """Time in which this rank's computing thread waited for communication."""
     gathered_bytes: int
+    """Payload of weight gathers that this rank received."""
     reduced_bytes: int
+    """Payload of gradient reductions that this rank sent."""
     peak_memory_bytes: int
+    """Peak memory of this rank."""
     eval_loss: float | None = None
+    """Held-out loss, nats per valid token, where the step was followed by an evaluation."""
     comm_seconds: float | None = None
+    """Time in which communication was in flight, hidden or not, where it was measured (see
+    :func:`internsp.report.timeline.step_times`)."""
     stage_wait_seconds: float | None = None
+    """Time in which this rank of a pipeline had no pass to run."""
     skipped_steps: int | None = None
+    """How many steps of the run, up to this one, have changed nothing, because gradients were not
+    finite."""
+    run: str | None = None
+    """Id of the run."""
 
     @property
     def exposed_step_share(self) -> float:
@@ -79,36 +76,6 @@ class StepMetrics:
             return None
         return self.exposed_comm_seconds / self.comm_seconds if self.comm_seconds > 0 else 0.0
 
-    def to_row(self) -> dict[str, Any]:
-        """The JSON object of this step; optional keys without a value are left out.
-
-        JSON has no NaN and no infinity: they are written as the strings ``"NaN"``,
-        ``"Infinity"`` and ``"-Infinity"``, which ``float`` (and JavaScript's ``Number``) read.
-        """
-        row: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                continue
-            row[field.name] = _json_number(value)
-        return row
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> StepMetrics:
-        """The inverse of :meth:`to_row`; keys of later versions are ignored.
-
-        Raises:
-            KeyError: a required key is missing.
-            TypeError, ValueError: a value is not a number.
-        """
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            name = field.name
-            if name in _OPTIONAL and row.get(name) is None:
-                continue
-            values[name] = int(row[name]) if name in _INTEGERS else float(row[name])
-        return cls(**values)
-
 
 class MetricsWriter:
     """Appends one JSON line a step and flushes it, so that a killed run keeps what it reported.
@@ -125,7 +92,7 @@ class MetricsWriter:
         self, path: str | Path, resume_step: int | None = None, run: str | None = None
     ) -> None:
         self.path = Path(path)
-        self._run = {} if run is None else {"run": run}
+        self._run = run
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self.path.exists():
             _keep_rows_before(self.path, resume_step)
@@ -135,8 +102,8 @@ class MetricsWriter:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one row and hand it to the operating system before returning."""
-        row = metrics.to_row() | self._run
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        row = metrics.model_copy(update={"run": self._run})
+        self._file.write(row.model_dump_json(exclude_none=True) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -146,12 +113,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -164,16 +126,10 @@ def read_metrics(path: str | Path) -> list[StepMetrics]:
         InternspError: another line is not a row of metrics; the message names the line.
         OSError: the file cannot be read.
     """
-    return [StepMetrics.from_row(row) for _, row in _rows(Path(path))]
+    return [row for _, row in _rows(Path(path))]
 
 
-def _json_number(value: float) -> float | str:
-    if isinstance(value, int) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> list[tuple[str, StepMetrics]]:
     """Every whole row with the text of its line."""
     # A run cut off by a power failure can leave NUL bytes or half a character at the end.
     lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
@@ -183,21 +139,21 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            StepMetrics.from_row(row)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            rows.append((line, StepMetrics.model_validate_json(line)))
+        except ValidationError as error:
             if i == last:
                 break
+            mistake = error.errors(include_url=False)[0]
+            where = ".".join(map(str, mistake["loc"])) or "the line"
             raise InternspError(
-                f"{path}, line {i + 1} is not a row of metrics ({error!r}); "
+                f"{path}, line {i + 1} is not a row of metrics ({where}: {mistake['msg']}); "
                 "remove the line, or start the run under another name"
             ) from error
-        rows.append((line, row))
     return rows
 
 
 def _keep_rows_before(path: Path, step: int) -> None:
-    kept = [line for line, row in _rows(path) if int(row["step"]) < step]
+    kept = [line for line, row in _rows(path) if row.step < step]
     # Replaced as a whole: a run killed here keeps either the old file or the new one.
     fresh = path.with_name(path.name + ".new")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -1,12 +1,11 @@
-"""The report's tables and bars as HTML text: communication, waits, mesh, memory."""
+"""The figures of the report's tables: communication, waits and the ranks' places in the mesh."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from internsp.report.lanes import size
 from internsp.report.timeline import (
     COMMUNICATION,
     CommunicationRow,
@@ -23,116 +22,109 @@ COORDINATES = ("pipeline", "weight", "replica", "sequence", "data", "zero")
 _WORST = 3
 _MAX_BLOCKS = 512
 _MAX_GRID = 64
-_HEADS = ("collectives", "payload", "in flight", "hidden", "exposed", "worst rank")
+
+Traces = Mapping[int, Sequence[Event]]
 
 
-def communication_table(events: Mapping[int, Sequence[Event]]) -> str:
-    """Hidden and exposed time by kind and phase: means over the ranks, in milliseconds."""
-    traces = [trace for _, trace in sorted(events.items()) if trace]
-    if not traces:
-        return '<p class="empty">No step was traced.</p>'
-    whole = [communication(trace) for trace in traces]
-    parts = [communication(trace, by=("phase",)) for trace in traces]
-    lines = []
-    for kind in COMMUNICATION:
-        rows = [row for rank in whole for row in rank if row.kind == kind]
-        if not rows:
-            continue
-        lines.append(_communication_line(COMMUNICATION[kind], "", rows, len(traces)))
-        phases = dict.fromkeys(r.phase for rank in parts for r in rank if r.kind == kind)
-        for phase in phases if len(phases) > 1 else ():
-            rows = [r for rank in parts for r in rank if (r.kind, r.phase) == (kind, phase)]
-            lines.append(_communication_line("", phase or "-", rows, len(traces)))
-    lines.append(_total_line([step_times(trace) for trace in traces]))
-    head = "".join(f"<th>{name}</th>" for name in _HEADS)
-    return (
-        '<div class="scroll"><table class="communication"><thead><tr>'
-        f'<th></th><th class="name">phase</th>{head}<th></th></tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+@dataclass(frozen=True, slots=True)
+class MeanRow:
+    """A line of the communication table: means over the ranks, times in seconds.
 
-
-def _communication_line(name: str, phase: str, rows: Sequence[CommunicationRow], ranks: int) -> str:
-    """A rank without such communication counts as zero in the means."""
-    exposed = sum(r.exposed for r in rows) / ranks
-    hidden = sum(r.hidden for r in rows) / ranks
-    cells = [
-        f"<td>{escape(name)}</td>",
-        f'<td class="name">{escape(phase) or "all"}</td>',
-        f"<td>{sum(r.count for r in rows) / ranks:g}</td>",
-        f"<td>{size(sum(r.nbytes for r in rows) / ranks)}</td>",
-        *_times(exposed, hidden, max(r.exposed for r in rows)),
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _total_line(times: Sequence[StepTimes]) -> str:
-    exposed = sum(t.exposed for t in times) / len(times)
-    hidden = sum(t.hidden for t in times) / len(times)
-    cells = "".join(_times(exposed, hidden, max(t.exposed for t in times)))
-    return f'<tr class="total"><td>together</td><td></td><td></td><td></td>{cells}</tr>'
-
-
-def _times(exposed: float, hidden: float, worst: float) -> list[str]:
-    share = hidden / (hidden + exposed) if hidden + exposed > 0 else 0.0
-    bar = (
-        f'<span class="split" title="{share:.0%} hidden"><i class="hid" style="width:{share:.1%}">'
-        f'</i><i class="wait" style="flex:1"></i></span>'
-        if hidden + exposed > 0
-        else ""
-    )
-    values = (exposed + hidden, hidden, exposed, worst)
-    return [*(f"<td>{value * 1e3:.2f}</td>" for value in values), f"<td>{bar}</td>"]
-
-
-def waits_table(events: Mapping[int, Sequence[Event]]) -> str:
-    """Where the computing thread waited: milliseconds by phase and kind, with the worst blocks.
-
-    Means over the ranks. Every block is listed in a part that can be opened.
+    ``worst`` is the exposed time of the rank where it is longest. A row without a name is one
+    phase of the row above; the ``total`` row counts each moment once and has no payload.
     """
+
+    exposed: float
+    hidden: float
+    worst: float
+    name: str = ""
+    phase: str = ""
+    count: float = 0.0
+    nbytes: float = 0.0
+    total: bool = False
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[CommunicationRow | StepTimes], ranks: int, **fields: object
+    ) -> MeanRow:
+        """The mean of the ranks' ``rows``; a rank without such communication counts as zero."""
+        exposed = sum(row.exposed for row in rows) / ranks
+        hidden = sum(row.hidden for row in rows) / ranks
+        return cls(exposed, hidden, max(row.exposed for row in rows), **fields)  # type: ignore[arg-type]
+
+    @property
+    def share(self) -> float | None:
+        """The hidden part of the communication, where there was any."""
+        together = self.exposed + self.hidden
+        return self.hidden / together if together > 0 else None
+
+
+def communication_rows(events: Traces) -> Iterator[MeanRow]:
+    """Hidden and exposed time by kind and phase, and all together; nothing without a trace."""
+    traces = [trace for trace in events.values() if trace]
+    ranks = len(traces)
+    found = [row for trace in traces for row in communication(trace)]
+    parts = [row for trace in traces for row in communication(trace, by=("phase",))]
+    for kind, name in COMMUNICATION.items():
+        phases = dict.fromkeys(row.phase for row in parts if row.kind == kind)
+        groups = [(name, "", [row for row in found if row.kind == kind])]
+        for phase in phases if len(phases) > 1 else ():
+            rows = [row for row in parts if (row.kind, row.phase) == (kind, phase)]
+            groups.append(("", phase or "-", rows))
+        for label, phase, rows in groups:
+            if rows:
+                count = sum(row.count for row in rows) / ranks
+                nbytes = sum(row.nbytes for row in rows) / ranks
+                yield MeanRow.of(rows, ranks, name=label, phase=phase, count=count, nbytes=nbytes)
+    if traces:
+        yield MeanRow.of([step_times(trace) for trace in traces], ranks, total=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRow:
+    """Waits of a phase for a kind of communication: mean seconds, share of all, worst blocks."""
+
+    phase: str
+    name: str
+    seconds: float
+    share: float
+    worst: list[tuple[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Mean seconds waited in each block, by phase."""
+
+    phases: list[str]
+    rows: list[tuple[str, list[float]]]
+
+
+def waiting(events: Traces) -> tuple[list[WaitingRow], Blocks]:
+    """Where the computing thread waited: by phase and kind, longest first, and by block."""
     traces = [trace for trace in events.values() if trace]
     places: dict[tuple[str, str], dict[str, float]] = {}
     for trace in traces:
         for row in where_waited(trace):
             units = places.setdefault((row.phase, row.kind), {})
-            units[row.unit] = units.get(row.unit, 0.0) + row.seconds * 1e3 / len(traces)
-    total = sum(sum(units.values()) for units in places.values())
-    if total <= 0:
-        return '<p class="empty">Nothing waited.</p>'
-    lines = []
-    for (phase, kind), units in sorted(places.items(), key=lambda item: -sum(item[1].values())):
-        worst = sorted(units.items(), key=lambda item: -item[1])[:_WORST]
-        told = ", ".join(f"{escape(unit or '-')} {value:.2f}" for unit, value in worst)
-        lines.append(
-            f"<tr><td>{escape(phase or '-')}</td>"
-            f'<td class="name">{escape(COMMUNICATION.get(kind, "-"))}</td>'
-            f"<td>{sum(units.values()):.2f}</td><td>{sum(units.values()) / total:.0%}</td>"
-            f'<td class="name">{told}</td></tr>'
+            units[row.unit] = units.get(row.unit, 0.0) + row.seconds / len(traces)
+    sums = {place: sum(units.values()) for place, units in places.items()}
+    total = sum(sums.values())
+    rows = [
+        WaitingRow(
+            phase,
+            COMMUNICATION.get(kind, ""),
+            seconds,
+            seconds / total,
+            sorted(places[phase, kind].items(), key=lambda item: -item[1])[:_WORST],
         )
-    return (
-        '<div class="scroll"><table class="waits"><thead><tr><th>phase</th><th class="name">for'
-        '</th><th>ms</th><th>share</th><th class="name">most in block (ms)</th></tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>{_blocks_table(places)}"
-    )
-
-
-def _blocks_table(places: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
+        for (phase, kind), seconds in sorted(sums.items(), key=lambda item: -item[1])
+        if total > 0
+    ]
     phases = list(dict.fromkeys(phase for phase, _ in places))
-    units = sorted({u for found in places.values() for u in found}, key=_natural)[:_MAX_BLOCKS]
-    lines = []
-    for unit in units:
-        cells = [
-            sum(found.get(unit, 0.0) for (p, _), found in places.items() if p == phase)
-            for phase in phases
-        ]
-        values = "".join(f"<td>{value:.2f}</td>" for value in [*cells, sum(cells)])
-        lines.append(f"<tr><td>{escape(unit or '-')}</td>{values}</tr>")
-    head = "".join(f"<th>{escape(name or '-')}</th>" for name in ["block", *phases, "together"])
-    return (
-        "<details><summary>by block, in ms</summary>"
-        f'<div class="scroll"><table class="blocks"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div></details>"
-    )
+    names = sorted({u for found in places.values() for u in found}, key=_natural)[:_MAX_BLOCKS]
+    by_phase = [[found for (p, _), found in places.items() if p == phase] for phase in phases]
+    lines = [(u, [sum(f.get(u, 0.0) for f in found) for found in by_phase]) for u in names]
+    return rows, Blocks(phases, lines)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -140,63 +132,34 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 
-def mesh_html(mesh: Mapping[str, int], ranks: Sequence[Mapping[str, int]]) -> str:
-    """Degrees, the two factorings of the ranks as grids, and every rank's coordinates."""
-    chips = "".join(f"<li>{escape(name)} <b>{value}</b></li>" for name, value in mesh.items())
-    parts = [f'<ul class="chips">{chips}</ul>']
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks by two coordinates; a line is one group of the ``across`` axis."""
+
+    title: str
+    across: str
+    down: str
+    columns: list[int]
+    lines: dict[int, list[list[int]]]
+
+
+def mesh_grids(ranks: Sequence[Mapping[str, int]]) -> Iterator[list[Grid]]:
+    """The two factorings of the ranks, for each pipeline stage; nothing for very many ranks."""
     stages = sorted({row.get("pipeline", 0) for row in ranks})
-    if len(ranks) <= _MAX_GRID:
-        for stage in stages:
-            rows = [row for row in ranks if row.get("pipeline", 0) == stage]
-            title = f"stage {stage}: " if len(stages) > 1 else ""
-            grids = _grid(rows, "replica", "weight", title) + _grid(rows, "data", "sequence", title)
-            parts.append(f'<div class="groups">{grids}</div>')
-    columns = [name for name in COORDINATES if any(name in row for row in ranks)]
-    head = "".join(f"<th>{name}</th>" for name in ("rank", *columns))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{row.get(name, '')}</td>" for name in ("rank", *columns)) + "</tr>"
-        for row in ranks
-    )
-    opened = " open" if len(ranks) <= 8 else ""
-    parts.append(
-        f"<details{opened}><summary>coordinates of each rank</summary>"
-        f'<div class="scroll"><table class="mesh"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></details>"
-    )
-    return "".join(parts)
+    for stage in stages if len(ranks) <= _MAX_GRID else ():
+        rows = [row for row in ranks if row.get("pipeline", 0) == stage]
+        title = f"stage {stage}: " if len(stages) > 1 else ""
+        yield [
+            _grid(rows, down, across, title)
+            for down, across in (("replica", "weight"), ("data", "sequence"))
+            if all(down in row and across in row for row in rows)
+        ]
 
 
-def _grid(ranks: Sequence[Mapping[str, int]], down: str, across: str, title: str) -> str:
-    """Ranks by two coordinates; a line of the grid is one group of the ``across`` axis."""
-    if not all(down in row and across in row for row in ranks):
-        return ""
-    lines = sorted({row[down] for row in ranks})
+def _grid(ranks: Sequence[Mapping[str, int]], down: str, across: str, title: str) -> Grid:
     columns = sorted({row[across] for row in ranks})
-    body = []
-    for line in lines:
-        cells = []
-        for column in columns:
-            here = [str(r["rank"]) for r in ranks if (r[down], r[across]) == (line, column)]
-            cells.append(f"<td><span>{', '.join(here)}</span></td>" if here else "<td></td>")
-        body.append(f"<tr><th>{down} {line}</th>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{across} {column}</th>" for column in columns)
-    style = "ranks seq" if across == "sequence" else "ranks"
-    return (
-        f'<div class="scroll"><h3>{title}{across} groups (one a line)</h3><table class="{style}">'
-        f"<thead><tr><th></th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def memory_html(memory: Sequence[tuple[str, int]]) -> str:
-    """A bar for each component, in the given order, and their sum."""
-    if not memory:
-        return '<p class="empty">Memory was not counted.</p>'
-    greatest = max(max(nbytes for _, nbytes in memory), 1)
-    lines = [
-        f'<span>{escape(name)}</span><span class="bar"><i style="width:{nbytes / greatest:.2%}">'
-        f'</i></span><span class="value">{size(nbytes)}</span>'
-        for name, nbytes in memory
-    ]
-    total = size(sum(nbytes for _, nbytes in memory))
-    lines.append(f'<span class="sum">sum</span><span></span><span class="value sum">{total}</span>')
-    return f'<div class="bars">{"".join(lines)}</div>'
+    cells = {
+        line: [[r["rank"] for r in ranks if (r[down], r[across]) == (line, c)] for c in columns]
+        for line in sorted({row[down] for row in ranks})
+    }
+    return Grid(title, across, down, columns, cells)

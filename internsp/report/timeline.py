@@ -125,11 +125,6 @@ class StepTimes:
         """Exposed and hidden together."""
         return self.exposed + self.hidden
 
-    @property
-    def exposed_share(self) -> float:
-        """Part of the communication that was exposed (0 where there was none)."""
-        return self.exposed / self.communication if self.communication > 0 else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRow:
@@ -173,47 +168,30 @@ def window_of(events: Iterable[Event]) -> Interval:
     return (min(starts), max(ends)) if starts else (0.0, 0.0)
 
 
-def waits(events: Sequence[Event], window: Interval | None = None) -> list[Interval]:
-    """The stretches in which the computing thread waited, within ``window``."""
-    window = window or window_of(events)
-    return intersect([window], (_span(e, window) for e in events if e.kind in WAITS))
+def spans(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
+    """The intervals of the events of ``kinds``; one still in flight lasts to the step's end."""
+    window = window_of(events)
+    return [_span(event, window) for event in events if event.kind in kinds]
 
 
-def step_times(events: Sequence[Event], window: Interval | None = None) -> StepTimes:
-    """Compute, exposed and hidden communication of one step.
-
-    Args:
-        events: one rank's events of the step.
-        window: start and end of the step; by default from the first event to the last.
-    """
-    window = window or window_of(events)
-    waited = waits(events, window)
-    flying = intersect([window], (_span(e, window) for e in events if e.kind in COMMUNICATION))
-    return StepTimes(
-        step=window[1] - window[0],
-        exposed=measure(waited),
-        hidden=measure(subtract(flying, waited)),
-    )
+def step_times(events: Sequence[Event]) -> StepTimes:
+    """Compute, exposed and hidden communication of one rank's step."""
+    start, end = window_of(events)
+    waited, flying = spans(events, WAITS), spans(events, COMMUNICATION)
+    return StepTimes(end - start, measure(waited), measure(subtract(flying, waited)))
 
 
-def communication(
-    events: Sequence[Event],
-    by: Collection[str] = (),
-    window: Interval | None = None,
-) -> list[CommunicationRow]:
+def communication(events: Sequence[Event], by: Collection[str] = ()) -> list[CommunicationRow]:
     """How much of each kind of communication was hidden by compute, and how much exposed.
 
     Args:
-        events: one rank's events of one step. A collective whose end is not known lasts to the
-            end of the window.
+        events: one rank's events of one step.
         by: ``"unit"``, ``"phase"``, both or neither: what to group by beside the kind.
-        window: start and end of the step; by default from the first event to the last.
 
     Returns:
         Rows by kind in the order of :data:`COMMUNICATION`, then in order of first appearance.
     """
-    window = window or window_of(events)
-    waited = waits(events, window)
+    window, waited = window_of(events), spans(events, WAITS)
     groups: dict[tuple[str, str, str], list[Event]] = {}
     for event in events:
         if event.kind in COMMUNICATION:
@@ -223,13 +201,11 @@ def communication(
     order = list(COMMUNICATION)
     rows = []
     for (kind, unit, phase), members in sorted(groups.items(), key=lambda g: order.index(g[0][0])):
-        flying = intersect([window], (_span(e, window) for e in members))
+        flying = [_span(event, window) for event in members]
         exposed = measure(intersect(flying, waited))
         rows.append(
             CommunicationRow(
-                kind=kind,
-                unit=unit,
-                phase=phase,
+                *(kind, unit, phase),
                 count=len(members),
                 nbytes=sum(e.nbytes for e in members),
                 exposed=exposed,
@@ -239,13 +215,13 @@ def communication(
     return rows
 
 
-def where_waited(events: Sequence[Event], window: Interval | None = None) -> list[WaitRow]:
+def where_waited(events: Sequence[Event]) -> list[WaitRow]:
     """Waits by unit, phase and the kind of communication they were for, longest first.
 
     A wait is for the collective of the same unit and weight that was in flight during it, the one
     that ended closest to the wait's end; its kind is "" where the trace shows none.
     """
-    window = window or window_of(events)
+    window = window_of(events)
     flights: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.kind in COMMUNICATION:
@@ -256,8 +232,8 @@ def where_waited(events: Sequence[Event], window: Interval | None = None) -> lis
             kind = _awaited(event, flights.get((event.unit, event.weight), []), window)
             groups.setdefault((kind, event.unit, event.phase), []).append(_span(event, window))
     rows = [
-        WaitRow(kind, unit, phase, len(spans), measure(intersect([window], spans)))
-        for (kind, unit, phase), spans in groups.items()
+        WaitRow(kind, unit, phase, len(waited), measure(waited))
+        for (kind, unit, phase), waited in groups.items()
     ]
     return sorted(rows, key=lambda row: -row.seconds)
 
@@ -286,7 +262,7 @@ class Timeline:
     lanes: Mapping[str, Sequence[Bar]] = field(default_factory=dict)
 
 
-def build_timeline(events: Sequence[Event], window: Interval | None = None) -> Timeline:
+def build_timeline(events: Sequence[Event]) -> Timeline:
     """Sort one rank's events of one step into lanes.
 
     The compute lane holds the waits (kind "WAIT") and between them what was computed (kind
@@ -294,11 +270,10 @@ def build_timeline(events: Sequence[Event], window: Interval | None = None) -> T
     phase, and left empty while the optimizer stepped. Reductions whose finish took no time are left
     out.
     """
-    window = window or window_of(events)
+    window = window_of(events)
     lanes: dict[str, list[Bar]] = {lane: [] for lane in LANES}
     for event in events:
         start, end = _span(event, window)
-        start, end = max(start, window[0]), min(end, window[1])
         lane = "compute" if event.kind in WAITS else _LANE_OF.get(event.kind)
         if lane is None or end < start or (end == start and event.kind in (*WAITS, "FINISH")):
             continue
@@ -312,8 +287,7 @@ def build_timeline(events: Sequence[Event], window: Interval | None = None) -> T
 
 
 def _computing(events: Sequence[Event], window: Interval) -> list[Bar]:
-    stepping = [_span(e, window) for e in events if e.kind == "STEP"]
-    busy = subtract([window], [*waits(events, window), *stepping])
+    busy = subtract([window], spans(events, (*WAITS, "STEP")))
     marks = sorted(
         (
             (e.start, e.unit, e.phase or _PHASE_OF.get(e.kind, ""))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,9 +14,9 @@ from internsp.pipeline import SchedulerHook
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.report.advice import Setting, advise
 from internsp.report.chrome import write_chrome_trace
-from internsp.report.display import Display, make_display
+from internsp.report.display import Display
 from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
-from internsp.report.page import write_report
+from internsp.report.page import Report
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.checkpoint import Resumed
@@ -130,7 +129,7 @@ class _Run:
         if self.done and (rows := read_metrics(writer.path)):
             self.skipped_before = rows[-1].skipped_steps or 0
         train = self.config.train
-        display = make_display(
+        display = Display(
             train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
         )
         display.start()
@@ -206,7 +205,8 @@ class _Run:
         return path
 
     def _counted(self, metrics: StepMetrics) -> StepMetrics:
-        return replace(metrics, skipped_steps=self.skipped_before + (metrics.skipped_steps or 0))
+        skipped = self.skipped_before + (metrics.skipped_steps or 0)
+        return metrics.model_copy(update={"skipped_steps": skipped})
 
     def _evaluated(
         self, metrics: StepMetrics, last: bool, display: Display | None
@@ -221,7 +221,7 @@ class _Run:
         if display is not None:
             finite = "" if math.isfinite(loss) else ", which is not finite"
             display.note(f"step {metrics.step}: held-out loss {loss:.4f}{finite}")
-        return replace(metrics, eval_loss=loss)
+        return metrics.model_copy(update={"eval_loss": loss})
 
     def _files(self, path: Path | None) -> Mapping[str, Path]:
         files = {
@@ -263,8 +263,7 @@ class _Run:
             micro_batches=self.config.train.micro_batches,
             blocks=len(self.session.communicators[0].blocks),
         )
-        write_report(
-            self.output / "report.html",
+        report = Report(
             title=self.config.train.name,
             config_toml=self.config.to_toml(),
             metrics=read_metrics(self.output / "metrics.jsonl"),
@@ -277,6 +276,7 @@ class _Run:
             schedule=self._schedule(),
             advice=advise(timeline, setting),
         )
+        report.write(self.output / "report.html")
 
     def _notes(self) -> list[str]:
         stopped = f"The run was stopped before its last step{self.why}."

@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from internsp.config import sections
+from internsp.config import schemas, sections
 from internsp.config.errors import choices_of
 
 # Below this a configuration is right, small, and planned in some milliseconds.
@@ -95,19 +95,17 @@ def _key(rng: random.Random) -> tuple[str, str]:
 
 def _value(rng: random.Random, name: str, key: str) -> Any:
     """Something that may stand there: of the right kind as often as not."""
-    info = sections()[name].model_fields[key]
+    schema = schemas(name)[key]
     kind = rng.random()
     if kind < 0.3:
-        choices = choices_of(info.annotation)
+        choices = choices_of(schema)
         if choices:
             return rng.choice(choices)
-        default = info.default
+        default = schema["default"]
         if isinstance(default, bool):
             return not default
         if isinstance(default, (int, float)):
             return rng.choice((default, default * 2, type(default)(default / 2)))
-        if isinstance(default, tuple):
-            return list(default)
         return "none" if default is None else default
     return rng.choice(NUMBERS if kind < 0.65 else TEXTS if kind < 0.85 else OTHERS)
 

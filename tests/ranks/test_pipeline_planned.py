@@ -11,8 +11,9 @@ from rich.console import Console
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.config import Config
+from internsp.config.sizes import human
 from internsp.plan.pipeline import make_pipeline_plan
-from internsp.plan.printed import human, print_plan
+from internsp.plan.printed import print_plan
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
 from internsp.train.stop import StopRequest

@@ -50,7 +50,7 @@ def test_late_gathers_name_the_worst_block_and_a_deeper_prefetch() -> None:
     text = the_only(advise({0: LATE}, setting()))
     assert text.startswith("Gathers start too late: blocks waited 2 s")
     assert "most layers.1 in forward (1 s)" in text
-    assert "prefetch_depth = 2 (one more slot, about 2 MiB)" in text
+    assert "prefetch_depth = 2 (one more slot, about 2.0 MiB)" in text
     assert 'trigger = "qkv"' in text
     assert "the link was free for 5.98 s" in text
 
@@ -65,8 +65,8 @@ def test_remedies_that_are_taken_already_are_not_advised() -> None:
 def test_a_link_that_is_always_busy_is_too_slow_for_this_size() -> None:
     events = step({f"layers.{i}": (2 * i, 2 * i + 2, 2 * i + 0.5) for i in range(5)})
     text = advise({0: events}, setting(weight=4, micro_batches=2))[0]
-    assert text.startswith("The link is too slow for this size: 5 MiB")
-    assert "in flight for 10 s (512 KiB/s)" in text
+    assert text.startswith("The link is too slow for this size: 5.0 MiB")
+    assert "in flight for 10 s (512.0 KiB/s)" in text
     assert "2.5 s of compute" in text
     assert "4 times as long" in text
     assert 'keep_unsharded = "all"' in text

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from internsp.report.metrics import MetricsWriter, StepMetrics
+from tests.support.metrics import step
 from tools.compare_runs import compare, main
 
 
-def row(step: int, loss: float, norm: float) -> StepMetrics:
-    return StepMetrics(step, loss, norm, 1e-3, 10, 1.0, 10.0, 0.0, 0, 0, 0)
+def row(number: int, loss: float, norm: float) -> StepMetrics:
+    return step(number, loss, grad_norm=norm)
 
 
 def write(folder: Path, rows: list[StepMetrics]) -> str:

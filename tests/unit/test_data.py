@@ -115,11 +115,14 @@ def test_of_few_documents_the_tail_of_each_is_held_out() -> None:
 def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short() -> None:
     source = own_text(length=32)
     available = len(source.held_out) // 32
-    batches = list(source.held_out_batches(2, batch=available // 2))
+    source.global_batch = available // 2
+    batches = list(source.held_out_batches(2))
     assert len({tuple(row) for b in batches for row in b.ids.tolist()}) == available // 2 * 2
-    assert [b.ids.shape[0] for b in source.held_out_batches(3, batch=available)] == [available] * 3
-    whole = next(source.held_out_batches(1, batch=4))
-    halves = [next(source.held_out_batches(1, 4, slice(a, a + 2))).ids for a in (0, 2)]
+    source.global_batch = available
+    assert [b.ids.shape[0] for b in source.held_out_batches(3)] == [available] * 3
+    source.global_batch = 4
+    whole = next(source.held_out_batches(1))
+    halves = [next(source.held_out_batches(1, slice(a, a + 2))).ids for a in (0, 2)]
     assert torch.equal(torch.cat(halves), whole.ids)
     assert whole.ids[0].tolist() == source.held_out.tokens[:32].tolist()
 

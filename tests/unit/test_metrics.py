@@ -10,30 +10,14 @@ import pytest
 
 from internsp.errors import InternspError
 from internsp.report.display import (
-    LiveDisplay,
-    PlainDisplay,
+    Display,
     RunHistory,
     can_show_live,
     duration,
-    make_display,
     sparkline,
 )
-from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
-
-
-def step(number: int, loss: float = 2.5, **changes: float) -> StepMetrics:
-    values = {
-        "grad_norm": 0.75,
-        "lr": 3e-4,
-        "tokens": 1000,
-        "step_seconds": 0.5,
-        "tokens_per_second": 2000.0,
-        "exposed_comm_seconds": 0.05,
-        "gathered_bytes": 4096,
-        "reduced_bytes": 2048,
-        "peak_memory_bytes": 1 << 20,
-    }
-    return StepMetrics(step=number, loss=loss, **{**values, **changes})  # type: ignore[arg-type]
+from internsp.report.metrics import MetricsWriter, read_metrics
+from tests.support.metrics import step
 
 
 def test_rows_read_back_equal_and_are_on_disk_before_the_writer_closes(tmp_path):
@@ -84,10 +68,24 @@ def test_a_new_run_does_not_keep_rows_of_an_older_one(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
-    good = json.dumps(step(1).to_row())
+    good = step(1).model_dump_json()
     path.write_text(f"{good}\nnonsense\n{good}\n")
-    with pytest.raises(InternspError, match=r"m\.jsonl, line 2"):
+    with pytest.raises(InternspError, match=r"m\.jsonl, line 2 is not a row .*Invalid JSON"):
         read_metrics(path)
+    path.write_text(f"{good}\n{good}\n{step(2).model_dump_json(exclude={'lr'})}\n{good}\n")
+    with pytest.raises(InternspError, match=r"line 3 .* \(lr: Field required\)"):
+        read_metrics(path)
+
+
+def test_keys_of_later_versions_are_ignored_and_stay_in_the_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps(json.loads(step(1).model_dump_json()) | {"later": [1]}) + "\n")
+    assert read_metrics(path) == [step(1)]
+    with MetricsWriter(path, resume_step=2, run="an id") as writer:
+        writer.write(step(2))
+    kept, fresh = map(json.loads, path.read_text().splitlines())
+    assert kept["later"] == [1]
+    assert fresh["run"] == "an id"
 
 
 def test_shares_of_exposed_communication_are_fractions_of_what_they_say():
@@ -100,8 +98,8 @@ def test_shares_of_exposed_communication_are_fractions_of_what_they_say():
 
 def test_plain_lines_come_at_first_every_nth_evaluated_and_last_step():
     stream = io.StringIO()
-    display = make_display(10, title="demo", log_every=4, stream=stream, environ={})
-    assert isinstance(display, PlainDisplay)
+    display = Display(10, title="demo", log_every=4, stream=stream, environ={})
+    assert not display.live
     display.start()
     for number in range(1, 11):
         display.update(step(number, **({"eval_loss": 2.25} if number == 6 else {})))
@@ -109,15 +107,16 @@ def test_plain_lines_come_at_first_every_nth_evaluated_and_last_step():
     assert lines[0] == "demo: 10 steps"
     assert [line.split("/")[0].split()[-1] for line in lines[1:]] == ["1", "4", "6", "8", "10"]
     assert lines[2] == (
-        "step  4/10  loss 2.5000  lr 3.00e-04  grad norm 0.75  2,000 tokens/s"
+        "step  4/10  loss 2.5000  lr 3.00e-04  grad norm 0.75  tokens/s 2,000"
         "  exposed 10% of step  left 0:03"
     )
-    assert lines[3].endswith("left 0:02  held-out 2.2500")
+    assert "  loss 2.5000  held-out 2.2500  lr" in lines[3]
+    assert lines[3].endswith("left 0:02")
 
 
 def test_a_resumed_run_counts_on_and_the_summary_shows_sample_and_files():
     stream = io.StringIO()
-    display = make_display(10, log_every=1, done_steps=8, stream=stream, environ={})
+    display = Display(10, log_every=1, done_steps=8, stream=stream, environ={})
     display.start()
     display.update(step(9, loss=3.0))
     display.finish("a\x1b[2Jb\nc", {"report": "runs/x/report.html"}, interrupted=True)
@@ -131,7 +130,7 @@ def test_a_resumed_run_counts_on_and_the_summary_shows_sample_and_files():
 def test_a_log_in_ascii_does_not_end_the_run():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    display = make_display(1, stream=stream, environ={})
+    display = Display(1, stream=stream, environ={})
     display.note("naïve")
     assert raw.getvalue() == b"na?ve\n"
 
@@ -156,14 +155,14 @@ class Terminal(io.StringIO):
 )
 def test_only_a_willing_terminal_gets_the_live_display(stream, environ, live):
     assert can_show_live(stream, environ) is live
-    assert isinstance(make_display(1, stream=stream, environ=environ), LiveDisplay) is live
+    assert Display(1, stream=stream, environ=environ).live is live
 
 
 def test_the_live_panel_shows_the_figures_of_the_last_step(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    display = make_display(2, title="demo", stream=stream, environ={})
+    display = Display(2, title="demo", stream=stream, environ={})
     display.start()
     display.update(step(1, loss=3.25, comm_seconds=0.2))
     display.note("a note")

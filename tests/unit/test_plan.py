@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from internsp.config import Config
+from internsp.config.sizes import human
 from internsp.errors import ConfigError, StructureError
-from internsp.plan.printed import Plan, human, make_plan, print_plan
+from internsp.plan.printed import Plan, make_plan, print_plan
 
 
 def config(**changes: dict[str, object]) -> Config:

@@ -122,9 +122,9 @@ def test_more_memory_than_there_is_is_told_before_it_is_taken(monkeypatch) -> No
     monkeypatch.setattr(preflight, "memory_bytes", lambda: 1 << 30)
     check_before_start(small(), Path("out"))
     large = small(model={"hidden_size": 4096, "layers": 8, "heads": 32}, checkpoint={"save": False})
-    assert "on 1 processes, and this machine has 1 GiB" in told(large, kind=MachineError)
+    assert "on 1 processes, and this machine has 1.0 GiB" in told(large, kind=MachineError)
     many = small(launch={"processes": 64}, train={"global_batch": 64})
-    assert "64 processes take 6.25 GiB before they hold anything" in told(many, kind=MachineError)
+    assert "64 processes take 6.2 GiB before they hold anything" in told(many, kind=MachineError)
     monkeypatch.undo()
     assert (preflight.memory_bytes() or 0) > 1 << 28
 

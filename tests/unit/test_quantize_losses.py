@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from internsp.report.metrics import StepMetrics
+from tests.support.metrics import step
 from tools.quantize_losses import main, table
 
 
-def row(step: int, loss: float, held_out: float | None = None) -> StepMetrics:
-    metrics = StepMetrics(step, loss, 1.0, 1e-3, 10, 1.0, 10.0, 0.0, 2**20, 0, 0)
-    return replace(metrics, eval_loss=held_out)
+def row(number: int, loss: float, held_out: float | None = None) -> StepMetrics:
+    return step(number, loss, eval_loss=held_out, gathered_bytes=1 << 20)
 
 
 def test_the_table_has_the_first_every_tenth_and_the_last_step() -> None:

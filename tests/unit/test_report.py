@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from html import unescape
+from pathlib import Path
 
 import pytest
 
 from internsp.report.charts import Series, downsample, line_chart, number, smooth, ticks
-from internsp.report.lanes import MAX_BARS, draw_timeline, size
-from internsp.report.metrics import StepMetrics
-from internsp.report.page import render_report, write_report
-from internsp.report.tables import communication_table, memory_html, mesh_html, waits_table
+from internsp.report.lanes import MAX_BARS, draw_timeline
+from internsp.report.page import Report
 from internsp.trace import Event
+from tests.support import metrics
 
 
-def step(index, loss, eval_loss=None, **changes):
-    values = {"grad_norm": 1.0, "lr": 1e-3, "step_seconds": 0.5, "tokens_per_second": 200.0}
-    return StepMetrics(
-        step=index,
-        loss=loss,
-        tokens=100,
-        exposed_comm_seconds=0.1,
-        gathered_bytes=1,
-        reduced_bytes=1,
-        peak_memory_bytes=1 << 20,
-        eval_loss=eval_loss,
-        **{**values, **changes},
-    )
+def step(number, loss, eval_loss=None, **changes):
+    values = {"tokens": 100, "tokens_per_second": 200.0, "exposed_comm_seconds": 0.1}
+    return metrics.step(number, loss, eval_loss=eval_loss, **{**values, **changes})
 
 
 def trace(origin=0.0, longer=0.0):
@@ -49,7 +40,7 @@ def trace(origin=0.0, longer=0.0):
     ]
 
 
-def page(**changes):
+def report(**changes):
     values = {
         "title": "demo",
         "config_toml": "[train]\nsteps = 3\n",
@@ -64,7 +55,11 @@ def page(**changes):
         "sample": "def f():\n    return 1\n",
         "notes": ("a note",),
     }
-    return render_report(**{**values, **changes})
+    return Report(**{**values, **changes})
+
+
+def page(**changes):
+    return report(**changes).render()
 
 
 def svg(text, kind="chart"):
@@ -94,11 +89,17 @@ def axis(root, anchor, unit=""):
     return lambda place: v0 + (place - p0) / (p1 - p0) * (v1 - v0)
 
 
-def rows(table):
-    lines = re.findall(r"<tr.*?</tr>", table, re.S)
+def tables(text, kind):
+    """The cells of each table of a kind, line by line."""
     return [
-        [unescape(re.sub("<.*?>", "", cell)) for cell in re.findall(r"<t[dh].*?</t[dh]>", line)]
-        for line in lines
+        [
+            [unescape(re.sub("<.*?>", "", cell)).strip() for cell in cells]
+            for cells in (
+                re.findall(r"<t[dh].*?</t[dh]>", line, re.S)
+                for line in re.findall(r"<tr.*?</tr>", table, re.S)
+            )
+        ]
+        for table in re.findall(rf'<table class="{kind}.*?</table>', text, re.S)
     ]
 
 
@@ -110,6 +111,15 @@ def test_the_page_fetches_nothing_and_runs_nothing():
     assert "default-src 'none'" in text
 
 
+def test_every_file_of_the_page_is_shipped_with_the_package():
+    root = Path(__file__).parents[2]
+    setup = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = setup["package-data"]["internsp"]
+    shipped = {file for p in patterns for file in (root / "internsp").glob(p)}
+    assert {p.name for p in shipped} >= {"report.html.j2", "report.css"}
+    assert shipped >= set((root / "internsp/report/templates").iterdir())
+
+
 def test_what_a_user_or_a_model_wrote_is_escaped():
     evil = "</pre><script>alert('x')</script>&\x00\ud800"
     text = page(title=evil, config_toml=evil, sample=evil, notes=[evil], memory=[(evil, 1)])
@@ -118,13 +128,13 @@ def test_what_a_user_or_a_model_wrote_is_escaped():
     shown = re.search(r'<pre class="sample">(.*?)</pre>', text, re.S).group(1)
     assert unescape(shown) == "</pre><script>alert('x')</script>&\ufffd\ufffd"
     titles = [t.text for t in svg(text, "timeline").iter("title")]
-    assert "gather layers.<0>.wq · forward · 0.00 to 4.00 ms · 4.00 ms · 2 KiB" in titles
+    assert "gather layers.<0>.wq · forward · 0.00 to 4.00 ms · 4.00 ms · 2048 B" in titles
 
 
 def test_advice_stands_after_the_figures_it_comes_from_and_is_escaped():
     text = page(advice=["First <this>.", "Then that."])
     items = "<ul><li>First &lt;this&gt;.</li><li>Then that.</li></ul>"
-    assert f"<h2>What to change</h2></div>{items}" in text
+    assert f"<h2>What to change</h2></div>{items}" in re.sub(r"\n+", "", text)
     assert text.index("Communication hidden and exposed") < text.index("What to change")
     assert "What to change" not in page()
 
@@ -170,21 +180,23 @@ def test_ranks_of_one_clock_show_their_skew_and_foreign_clocks_start_together():
 
 
 def test_the_communication_table_gives_means_over_ranks_and_the_worst():
-    table = rows(communication_table({0: trace(), 1: trace(longer=2.0), 2: []}))
+    text = page(timeline={0: trace(), 1: trace(longer=2.0), 2: []})
+    (table,) = tables(text, "communication")
     assert [row[:8] for row in table[1:]] == [
-        ["gathers", "all", "1", "2 KiB", "4.00", "0.00", "4.00", "4.00"],
-        ["reduce-scatters", "all", "1", "1 KiB", "5.00", "3.00", "2.00", "3.00"],
+        ["gathers", "all", "1", "2048 B", "4.00", "0.00", "4.00", "4.00"],
+        ["reduce-scatters", "all", "1", "1024 B", "5.00", "3.00", "2.00", "3.00"],
         ["together", "", "", "", "9.00", "3.00", "6.00", "7.00"],
     ]
 
 
 def test_the_waits_table_names_phase_kind_and_block():
-    table = rows(waits_table({0: trace(), 1: trace(longer=2.0)}))
-    assert table[1:3] == [
+    text = page(timeline={0: trace(), 1: trace(longer=2.0)})
+    (table,), (blocks,) = tables(text, "waits"), tables(text, "blocks")
+    assert table[1:] == [
         ["forward", "gathers", "4.00", "67%", "layers.<0> 4.00"],
         ["backward", "reduce-scatters", "2.00", "33%", "layers.<0> 2.00"],
     ]
-    assert table[-1] == ["layers.<0>", "4.00", "2.00", "6.00"]
+    assert blocks[1:] == [["layers.<0>", "4.00", "2.00", "6.00"]]
 
 
 def test_the_mesh_shows_both_factorings_of_the_ranks():
@@ -192,25 +204,23 @@ def test_the_mesh_shows_both_factorings_of_the_ranks():
         {"rank": r, "weight": r % 4, "replica": r // 4, "sequence": r % 2, "data": r // 2}
         for r in range(8)
     ]
-    text = mesh_html({"weight": 4}, ranks)
-    tables = [rows(t) for t in re.findall(r"<table.*?</table>", text, re.S)]
-    assert [row[1:] for row in tables[0][1:]] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
-    assert [row[1:] for row in tables[1][1:]] == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
-    assert tables[2][0] == ["rank", "weight", "replica", "sequence", "data"]
-    assert tables[2][6] == ["5", "1", "1", "1", "2"]
+    text = page(ranks=ranks)
+    weight, sequence = tables(text, "ranks")
+    assert [row[1:] for row in weight[1:]] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert [row[1:] for row in sequence[1:]] == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
+    (coordinates,) = tables(text, "mesh")
+    assert coordinates[0] == ["rank", "weight", "replica", "sequence", "data"]
+    assert coordinates[6] == ["5", "1", "1", "1", "2"]
 
 
 def test_memory_bars_are_in_proportion_and_summed():
-    text = memory_html([("slots", 3 << 20), ("optimizer", 6 << 20)])
-    assert re.findall(r"width:([\d.]+)%", text) == ["50.00", "100.00"]
-    assert re.findall(r'class="value[^>]*>([^<]+)', text) == ["3 MiB", "6 MiB", "9 MiB"]
-    assert [size(n) for n in (0, 1023, 1536, 1023 << 10, 5 << 40)] == [
-        *("0 B", "1023 B", "1.5 KiB", "0.999 MiB", "5 TiB"),
-    ]
+    text = page(memory=[("slots", 3 << 20), ("optimizer", 6 << 20)])
+    assert re.findall(r'"bar"><i style="width:([\d.]+)%', text) == ["50.00", "100.00"]
+    assert re.findall(r'class="value[^>]*>([^<]+)', text) == ["3.0 MiB", "6.0 MiB", "9.0 MiB"]
 
 
 @pytest.mark.parametrize(
-    "metrics",
+    "rows",
     [
         [],
         [step(1, 2.0)],
@@ -220,8 +230,8 @@ def test_memory_bars_are_in_proportion_and_summed():
     ],
     ids=["none", "one", "nan", "huge", "gap"],
 )
-def test_a_page_without_usable_numbers_is_still_well_formed(metrics):
-    text = page(metrics=metrics, timeline={}, memory=[])
+def test_a_page_without_usable_numbers_is_still_well_formed(rows):
+    text = page(metrics=rows, timeline={}, memory=[])
     for drawing in re.findall(r"<svg.*?</svg>", text, re.S):
         root = ElementTree.fromstring(drawing)
         for element in root.iter():
@@ -241,17 +251,8 @@ def test_a_value_that_is_not_finite_interrupts_the_line_and_is_marked():
 
 
 def test_ten_thousand_steps_stay_small_and_keep_a_spike_of_one_step(tmp_path):
-    metrics = [step(i, 50.0 if i == 7001 else 3.0, eval_loss=3.5) for i in range(1, 10_001)]
-    path = write_report(
-        tmp_path / "run" / "report.html",
-        title="long",
-        config_toml="",
-        metrics=metrics,
-        mesh={},
-        ranks=[],
-        memory=[],
-        timeline={},
-    )
+    rows = [step(i, 50.0 if i == 7001 else 3.0, eval_loss=3.5) for i in range(1, 10_001)]
+    path = report(metrics=rows, timeline={}).write(tmp_path / "run" / "report.html")
     assert path.stat().st_size < 300_000
     root = svg(path.read_text(encoding="utf-8"))
     raw = next(e for e in root.iter("path") if "faint" in e.get("class"))

@@ -56,7 +56,6 @@ def test_waits_and_compute_make_up_the_step():
     # In flight: 0-4, 10-32, 60-90, 95-100 = 61; waits cover 13 of it.
     assert times.hidden == 48
     assert times.communication == 61
-    assert times.exposed_share == pytest.approx(13 / 61)
 
 
 def test_each_kind_is_split_into_hidden_and_exposed():
@@ -93,16 +92,16 @@ def test_a_wait_is_attributed_to_the_collective_it_waited_for():
     assert (alone.kind, alone.seconds) == ("", 2)
 
 
-def test_a_window_clips_and_a_collective_in_flight_lasts_to_its_end():
-    events = [event("AG", 0, None), event("WAIT", 8, None)]
-    (row,) = communication(events, window=(4, 10))
+def test_a_collective_in_flight_lasts_to_the_end_of_the_step():
+    events = [event("AG", 4, None), event("WAIT", 8, None), event("USE", 10, 10)]
+    (row,) = communication(events)
     assert (row.hidden, row.exposed) == (4, 2)
-    assert step_times(events, window=(4, 10)).compute == 4
+    assert step_times(events).compute == 4
 
 
 def test_a_step_without_communication_is_all_compute():
     times = step_times([event("USE", 3, 3), event("USE", 5, 5)])
-    assert (times.step, times.compute, times.hidden, times.exposed_share) == (2, 2, 0, 0)
+    assert (times.step, times.compute, times.hidden, times.exposed) == (2, 2, 0, 0)
     assert step_times([]).step == 0
     assert communication([]) == []
     assert window_of([]) == (0, 0)
@@ -165,7 +164,7 @@ def test_what_follows_a_recompute_is_backward():
         event("USE", 8, 8, "layers.0", "w2", "backward"),
         event("STEP", 10, 10),
     ]
-    bars = build_timeline(events, (0.0, 10.0)).lanes["compute"]
+    bars = build_timeline(events).lanes["compute"]
     assert [(b.start, b.end, b.unit, b.phase) for b in bars] == [
         (0, 3, "layers.1", "recompute"),
         (3, 8, "layers.1", "backward"),
