@@ -7,6 +7,7 @@ from decimal import Decimal
 
 LARGEST = 1 << 50
 """Bytes that a size may name."""
+MOST_BLOCKS = 1_000_000_000
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,6})?) ?([A-Za-z]{1,5})")
 _EXPECTED = 'expected a number of blocks, a size such as "2 GiB", "all" or "none"'
@@ -41,10 +42,10 @@ def checked(value: object) -> object:
     if isinstance(value, str) and re.fullmatch("[0-9]{1,20}", value):
         value = int(value)  # as a command line gives it
     if isinstance(value, int) and not isinstance(value, bool):
-        if not 0 <= value <= 1_000_000_000:
+        if not 0 <= value <= MOST_BLOCKS:
             raise ValueError(
-                'a number of blocks is at least 0 and at most 1000000000; a size has a unit, as '
-                '"2 GiB"'
+                f'a number of blocks is at least 0 and at most {MOST_BLOCKS}; a size has a unit, '
+                'as "2 GiB"'
             )
         return value
     if value is None or value == "all":

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from internsp.config.kept import checked
+from internsp.config.kept import MOST_BLOCKS, checked
 
 # Every number has both bounds. The upper ones lie well above what anyone trains with, and below
 # what a clock, a 64-bit integer or a loop of Python bears: beyond them a run or a plan hangs.
@@ -30,7 +30,8 @@ Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # ranks
 Amount = Annotated[int, Field(ge=0, le=1 << 50)]  # bytes or elements
 Tiny = Annotated[float, Field(ge=1e-30, le=1)]  # what is added lest a division be by zero
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Kept = Annotated[str | int | None, BeforeValidator(checked)]
+Blocks = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
+Kept = Annotated[str | Blocks | None, BeforeValidator(checked)]
 # TOML gives lists; the models hold tuples, which are frozen too.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False, max_length=100_000)]

@@ -487,7 +487,7 @@ def unwritten(weight: Weight, tensor: Tensor) -> None:
         weight.invalidate()
         raise StructureError(
             f"{weight.name} was written into during a forward (max_norm, an in-place operation, "
-            "a normalisation of the weight): the write would reach this rank's copy only. Write "
+            "a normalization of the weight): the write would reach this rank's copy only. Write "
             "into the parameter between optimizer steps, under torch.no_grad()"
         )
 
