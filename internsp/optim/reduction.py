@@ -66,8 +66,8 @@ class Reducer:
         self.broken = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
         self._flying: deque[_Exchange] = deque()
         self._slices: list[_Exchange] = []  # whose slices are on their way over further ranks
-        self._backwards = self._expected = 0  # since the last run, and before it
-        self._put_off = False  # one of them has said that more come
+        self._backwards = self._expected = 0  # that exchange, since the last run and before it
+        self._put_off = False  # one since the last run has said that more come
         # In the order in which a backward completes them.
         parcels = [bucket for bucket in reversed(buckets) if not bucket.small]
         sizes = sorted(bucket.nbytes for bucket in parcels)
@@ -119,17 +119,19 @@ class Reducer:
         return used
 
     def backward_ended(self) -> None:
-        """Count it: the next step is expected to take as many."""
-        self._backwards += 1
+        """Count it, unless it said that more come: the next step is expected to take as many."""
         communicator = self._communicator
         if communicator.queue.reductions.accumulating or communicator.more_to_come:
             self._put_off = True
+        else:
+            self._backwards += 1
 
     def expects(self) -> bool:
-        """Whether the backward that begins is expected to be the last before :meth:`run`: the first
-        that does not say that more come, else as many as the last time.
+        """Whether the backward that begins is expected to be the last before :meth:`run`.
+
+        As many as the last time; before the first time one, if others have said that more come.
         """
-        return self._put_off or self._backwards + 1 == self._expected
+        return self._backwards + 1 == (self._expected or int(self._put_off))
 
     def drop(self, member: Member, used: bool) -> None:
         """Forget the sums of one parameter on this rank, without a message."""
@@ -272,7 +274,7 @@ class Reducer:
         """Of the replicated parameters."""
         if work is None:
             return Handle(None)
-        event = self._state.trace.record("FINISH", "small", "", "replicas", in_flight=True)
+        event = self._state.trace.record("FINISH", "small", "", "zero", in_flight=True)
         handle, collectives = Handle(work, [event]), self._state.collectives
         if not collectives.overlap:
             collectives.wait(handle, "small", "", "finish")

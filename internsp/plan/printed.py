@@ -39,6 +39,7 @@ _KINDS = {
     "FREE": "free",
     "RS": "gradient reduction",
     "FINISH": "finish into the shard",
+    "EX": "exchange between replicas",
 }
 
 

@@ -192,14 +192,14 @@ class Collectives:
             self.counters.reductions += 1
         return self.launch(
             lambda: self._send_all_to_all(output, pieces) if self.size > 1 else None,
-            ("FINISH", unit, "", "replicas"), nbytes, (output, pieces), "finish",
+            ("EX", unit, "", "backward"), nbytes, (output, pieces), "finish",
         )  # fmt: skip
 
     def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
         """Sum ``tensor`` over the group in place. Does not block unless ``overlap`` is off."""
         return self.launch(
             lambda: all_reduce(tensor, self.group, self.counters),
-            ("FINISH", unit, weight, "replicas"),
+            ("EX", unit, weight, "backward"),
             2 * (self.size - 1) * tensor.nbytes // self.size,
             (tensor,),
             "finish",

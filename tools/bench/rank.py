@@ -34,7 +34,7 @@ from tools.bench.options import Options, Spec
 from tools.bench.pieces import Message, messages, send, verify
 from tools.bench.variants import Ours, Setting, Variant, make, reference, unavailable
 
-TOLD = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
+TOLD = ("AG", "RS", "EX", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
 """Kinds of events that the parent gets of the step that is looked into."""
 
 
