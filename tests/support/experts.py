@@ -212,7 +212,8 @@ class Pair:
         """All micro-batches of one step on both models; returns the global loss of ours.
 
         Args:
-            once: replicas exchange sums after the last alone, as a plan has it.
+            once: replicas exchange sums after the last alone, and reductions are finished in each
+                micro-batch, as a plan has it.
         """
         total = torch.zeros((), dtype=torch.float64)
         rank = self.mesh.rank
@@ -228,6 +229,8 @@ class Pair:
                 with sync, self.communicator.replica_sync(last) if once else nullcontext():
                     loss = self.ours(ids[rows], labels[rows])
                     loss.backward()
+                if once:
+                    self.communicator.state.finish_reductions()
                 total += loss.detach()
         dist.all_reduce(total)
         return total.item()
