@@ -26,7 +26,7 @@ from internsp.quantize import Quantizer
 from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
 from internsp.trace import Trace
-from internsp.wp.collectives import Collectives
+from internsp.wp.collectives import Collectives, ReplicaCollectives
 from internsp.wp.communicator import (
     EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,
@@ -198,6 +198,7 @@ class _Builder:
         )
         communicator.plan = plan
         by_unit = self._communicators(communicator, others)
+        communicator.collect_itself()
         for weight in self.sharded:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
             if self.own is not None:
@@ -301,9 +302,18 @@ class _Builder:
             }
             for group in (attrgetter("weight_group"), attrgetter("gradient_group"))
         )
+        between = {
+            axis: ReplicaCollectives(*(
+                Collectives(group, overlap, trace, counters, ledger, self.mesh.device)
+                for group in (
+                    axis.replica_group, axis.zero_group, axis.zero_replica_group, axis.zero_group
+                )
+            ))
+            for axis in self.mesh.axes
+        }  # fmt: skip
         reducer = GradientReducer(reductions, trace, pool)
         collectives = gathers[self.mesh.dense]
-        state = Chunk(collectives, gathers, pool, reducer, queue, counters, trace)
+        state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
             weights = frozenset(weight for weight in self.sharded if weight.name in names)

@@ -1,8 +1,9 @@
 """Append-only log of what one rank did. Off by default; an object that is passed in, never global.
 
 Kinds for weights: ``AG`` (gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS`` (reduction
-launched), ``FINISH``; for sequences ``A2A``; for the optimizer ``STEP`` and ``PUBLISH``; for the
-timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute is over).
+launched), ``FINISH``, ``EX`` (exchange between replicas launched); for sequences ``A2A``; for the
+optimizer ``STEP`` and ``PUBLISH``; for the timeline ``FORWARD`` and ``BACKWARD`` (the latter also
+where a block's recompute is over).
 """
 
 from __future__ import annotations

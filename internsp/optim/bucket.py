@@ -63,6 +63,11 @@ class Publication(Ready):
         self._handle = handle
         self._unit = unit
 
+    @property
+    def done(self) -> bool:
+        """Whether it need not be waited for."""
+        return self._handle.done
+
     def wait(self) -> None:
         """Wait on the current stream (CPU: block) until the whole bucket is new."""
         self._collectives.wait(self._handle, self._unit, "", "publish")
@@ -125,6 +130,16 @@ class Bucket:
         return cls(name, axis, small, flat, offsets, gaps, owned, master, segments)
 
     @property
+    def weights(self) -> list[ShardedParameter]:
+        """Those that are cut (:class:`internsp.wp.exchanges.Parcel`)."""
+        return [member for member in self.offsets if isinstance(member, ShardedParameter)]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the shard's sums, in fp32 or wider."""
+        return self.flat.numel() * self.master.element_size()
+
+    @property
     def has_master(self) -> bool:
         """Whether 16-bit parameters have a copy in fp32."""
         return self.master is not self.owned
@@ -176,14 +191,18 @@ class Bucket:
     def drop_gradient(self, member: Member) -> None:
         """Make zeros of what this rank's slice has of ``member``'s gradient."""
         assert self.gradient is not None, "the caller has looked"
+        self.zero(self.gradient, member)
+
+    def zero(self, slice_: Tensor, member: Member) -> None:
+        """Make zeros of what ``slice_``, like ``gradient``, has of ``member``'s."""
         for segment in self.segments:
             if segment.member is member:
-                self.gradient[segment.start : segment.stop].zero_()
+                slice_[segment.start : segment.stop].zero_()
 
-    def announce(self, publication: Ready) -> None:
+    def announce(self, publication: Publication) -> None:
         """New values are on their way: gathers wait for them, old slots are stale (WP-3, WP-11)."""
         for member in self.offsets:
-            member.ready = publication
+            member.ready = None if publication.done else publication
             member.invalidate()
 
     def state_nbytes(self) -> int:

@@ -20,7 +20,7 @@ from internsp.optim.guarded import guard_parameter
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
-from internsp.wp.collectives import Handle, gather_slices
+from internsp.wp.collectives import gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.unfinished import Member
 
@@ -158,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             used: it was set to zero, not to ``None``: the next step takes it as zeros.
         """
-        self._reducer.discard(member, used)
+        self._reducer.drop(member, used)
         if not used:
             self._used.discard(member)
         for bucket in self._buckets:
@@ -277,21 +277,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state, axis = self._communicator.state, bucket.axis
         # `.data`: the collective must not raise a version counter that saved tensors share.
         flat, owned = bucket.flat.data, bucket.owned.data
-        work = gather_slices(flat, owned, axis.zero_group)
-        if work is None:
-            for member in bucket.offsets:
-                member.invalidate()
-            return
-        nbytes = (axis.zero - 1) * owned.numel() * owned.element_size()
+        nbytes = (axis.zero - 1) * owned.nbytes
         state.counters.gathered_bytes += nbytes
-        state.counters.gathers += 1
-        event = state.trace.record("PUBLISH", bucket.name, "", "step", nbytes, in_flight=True)
-        publication = Publication(
-            state.collectives, Handle(work, [event], (flat, owned)), bucket.name
-        )
-        bucket.announce(publication)
-        if not state.collectives.overlap:
-            self._communicator.publish()
+        state.counters.gathers += axis.zero > 1
+        handle = state.between[axis].publication.launch(
+            lambda: gather_slices(flat, owned, axis.zero_group),
+            ("PUBLISH", bucket.name, "", "step"), nbytes, (flat, owned), "publish",
+        )  # fmt: skip
+        bucket.announce(Publication(state.collectives, handle, bucket.name))
 
     def _settings(self) -> list[dict[str, Any]]:
         """Each group's settings as they are now (a schedule may have changed them)."""
@@ -306,6 +299,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _backward_ended(self) -> None:
         self.unfinished = True
+        self._reducer.backward_ended()
 
     def _release(self) -> None:
         """No gradient is left in the slices."""

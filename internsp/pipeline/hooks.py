@@ -112,7 +112,8 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         """After a failed step: what it would have done next."""
         for communicator in self._communicators.values():
             communicator.state.at_next_pass = _nothing
-            communicator.queue.reductions.accumulating = communicator.more_to_come = False
+            communicator.queue.reductions.accumulating = False
+            communicator.more_to_come = None
 
     def before_forward(self, action: ComputeAction) -> None:
         """The next pass is known: prefetch for it as soon as this one gathers no more."""
@@ -156,7 +157,8 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         )
         communicator.state.at_next_pass()
         communicator.state.at_next_pass = _nothing
-        communicator.queue.reductions.accumulating = communicator.more_to_come = False
+        communicator.queue.reductions.accumulating = False
+        communicator.more_to_come = None
         self._at += 1
         self._left = trace.now()
 
@@ -172,7 +174,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         if action.part != FULL:
             communicator.end_part()
         if action.part != INPUT:
-            communicator.state.finish_reductions()
+            communicator.state.finish_reductions(last=communicator.more_to_come is False)
         self._leave(action)
 
 

@@ -70,11 +70,11 @@ class _ChunkSimulator(Simulator):
             if action.part == INPUT:
                 self.queue.begin_part(weights=False)
             self.backward(gives=action.part != INPUT)
-        self.perform(self.queue.reductions.finish())
+        self.perform(self.queue.reductions.finish(last=self.exchanges))
 
     def _weights(self) -> None:
         """A weight part: one order of all units."""
-        self.queue.begin_part(weights=True)
+        self.queue.begin_part(weights=True, exchanges=self.exchanges)
         self.perform(self.queue.end_part())
         self.end_pass()
 
@@ -112,6 +112,7 @@ def simulate_each(
         chunk.at_next_pass = expect  # type: ignore[method-assign]
         whole = chunk.plan.policy.accumulate_whole
         chunk.queue.reductions.accumulating = whole and index not in reducing
+        chunk.exchanges = index in reducing
         chunk.run_pass(action)
         expect()
         kinds = Counter(action.kind for action in out.actions[before:])

@@ -132,6 +132,18 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Exchanged:
+    """What a ``ZeroOptimizer``'s replicas exchange at once (:class:`internsp.wp.exchanges.Parcel`).
+
+    The sums of a unit's weights of one axis.
+    """
+
+    name: str
+    weights: tuple[WeightPlan, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class ChunkPlan:
     """Everything :func:`internsp.plan.simulate.simulate` needs to know about a chunk."""
 
@@ -141,6 +153,8 @@ class ChunkPlan:
     head: UnitPlan | None
     pending_units: int
     others: tuple[UnitPlan, ...] = ()
+    exchanged: bool = False
+    """Whether replicas hold the same weights, and exchange reduced gradients."""
 
     @property
     def outer(self) -> tuple[UnitPlan, ...]:
@@ -158,6 +172,17 @@ class ChunkPlan:
         """All of them, each once (a tied head is the embedding)."""
         head = () if self.head is None or self.head is self.embedding else (self.head,)
         return (*self.blocks, *self.outer, *head)
+
+    @property
+    def parcels(self) -> list[Exchanged]:
+        """What replicas exchange, in the order in which a backward completes it."""
+        above = [self.head] if self.head is not None and self.head not in self.outer else []
+        return [
+            Exchanged(unit.name, weights, sum(w.shard_bytes for w in weights))
+            for unit in (*above, *reversed(self.blocks), *self.outer)
+            for expert in reversed(dict.fromkeys(w.expert for w in unit.weights))
+            for weights in [tuple(w for w in unit.weights if w.expert == expert)]
+        ]
 
     def slots(self) -> list[int]:
         """Bytes of each slot: the pool's exact size (WP-1)."""

@@ -40,6 +40,7 @@ _KINDS = {
     "FREE": "free",
     "RS": "gradient reduction",
     "FINISH": "finish into the shard",
+    "EX": "exchange between replicas",
 }
 
 

@@ -14,6 +14,7 @@ from internsp.wp.queue import GatherQueue
 from internsp.wp.schedule import (
     ALL_GATHER,
     BACKWARD,
+    EXCHANGE,
     FINISH,
     FINISH_OLDEST,
     FORWARD,
@@ -42,6 +43,9 @@ class Simulator:
         self.queue: GatherQueue[UnitPlan, WeightPlan] = GatherQueue(
             plan.policy, plan.blocks, plan.outer, plan.head, overlap, limit=plan.pending_bytes
         )
+        self.exchanges = False  # the backward that runs is the last before replicas exchange
+        parcels = plan.parcels if plan.exchanged else ()
+        self.queue.reductions.exchanges.declare(parcels, limit=0)
         self._accumulated: dict[WeightPlan, UnitPlan] = {}
 
     def learn(self, data: Sequence[Data] = ()) -> None:
@@ -60,6 +64,8 @@ class Simulator:
                 self.at_next_pass()
             elif kind == "ACCUMULATE":
                 self._accumulated.update(dict.fromkeys(weights, unit))
+            elif kind == EXCHANGE:
+                self.out.actions.append(Line(kind, phase, unit.name))
             elif kind in _PRINTED:
                 if kind == FINISH_OLDEST and self.overlap and weights[0].reduce_bytes:
                     self.add(WAIT, FINISH, weights[0])
@@ -130,7 +136,7 @@ class Simulator:
             forwards: what it goes through the graphs of, the last first; the one at hand if empty.
         """
         queue = self.queue
-        queue.begin_backward()
+        queue.begin_backward(self.exchanges and len(forwards) < 2)
         for index, data in enumerate(reversed(forwards or [self.data])):
             self.data = data
             if index:
@@ -209,12 +215,14 @@ def simulate(
         for simulator.data in every:
             simulator.forward()
         simulator.backward(forwards=every)
-        simulator.perform(simulator.queue.reductions.finish())
+        simulator.perform(simulator.queue.reductions.complete())
         return simulator.out
     for number, simulator.data in enumerate(every):
         last = number == micro_batches - 1
         simulator.queue.reductions.accumulating = plan.policy.accumulate_whole and not last
         simulator.forward()
+        simulator.exchanges = last
         simulator.backward()
-        simulator.perform(simulator.queue.reductions.finish())
+        simulator.perform(simulator.queue.reductions.finish(last))
+    simulator.perform(simulator.queue.reductions.complete())
     return simulator.out

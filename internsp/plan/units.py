@@ -129,6 +129,7 @@ def chunk_plan(
         head,
         config.pending_blocks,
         tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
+        exchanged=max(shape.dense.replicas, shape.experts.replicas) > 1,
     )
 
 

@@ -30,6 +30,7 @@ _TINY = 0.4
 _NAMES = {
     "AG": "gather",
     "RS": "reduce-scatter",
+    "EX": "exchange between replicas",
     "A2A": "all-to-all",
     "WAIT": "waiting",
     "COMPUTE": "compute",

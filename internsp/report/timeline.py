@@ -23,6 +23,7 @@ Interval = tuple[float, float]
 COMMUNICATION: Mapping[str, str] = {
     "AG": "gathers",
     "RS": "reduce-scatters",
+    "EX": "exchanges between replicas",
     "A2A": "all-to-alls",
     "PUBLISH": "parameters published",
 }
@@ -37,6 +38,7 @@ WAITS = ("WAIT", "A2A_WAIT")
 _LANE_OF = {
     "AG": "gathers",
     "RS": "reduce-scatters",
+    "EX": "reduce-scatters",
     "A2A": "all-to-alls",
     "STEP": "optimizer",
     "FINISH": "optimizer",

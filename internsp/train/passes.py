@@ -35,7 +35,8 @@ class Whole:
         with communicator.unchanged():
             for number, layout in enumerate(layouts):
                 last = number == len(layouts) - 1
-                with communicator.no_sync() if whole and not last else nullcontext():
+                sync = communicator.no_sync() if whole and not last else nullcontext()
+                with sync, communicator.replica_sync(last):
                     total += self._one(number, layout, divisor)
         for hook in self.session.hooks:
             hook.after_last_micro_batch(ComputeAction(0, 0, -1))

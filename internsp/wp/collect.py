@@ -2,32 +2,114 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import all_reduce, wait_all
+from internsp.wp.collectives import Handle, wait_all
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.slots import Unit
+
+
+@dataclass(frozen=True)
+class WeightParcel:
+    """The reduced gradient of one weight (:class:`internsp.wp.exchanges.Parcel`)."""
+
+    weight: ShardedParameter
+
+    @property
+    def name(self) -> str:
+        """The weight's."""
+        return self.weight.name
+
+    @property
+    def weights(self) -> tuple[ShardedParameter]:
+        """It alone."""
+        return (self.weight,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the sum, in fp32 or wider."""
+        return self.weight.storage.numel() * _wide(self.weight).itemsize
+
+
+class ReplicaSums:
+    """All-reduces reduced gradients over replicas, weight by weight (a plain loop).
+
+    Args:
+        units: of the chunk, in the order in which a backward completes them.
+
+    Attributes:
+        sums: of exchanges that are finished.
+    """
+
+    def __init__(self, state: Chunk, units: Iterable[Unit]) -> None:
+        self._state = state
+        self._flying: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
+        self.sums: dict[ShardedParameter, Tensor] = {}
+        per_unit = [
+            [WeightParcel(w) for w in reversed(unit.weights) if w.axis.replicas > 1]
+            for unit in units
+        ]
+        parcels = {parcel.weight: parcel for unit in per_unit for parcel in unit}
+        sizes = sorted(sum(parcel.nbytes for parcel in unit) for unit in per_unit)
+        state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
+
+    def start(self, parcel: WeightParcel) -> None:
+        """See :class:`internsp.wp.exchanges.ReplicaExchange`.
+
+        Also of a weight without a gradient here: the data of another replica may have gone through
+        a block that this one left out, and then this one's part is zero.
+        """
+        weight = parcel.weight
+        if not weight.requires_grad and weight not in self._state.reducer.touched:
+            self._flying.append(None)
+            return
+        if weight.reduced_grad is None:
+            weight.reduced_grad = torch.zeros_like(weight.storage, dtype=_wide(weight))
+        mine = weight.own_reduced_grad()
+        weight.drop_reduced_grad()  # a later gradient must not be added to what is on its way
+        collectives = self._state.between[weight.axis].replica
+        handle = collectives.all_reduce(mine, "", weight.name)
+        self._flying.append((weight, mine, handle))
+
+    def finish_oldest(self) -> None:
+        """See :class:`internsp.wp.exchanges.ReplicaExchange`."""
+        exchange = self._flying.popleft()
+        if exchange is None:
+            return
+        weight, total, handle = exchange
+        self._state.collectives.wait(handle, "", weight.name, "finish")
+        handle.keep = ()
+        before = self.sums.get(weight)
+        self.sums[weight] = total if before is None else before.add_(total)
+
+    def discard(self) -> None:
+        """See :class:`internsp.wp.exchanges.ReplicaExchange`."""
+        while self._flying:
+            self.finish_oldest()
+        self.sums.clear()
 
 
 def collect(
-    state: Chunk, replicated: ReplicatedParameters, mesh: ParallelMesh, mean: bool
+    state: Chunk,
+    sums: ReplicaSums,
+    replicated: ReplicatedParameters,
+    mesh: ParallelMesh,
+    mean: bool,
 ) -> None:
     """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks."""
-    state.finish_reductions()
+    ledger, what = state.collectives.ledger, "gradients of replicated parameters"
     replicated.flag(state.reducer.touched)
-    weights = _weights(state, replicated)
-    _own(weights)
-    ledger, what = state.collectives.ledger, "gradients of replicas"
     with ledger.launching(what):
         works = [replicated.reduce(mesh.stage_group, state.counters)]
-        works += [
-            all_reduce(w.reduced_grad, w.axis.replica_group, state.counters)
-            for w in weights
-            if w.reduced_grad is not None and w.axis.replicas > 1
-        ]
+    state.complete_gradients()
     wait_all(works, ledger, what)
     used_small, used_sharded = replicated.used(_settled)
     ranks = mesh.shape.stage_size
@@ -35,29 +117,18 @@ def collect(
     for member, used, value in zip(replicated.members, used_small, values, strict=True):
         if used and member.requires_grad:
             _accumulate(member, value.div_(ranks) if mean else value)
+    _own(replicated.sharded)
     for weight, used in zip(replicated.sharded, used_sharded, strict=True):
-        if used and weight.reduced_grad is not None:
-            _accumulate(weight, weight.reduced_grad.div_(ranks) if mean else weight.reduced_grad)
+        total = sums.sums.pop(weight, weight.reduced_grad)
+        if used and total is not None:
+            _accumulate(weight, total.div_(ranks) if mean else total)
         weight.drop_reduced_grad()
     replicated.reset()
     state.reducer.touched.clear()
 
 
-def _weights(state: Chunk, replicated: ReplicatedParameters) -> list[ShardedParameter]:
-    """Those whose sums replicas exchange, in the declared order, which all ranks share (WP-2).
-
-    All that are trained, not only those with a gradient here: the data of another replica may have
-    gone through a block that this one left out, and then this one's part is zero.
-    """
-    found = []
-    for weight in replicated.sharded:
-        if weight not in state.reducer.touched:
-            if weight.axis.replicas == 1 or not weight.requires_grad:
-                continue
-            wide = torch.promote_types(weight.reduce_dtype, torch.float32)
-            weight.reduced_grad = torch.zeros_like(weight.storage, dtype=wide)
-        found.append(weight)
-    return found
+def _wide(weight: ShardedParameter) -> torch.dtype:
+    return torch.promote_types(weight.reduce_dtype, torch.float32)
 
 
 def _settled(member: ShardedParameter | ReplicatedParameter) -> bool | None:
@@ -67,16 +138,15 @@ def _settled(member: ShardedParameter | ReplicatedParameter) -> bool | None:
     return None if member.parameter.grad is None else True
 
 
-def _own(weights: list[ShardedParameter]) -> None:
-    """Copy borrowed gradients that are about to be changed, or that two weights were given."""
+def _own(weights: Iterable[ShardedParameter]) -> None:
+    """Copy borrowed gradients that two weights were given: they are about to be changed."""
     seen: set[int] = set()
     for weight in weights:
-        if weight.reduced_grad is None or not weight.borrowed:
-            continue
-        place = weight.reduced_grad.data_ptr()
-        if weight.axis.replicas > 1 or place in seen:
-            weight.own_reduced_grad()
-        seen.add(place)
+        if weight.reduced_grad is not None and weight.borrowed:
+            place = weight.reduced_grad.data_ptr()
+            if place in seen:
+                weight.own_reduced_grad()
+            seen.add(place)
 
 
 def _accumulate(member: ShardedParameter | ReplicatedParameter, value: Tensor) -> None:

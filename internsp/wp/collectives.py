@@ -205,13 +205,63 @@ class Collectives:
             raise self.ledger.failed(f"{first} ({phase})", error) from error
         return self._launched(work, events, (output, pieces), unit, first, phase)
 
-    def sum_received(self, received: Tensor, pieces: Tensor) -> Tensor:
-        """The sum of what :meth:`reduce_scatter` has brought, ``[piece]`` in fp32 or wider (DESIGN
-        8).
+    def exchange(self, output: Tensor, pieces: Tensor, unit: str) -> Handle:
+        """:meth:`reduce_scatter` between replicas, of what weight groups have reduced."""
+        nbytes = (self.size - 1) * pieces.nbytes // self.size
+        if self.size > 1:
+            self.counters.reduced_bytes += nbytes
+            self.counters.reductions += 1
+        return self.launch(
+            lambda: self._send_all_to_all(output, pieces) if self.size > 1 else None,
+            ("EX", unit, "", "backward"), nbytes, (output, pieces), "finish",
+        )  # fmt: skip
+
+    def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
+        """Sum ``tensor`` over the group in place. Does not block unless ``overlap`` is off."""
+        return self.launch(
+            lambda: all_reduce(tensor, self.group, self.counters),
+            ("EX", unit, weight, "backward"),
+            2 * (self.size - 1) * tensor.nbytes // self.size,
+            (tensor,),
+            "finish",
+        )
+
+    def launch(
+        self,
+        send: Callable[[], Work | None],
+        event: tuple[str, str, str, str],
+        nbytes: int,
+        keep: tuple[Tensor, ...],
+        phase: str,
+    ) -> Handle:
+        """Count, record and launch what ``send`` sends (nothing, in a group of one).
+
+        Args:
+            event: kind, unit, weight and phase in the trace.
+            phase: of its wait.
+        """
+        if self.size == 1:
+            send()
+            return Handle(None)
+        _, unit, weight, _ = event
+        self._tag = self.ledger.launch(self._index, weight or unit, nbytes)
+        events = [self.trace.record(*event, nbytes, in_flight=True)] if self.trace.enabled else []
+        try:
+            work = send()
+        except RuntimeError as error:  # another rank has closed the connection
+            raise self.ledger.failed(f"{weight or unit} ({phase})", error) from error
+        assert work is not None, "several ranks"
+        return self._launched(work, events, keep, unit, weight, phase)
+
+    def sum_received(
+        self, received: Tensor, pieces: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The sum of what :meth:`reduce_scatter` has brought, ``[piece]`` in ``dtype``, else in
+        fp32 or wider (DESIGN 8).
 
         After the wait. Of messages row by row: torch would first make all of them wide.
         """
-        dtype = torch.promote_types(received.dtype, torch.float32)
+        dtype = dtype or torch.promote_types(received.dtype, torch.float32)
         rows = received.view(self.size, -1)
         if not self._direct:
             return rows.sum(0, dtype=dtype)
@@ -330,6 +380,23 @@ class Collectives:
         return handle
 
 
+@dataclass(frozen=True)
+class ReplicaCollectives:
+    """Of one weight axis, between replicas: each kind of launch has a count of its own (WP-10).
+
+    Attributes:
+        replica: of all replicas (a plain loop).
+        zero, zero_replica: of the ranks among which a ``ZeroOptimizer`` cuts a shard's sums, and of
+            those that hold the same slice.
+        publication: the same ranks as ``zero``, for new values.
+    """
+
+    replica: Collectives
+    zero: Collectives
+    zero_replica: Collectives
+    publication: Collectives
+
+
 def send_pairs(
     group: dist.ProcessGroup, places: Sequence[Tensor], pieces: Sequence[Tensor], tag: int
 ) -> Works:
@@ -385,14 +452,6 @@ def gather_slices(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> di
             output.copy_(piece)
         return None
     return _gather_into(output, piece, group)
-
-
-def exchange_pieces(output: Tensor, pieces: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """All-to-all of equal 1-D pieces, asynchronously (the optimizer's reduce-scatter)."""
-    if dist.get_world_size(group) == 1:
-        output.copy_(pieces)
-        return None
-    return dist.all_to_all_single(output, pieces, group=group, async_op=True)
 
 
 def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -23,7 +23,7 @@ from internsp.failure.last_words import EndOfBackward
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
 from internsp.plan.chunk import ChunkPlan
-from internsp.wp.collect import collect
+from internsp.wp.collect import ReplicaSums, collect
 from internsp.wp.contents import Contents
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
@@ -202,6 +202,10 @@ class ISPCommunicator(WPCommunicator):
         contents: whether what is in the slots may be used again.
         places: which parameter each module holds under which name.
         unfinished: gradients whose sums wait for a later backward, in a plain loop.
+        more_to_come: whether replicas exchange sums after a later backward, not after this one;
+            ``None``: the program has said nothing.
+        expects_exchange: asked as a backward begins of which nothing is known: whether it is
+            expected to be the last before replicas exchange their sums.
         strict_order: whether blocks must run in the declared order.
     """
 
@@ -224,15 +228,18 @@ class ISPCommunicator(WPCommunicator):
         self.plan: ChunkPlan | None = None
         self.places: dict[tuple[nn.Module, str], ShardedParameter | ReplicatedParameter] = {}
         self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)
-        self.more_to_come = False  # micro-batches whose sums replicas exchange together
+        self.more_to_come: bool | None = None
+        self.expects_exchange: Callable[[], bool] = lambda: True
         self.after_backward: list[Callable[[], None]] = []
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
         self.recovery = Recovery(mesh, state.collectives.ledger)
         self.unfinished = UnfinishedGradients(partial(discard_sums, state, replicated), mesh.rank)
         self.contents = Contents(state, self.units, replicated.everyone, mesh.rank)
         state.began = replicated.began = self._ensure_callback
+        self._sums: ReplicaSums | None = None  # of a plain loop
         self._next = 0  # the block that a forward must run next
         self.forwards = 0  # that have begun; one backward may go through the graphs of several
+        self._graphs = 0  # made by forwards since a backward ended
         self._forward: int | None = None  # in whose graph the backward that runs is, if known
         self._forward_open = False  # begun, and not come to its end
         self._inside = False  # the model's forward runs
@@ -249,6 +256,15 @@ class ISPCommunicator(WPCommunicator):
         beside = [communicator.unit for communicator in self.root()]
         head = [self.head.unit] if self.head is not None else []
         return [*self.blocks, *beside, *(unit for unit in head if unit not in beside)]
+
+    def collect_itself(self) -> None:
+        """Complete ``.grad`` at the end of backward: what happens without a ``ZeroOptimizer``."""
+        head = [self.head.unit] if self.head is not None else []
+        root = [communicator.unit for communicator in self.root()]
+        above = [unit for unit in head if unit not in root]
+        self.state.replicas = self._sums = ReplicaSums(
+            self.state, [*above, *reversed(self.blocks), *root]
+        )
 
     # weights of blocks, for layers
 
@@ -371,7 +387,7 @@ class ISPCommunicator(WPCommunicator):
         self.recovery.lookout.begin()
         self._forward_open = self._inside = True
         self._next = 0
-        self.forwards += 1
+        self._count_forward()
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
 
     def recover(self) -> None:
@@ -440,7 +456,7 @@ class ISPCommunicator(WPCommunicator):
         self._backward_task, self._forward = task, forward
         self._nested = self._recomputed = False
         self.unfinished.look()
-        self.queue.begin_backward()
+        self.queue.begin_backward(self._exchanges())
         self.contents.check()
         self._queue_end()
 
@@ -475,8 +491,9 @@ class ISPCommunicator(WPCommunicator):
             self.unfinished.show(with_sums(self.state, self.replicated))
         elif self.collects_itself:
             self.unfinished.take()
-            collect(self.state, self.replicated, self.mesh, self.mean)
-        self._backward_task = -1
+            assert self._sums is not None, "parallelize() has called collect_itself()"
+            collect(self.state, self._sums, self.replicated, self.mesh, self.mean)
+        self._backward_task, self._graphs = -1, 0
         for callback in self.after_backward:
             callback()
 
@@ -505,7 +522,18 @@ class ISPCommunicator(WPCommunicator):
         and exchanges them with the replicas and, for replicated parameters, with all ranks, once;
         until then ``.grad`` is as in :meth:`no_sync` (WP-9). A ZeroOptimizer does so by itself.
         """
-        before, self.more_to_come = self.more_to_come, True
+        with self.replica_sync(False):
+            yield
+
+    @contextmanager
+    def replica_sync(self, now: bool) -> Iterator[None]:
+        """Say of each backward inside whether replicas exchange after it, for certain.
+
+        Args:
+            now: it is the last before the exchange (with a ZeroOptimizer, before its step), and
+                goes through the graph of one forward: the exchange starts while it runs.
+        """
+        before, self.more_to_come = self.more_to_come, not now
         try:
             yield
         finally:
@@ -530,7 +558,7 @@ class ISPCommunicator(WPCommunicator):
             weights: the weight gradients; else those of the chunk's inputs.
         """
         self.recovery.check()
-        self.queue.begin_part(weights)
+        self.queue.begin_part(weights, self._exchanges())
         self._set_weight_part(weights)
 
     def end_part(self) -> None:
@@ -574,13 +602,14 @@ class ISPCommunicator(WPCommunicator):
         self.settle_gathers()
         self.queue.reset()
         self.state.reducer.discard()
+        self.state.replicas.discard()
         self._set_weight_part(False)
         for weight in self.replicated.sharded:
             weight.drop_reduced_grad()
         self.replicated.reset()
         self.unfinished.take()  # now that there is no sum left
         self._forward_open, self._backward_task, self._nested = False, -1, False
-        self._recomputed, self._next = False, 0
+        self._recomputed, self._next, self._graphs = False, 0, 0
         for callback in self.after_rest:
             callback()
 
@@ -591,6 +620,26 @@ class ISPCommunicator(WPCommunicator):
         if self._forward not in (None, forward):
             self.state.perform(self.queue.come_to_earlier(self._everywhere(), self._last_trained()))
         self._forward = forward
+
+    def _count_forward(self) -> None:
+        self.forwards += 1
+        self._graphs += torch.is_grad_enabled()
+
+    def _exchanges(self) -> bool:
+        """Whether replicas exchange what the backward that begins completes, while it runs.
+
+        It must be the last before the exchange, every weight must have its last reduction at the
+        place that the queue knows, and the queue must be every rank's.
+        """
+        if self.queue.reductions.accumulating or self.more_to_come or not self.strict_order:
+            return False
+        if all(axis.replicas == 1 for axis in self.mesh.axes):
+            return False
+        if not all(weight.trained for _, weight in self.state.reducer.whole):
+            return False  # their sums are reduced when the backward is over
+        if self.more_to_come is None:  # a loss may be a sum over several forwards
+            return self._graphs == 1 and self.expects_exchange()
+        return True
 
     def _everywhere(self) -> bool:
         """Whether all ranks go through all blocks, those whose data skip some as if they did."""
@@ -620,7 +669,7 @@ class ISPCommunicator(WPCommunicator):
             self._next %= len(self.blocks)
             if unit.block < self._next or not self._next:
                 self.recovery.lookout.begin()
-                self.forwards += 1
+                self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
             self._forget_older(unit)
         if self.strict_order and unit.block != self._next:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from internsp.mesh import WeightAxis
 from internsp.quantize import Quantizer
 from internsp.trace import Trace
-from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
+from internsp.wp.exchanges import ReplicaExchange
 from internsp.wp.ledger import Counters
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.queue import GatherQueue
@@ -16,6 +17,8 @@ from internsp.wp.reduce import GradientReducer
 from internsp.wp.schedule import (
     ACCUMULATE,
     ALL_GATHER,
+    EXCHANGE,
+    FINISH_EXCHANGE,
     FINISH_OLDEST,
     FREE,
     NEXT_PASS,
@@ -35,7 +38,9 @@ class Chunk:
     Attributes:
         collectives: of the dense axis; waits, ledger and trace are the same for every axis.
         gathers: of each axis, ``collectives`` among them.
+        between: of each axis, between replicas.
         queue: decides what happens next.
+        replicas: exchanges reduced gradients between replicas.
         quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
             runs.
@@ -44,11 +49,13 @@ class Chunk:
 
     collectives: Collectives
     gathers: Mapping[WeightAxis, Collectives]
+    between: Mapping[WeightAxis, ReplicaCollectives]
     pool: MemoryPool
     reducer: GradientReducer
     queue: GatherQueue[Unit, ShardedParameter]
     counters: Counters
     trace: Trace
+    replicas: ReplicaExchange = field(init=False)
     quantizer: Quantizer | None = None
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
@@ -69,21 +76,21 @@ class Chunk:
                 self._wait(action)
             elif kind == ALL_GATHER:
                 self._all_gather(action)
-            elif kind == REDUCE_SCATTER:
-                self.reducer.reduce_scatter(unit, weights)
-            elif kind == FINISH_OLDEST:
-                self.reducer.finish_oldest()
             elif kind == FREE:
                 if self.trace.enabled:
                     self._record(kind, phase, unit, weights)
-            elif kind == ACCUMULATE:
-                self.reducer.accumulate(unit, weights)
             elif kind == NEXT_PASS:
                 self.at_next_pass()
+            else:
+                self._reduce(action)
 
-    def finish_reductions(self) -> None:
-        """Wait for every reduction in flight, in launch order."""
-        self.perform(self.queue.reductions.finish())
+    def finish_reductions(self, last: bool = False) -> None:
+        """Wait for every reduction in flight; ``last``: see :meth:`Reductions.finish`."""
+        self.perform(self.queue.reductions.finish(last))
+
+    def complete_gradients(self) -> None:
+        """Wait for every reduction in flight, and for the exchange of all between replicas."""
+        self.perform(self.queue.reductions.complete())
 
     def reduce_accumulated(self) -> None:
         """Reduce the sums that no backward has taken along, in the order of their accumulation."""
@@ -95,6 +102,19 @@ class Chunk:
     ) -> None:
         for weight in weights:
             self.trace.record(kind, unit.name, weight.name, phase)
+
+    def _reduce(self, action: Action) -> None:
+        kind, _, unit, weights, _ = action
+        if kind == REDUCE_SCATTER:
+            self.reducer.reduce_scatter(unit, weights)
+        elif kind == FINISH_OLDEST:
+            self.reducer.finish_oldest()
+        elif kind == ACCUMULATE:
+            self.reducer.accumulate(unit, weights)
+        elif kind == EXCHANGE:
+            self.replicas.start(unit)
+        elif kind == FINISH_EXCHANGE:
+            self.replicas.finish_oldest()
 
     def _all_gather(self, action: Action) -> None:
         _, phase, unit, weights, evicted = action

@@ -117,6 +117,7 @@ class GatherQueue(Generic[U, W]):
         self.lowest = len(blocks)  # the block that this backward has come to
         self.in_blocks = False  # what lies above the blocks has had its gradients
         self._late: set[W] = set()  # of the head, ready since backward has come to the blocks
+        self._between = False  # the head is used between blocks, in some forward
         self.split: str = ""  # which part of a backward runs, where it is computed in two
 
     # forward
@@ -185,6 +186,8 @@ class GatherQueue(Generic[U, W]):
             uses = self._uses[weight] = self._uses.get(weight, 0) + 1
             if uses > 1:  # noted at once: after a failure here the next forward is right
                 self._most[weight] = max(uses, self._most.get(weight, 1))
+        elif phase == FORWARD and unit is self._alone and self.blocks:
+            self._between |= self._passed < self._forward.end[self.blocks[-1]]
         one_by_one = self._one_by_one and block and phase == FORWARD
         if one_by_one:  # a weight that this rank left unused is gathered first (WP-2)
             self._require(unit, self._forward.at[group] + 1, FORWARD, out)
@@ -260,9 +263,14 @@ class GatherQueue(Generic[U, W]):
 
     # backward
 
-    def begin_backward(self) -> None:
-        """A gradient has entered the model from outside."""
+    def begin_backward(self, exchanges: bool = False) -> None:
+        """A gradient has entered the model from outside.
+
+        Args:
+            exchanges: replicas exchange what it completes while it runs.
+        """
         self._begin(BACKWARD, self._backward)
+        self.reductions.exchanges.begin(exchanges)
         self.in_blocks, self.lowest = False, len(self.blocks)
 
     def at_output(self) -> list[Action]:
@@ -332,6 +340,7 @@ class GatherQueue(Generic[U, W]):
         forward, then the earlier one, from the top. Arguments as in :meth:`end_backward`.
         """
         out: list[Action] = []
+        self.reductions.exchanges.early = False  # all weights have one more reduction
         self._end_graph(everywhere, lowest, out)
         self.in_blocks, self.lowest = False, len(self.blocks)
         return out
@@ -347,7 +356,7 @@ class GatherQueue(Generic[U, W]):
         self._end_graph(everywhere, lowest, out)
         if not self.split:
             for unit in self.root:
-                self.reduce_unit(unit, out)
+                self.reduce_unit(unit, out, last=True)
         return out
 
     def _end_graph(self, everywhere: bool, lowest: int, out: list[Action]) -> None:
@@ -360,28 +369,36 @@ class GatherQueue(Generic[U, W]):
             for group in self._alone.groups:
                 late = [weight for weight in group.weights if weight in self._late]
                 if late:
-                    self.reductions.launch(self._alone, late, out)
+                    self.reductions.launch(self._alone, late, out, last=True)
         self._late.clear()
 
     def top(self, out: list[Action]) -> None:
         """Backward has come to the blocks: what lies above them has had its gradients (WP-2)."""
         self.in_blocks = True
         if self.head is not None and not self.split:
-            self.reduce_unit(self.head, out)
+            self.reduce_unit(self.head, out, self.head is self._alone and not self._between)
 
-    def reduce_unit(self, unit: U, out: list[Action]) -> None:
-        """Reduce what a unit beside the blocks has, zeros where it has nothing."""
+    def reduce_unit(self, unit: U, out: list[Action], last: bool) -> None:
+        """Reduce what a unit beside the blocks has, zeros where it has nothing.
+
+        Args:
+            last: it has no other reduction in this backward.
+        """
         for group in unit.groups:
             weights = [weight for weight in group.weights if weight.trained]
             if weights:
-                self.reductions.launch(unit, weights, out)
+                self.reductions.launch(unit, weights, out, last)
 
-    def begin_part(self, weights: bool) -> None:
+    def begin_part(self, weights: bool, exchanges: bool = False) -> None:
         """One part of a backward that a pipeline computes in two (arXiv 2401.10241).
 
         The input part gives no weight a gradient. The weight part needs no unsharded weight; its
         reductions have one order, of all units.
+
+        Args:
+            exchanges: as in :meth:`begin_backward`.
         """
+        self.reductions.exchanges.begin(exchanges and weights)
         self.split = "weights" if weights else "inputs"
         units = [*self.root, *self.blocks]
         if self.head is not None and self.head not in self.root:
@@ -394,19 +411,19 @@ class GatherQueue(Generic[U, W]):
         """It is over: weights without a gradient take their place with zeros."""
         out: list[Action] = []
         while (turn := self.reductions.close()) is not None:
-            self.reductions.launch(turn[0], turn[2], out)
+            self.reductions.launch(turn[0], turn[2], out, last=True)
         self.split = ""
         return out
 
     def end_pass(self) -> None:
         """A backward is over: no byte is needed any more; contents stay."""
         self._begin(FORWARD, self._forward)
-        self.in_blocks = False
+        self.reductions.exchanges.early = self.in_blocks = False
 
     def reduce(self, unit: U, weight: W) -> list[Action]:
         """Reduce a sum that no backward has reduced since it was accumulated."""
         out: list[Action] = []
-        self.reductions.launch(unit, (weight,), out, sums=True)
+        self.reductions.launch(unit, (weight,), out, last=True, sums=True)
         return out
 
     # at rest
@@ -669,7 +686,7 @@ class GatherQueue(Generic[U, W]):
         unit, group, weights = turn
         if not self.split:
             self._reach(out)
-        self.reductions.launch(unit, weights, out)
+        self.reductions.launch(unit, weights, out, last=True)
         if self.split:
             return
         self.reduced.update(group.weights)

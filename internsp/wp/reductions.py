@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic
 
+from internsp.wp.exchanges import Exchanges
 from internsp.wp.schedule import (
     ACCUMULATE,
     BACKWARD,
@@ -38,13 +39,16 @@ class Reductions(Generic[W]):
 
     Attributes:
         accumulating: unsharded gradients are summed instead of being reduced.
+        exchanges: of what was reduced, between replicas.
     """
 
     def __init__(self, limit: int = 0, overlap: bool = True) -> None:
         self.accumulating = False
+        self.exchanges: Exchanges[W] = Exchanges()
         self._limit, self._overlap = limit, overlap
-        self._flying: deque[tuple[Sequence[W], int]] = deque()
+        self._flying: deque[tuple[Any, Sequence[W], int]] = deque()
         self._flying_bytes = 0
+        self._unit: Any = None  # whose reduction was launched last
         self.declare()
 
     def declare(self, order: Iterable[Turn[W]] = (), at_close: bool = False) -> None:
@@ -88,42 +92,78 @@ class Reductions(Generic[W]):
         return turn
 
     def launch(
-        self, unit: Any, weights: Sequence[W], out: list[Action], sums: bool = False
+        self,
+        unit: Any,
+        weights: Sequence[W],
+        out: list[Action],
+        last: bool = False,
+        sums: bool = False,
     ) -> None:
         """Launch one reduction; the oldest are finished where too many bytes would be in flight.
 
         No more of them than that: a whole unit finished at once would leave the link idle.
 
         Args:
+            last: ``weights`` have no other in this backward.
             sums: of what was accumulated, also while more is.
         """
         if self.accumulating and not sums:
             out.append(Action(ACCUMULATE, BACKWARD, unit, weights))
         else:
             nbytes = sum([weight.gradient_bytes for weight in weights])
+            self._next_unit(unit, out)
             while self._flying and self._flying_bytes + nbytes > self._limit:
                 self._finish_oldest(out)
-            self._flying.append((weights, nbytes))
+            self._flying.append((unit, weights, nbytes))
             self._flying_bytes += nbytes
+            self.exchanges.reduced(weights, last)
             out.append(Action(REDUCE_SCATTER, BACKWARD, unit, weights))
             if weights[0].travels and not self._overlap:
                 out.append(Action(WAIT, BACKWARD, unit, weights[:1]))
         out.append(Action(FREE, BACKWARD, unit, weights))
 
-    def finish(self) -> list[Action]:
-        """Wait for every reduction in flight, in launch order."""
+    def finish(self, last: bool = False) -> list[Action]:
+        """Wait for every reduction in flight, in launch order.
+
+        Args:
+            last: no gradient comes before replicas exchange: start that, too.
+        """
         out: list[Action] = []
         while self._flying:
             self._finish_oldest(out)
+            if last:
+                self.exchanges.advance(out, over=True)
+        return out
+
+    def complete(self) -> list[Action]:
+        """:meth:`finish`, and the exchange between replicas of all that is reduced by then."""
+        out = self.finish(last=True)
+        self.exchanges.complete(out)
         return out
 
     def reset(self) -> None:
         """After a failure: nothing is due, nothing in flight."""
         self._flying.clear()
-        self._flying_bytes = 0
+        self._flying_bytes, self._unit = 0, None
+        self.exchanges.forget()
         self.declare()
 
     def _finish_oldest(self, out: list[Action]) -> None:
-        weights, nbytes = self._flying.popleft()
+        _, weights, nbytes = self._flying.popleft()
         self._flying_bytes -= nbytes
+        self.exchanges.finished(weights)
         out.append(Action(FINISH_OLDEST, FINISH, None, weights))
+
+    def _next_unit(self, unit: Any, out: list[Action]) -> None:
+        """Where replicas exchange early: finish what was launched before the unit before.
+
+        That unit's backward has left it time to arrive, and on all ranks this is one point of the
+        order, between the same two reductions (WP-2).
+        """
+        if unit is self._unit:
+            return
+        before, self._unit = self._unit, unit
+        if self.exchanges.early:
+            while self._flying and self._flying[0][0] is not before:
+                self._finish_oldest(out)
+            self.exchanges.advance(out)

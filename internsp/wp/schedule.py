@@ -21,6 +21,7 @@ FORWARD, RECOMPUTE, BACKWARD, FINISH = "forward", "recompute", "backward", "fini
 
 ALL_GATHER, WAIT, USE, FREE = "AG", "WAIT", "USE", "FREE"
 REDUCE_SCATTER, ACCUMULATE, FINISH_OLDEST, NEXT_PASS = "RS", "ACCUMULATE", "FINISH", "NEXT"
+EXCHANGE, FINISH_EXCHANGE = "EX", "FINISH_EXCHANGE"
 
 
 class Weight(Protocol):
@@ -111,8 +112,10 @@ class Action(NamedTuple):
     ``AG``: gather ``weights`` in one launch, into bytes that the ``others`` had. ``WAIT``: for the
     gather that brings ``weights`` and all ``others`` of its launch. ``RS``: reduce their
     gradients in one launch, zeros where there is none. ``ACCUMULATE``: add their unsharded
-    gradients to their sums. ``FINISH``: wait for the oldest reduction. ``NEXT``: the pass gathers
-    nothing more, so that a pipeline may begin the next one's gathers.
+    gradients to their sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange the
+    reduced gradients of ``weights`` between replicas (``unit`` is what they are a
+    :class:`internsp.wp.exchanges.Parcel` of); ``FINISH_EXCHANGE``: wait for the oldest of these.
+    ``NEXT``: the pass gathers nothing more, so that a pipeline may begin the next one's gathers.
     """
 
     kind: str

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import internsp.wp.collect
-from internsp.optim import reduction, zero
+from internsp.optim import zero
+from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.contents import Contents
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
@@ -79,12 +79,12 @@ def lost_whole_sum(rank: int) -> None:
 
 def no_replica_sum(rank: int) -> None:
     """With torch's optimizers shards are not summed over replicas."""
-    internsp.wp.collect.all_reduce = lambda *_: None  # type: ignore[assignment]
+    Collectives.all_reduce = lambda *_: Handle(None)  # type: ignore[assignment, method-assign]
 
 
 def no_zero_replica_sum(rank: int) -> None:
     """ZeRO-1.5 does not sum slices over the ranks that hold the same one."""
-    reduction.all_reduce = lambda *_: None  # type: ignore[assignment]
+    no_replica_sum(rank)
 
 
 def small_once(rank: int) -> None:

@@ -132,7 +132,7 @@ def traced(rank: int, world: int, cases: list[Case]) -> list[tuple[list[str], li
         if case.config.get("trigger") == "rolling":  # whose plan orders the messages alone
             kinds = kinds[:2]
         pair = Pair(case)
-        pair.backward(0, plain=False)
+        pair.backward(0, plain=False, once=True)
         plan = pair.communicator.plan
         assert plan is not None
         planned = simulate(plan, case.micro_batches)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from internsp.errors import CollectiveError
+from internsp.failure import lookout
 from internsp.failure.recovery import default_store
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from internsp.wp import lookout
 from tests.ranks.test_rules_errors import Boom, Failing
 from tests.support.models import SOME, Tiny, Twin, raises
 from tests.support.ranks import run_ranks

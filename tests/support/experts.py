@@ -208,8 +208,13 @@ class Pair:
         both = torch.randint(0, VOCABULARY, shape, generator=generator)
         return both[0], both[1]
 
-    def backward(self, step: int, plain: bool = True) -> float:
-        """All micro-batches of one step on both models; returns the global loss of ours."""
+    def backward(self, step: int, plain: bool = True, once: bool = False) -> float:
+        """All micro-batches of one step on both models; returns the global loss of ours.
+
+        Args:
+            once: replicas exchange sums after the last alone, and reductions are finished in each
+                micro-batch, as a plan has it.
+        """
         total = torch.zeros((), dtype=torch.float64)
         rank = self.mesh.rank
         with self.communicator.unchanged():
@@ -220,9 +225,12 @@ class Pair:
                 rows = slice(ROWS * rank, ROWS * (rank + 1))
                 whole = self.case.config.get("accumulation") == "full"
                 last = micro == self.case.micro_batches - 1
-                with self.communicator.no_sync() if whole and not last else nullcontext():
+                sync = self.communicator.no_sync() if whole and not last else nullcontext()
+                with sync, self.communicator.replica_sync(last) if once else nullcontext():
                     loss = self.ours(ids[rows], labels[rows])
                     loss.backward()
+                if once:
+                    self.communicator.state.finish_reductions()
                 total += loss.detach()
         dist.all_reduce(total)
         return total.item()

@@ -20,7 +20,7 @@ LEVELS = [
     ["internsp.config", "internsp.mesh", "internsp.cli.environment"],
     ["internsp.wp.dtensors", "internsp.wp.ledger", "internsp.wp.collectives",
      "internsp.wp.layout", "internsp.wp.parameter", "internsp.wp.schedule",
-     "internsp.wp.queue", "internsp.wp.reductions", "internsp.sp"],
+     "internsp.wp.queue", "internsp.wp.reductions", "internsp.wp.exchanges", "internsp.sp"],
     ["internsp.wp.slots", "internsp.wp.reduce", "internsp.quantize", "internsp.wp.replicated",
      "internsp.failure"],
     ["internsp.plan"],

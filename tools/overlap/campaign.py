@@ -244,7 +244,7 @@ def _row(
 
 def _ours(outcome: Outcome, spec: Spec, first: dict[str, Any], median: float) -> dict[str, Any]:
     events = (first.get("profile") or {}).get("events", [])
-    traveled = sum(e[6] for e in events if e[0] in ("AG", "RS", "FINISH", "PUBLISH"))
+    traveled = sum(e[6] for e in events if e[0] in ("AG", "RS", "EX", "PUBLISH"))
     row: dict[str, Any] = {
         "slot_bytes": first["slot_bytes"],
         "payload": first["payload"],

@@ -16,7 +16,7 @@ from tools.bench.bounds import MBIT
 Intervals = list[tuple[float, float]]
 Named = list[tuple[float, float, str]]
 
-COLLECTIVES = ("AG", "RS", "A2A", "PUBLISH")
+COLLECTIVES = ("AG", "RS", "EX", "A2A", "PUBLISH")
 FINISH = "finish"
 NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
 
@@ -157,7 +157,7 @@ def _flights(profile: dict[str, Any], zero: float) -> Intervals:
     return [
         (e[4] + shift, e[5] + shift)
         for e in profile["events"]
-        if e[0] in COLLECTIVES or (e[0] == "FINISH" and e[6])  # between replicas it carries bytes
+        if e[0] in COLLECTIVES
     ]
 
 

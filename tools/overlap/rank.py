@@ -23,7 +23,7 @@ from tools.overlap.options import Options, Spec
 from tools.overlap.pieces import Message, messages, send, verify
 from tools.overlap.variants import Ours, Setting, Variant, make, reference, unavailable
 
-PROFILED = ("AG", "RS", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
+PROFILED = ("AG", "RS", "EX", "A2A", "USE", "WAIT", "A2A_WAIT", "PUBLISH")
 """Kinds of events that the parent gets of the step that is looked into."""
 
 

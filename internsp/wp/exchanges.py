@@ -1,0 +1,143 @@
+"""Pure: when replicas exchange the reduced gradients that they share, one order (WP-2, WP-6)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from internsp.wp.schedule import BACKWARD, EXCHANGE, FINISH, FINISH_EXCHANGE, Action, W
+
+Wt = TypeVar("Wt", covariant=True)
+
+
+class Parcel(Protocol[Wt]):
+    """Reduced gradients that replicas exchange in one collective."""
+
+    @property
+    def name(self) -> str:
+        """For the trace and errors."""
+
+    @property
+    def weights(self) -> Sequence[Wt]:
+        """Whose gradients they are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that are held while it is in flight."""
+
+
+class ReplicaExchange(Protocol):
+    """Does what :class:`Exchanges` says: a plain loop's, or a ``ZeroOptimizer``'s."""
+
+    def start(self, parcel: Any) -> None:
+        """Launch the exchange of a parcel's reduced gradients, which are complete. Does not block
+        with overlap."""
+
+    def finish_oldest(self) -> None:
+        """Wait for the exchange that was launched first."""
+
+    def discard(self) -> None:
+        """Let what is in flight arrive, and keep nothing. No message."""
+
+
+class Exchanges(Generic[W]):
+    """The exchanges of a chunk's reduced gradients between replicas, once between two steps.
+
+    Parcels have one declared order, in which a backward completes them, whether they are exchanged
+    while it runs or when it is over: how early is each rank's own affair, the order is all ranks'.
+    A parcel is exchanged in a backward that is ``early``, as soon as the last reduction of each of
+    its weights is finished; what is left, and what got a gradient after its exchange, is exchanged
+    at the end. A backward is early where it is known, or expected, to be the last before the
+    exchange is needed. An expectation that was wrong costs a second exchange, no number.
+
+    Attributes:
+        early: whether the backward that runs, or ran last, exchanges while it runs.
+    """
+
+    def __init__(self) -> None:
+        self.declare((), 0)
+
+    def declare(self, parcels: Sequence[Parcel[W]], limit: int) -> None:
+        """What is exchanged, in which order.
+
+        Args:
+            limit: bytes in flight, at least one parcel; the oldest are finished first.
+        """
+        self._parcels, self._limit = list(parcels), limit
+        self._parcel_of = {w: i for i, parcel in enumerate(parcels) for w in parcel.weights}
+        self._reducing: Counter[W] = Counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is complete, nothing exchanged, nothing in flight."""
+        self.early = False
+        self._at = 0  # the next parcel
+        self._again: set[int] = set()  # exchanged, and reduced since
+        self._settled: set[W] = set()  # had their last reduction of the backward launched
+        self._flying: deque[int] = deque()
+
+    def begin(self, early: bool) -> None:
+        """A backward begins."""
+        self.early = early and bool(self._parcels)
+        self._settled.clear()
+
+    def reduced(self, weights: Sequence[W], last: bool) -> None:
+        """A reduction was launched.
+
+        Args:
+            last: ``weights`` have no other in this backward.
+        """
+        if not self._parcels:
+            return
+        self._reducing.update(weights)
+        if last:
+            self._settled.update(weights)
+        for weight in weights:
+            if self._parcel_of.get(weight, self._at) < self._at:
+                self._again.add(self._parcel_of[weight])
+
+    def finished(self, weights: Sequence[W]) -> None:
+        """A reduction was finished."""
+        if self._parcels:
+            self._reducing.subtract(weights)
+
+    def advance(self, out: list[Action], over: bool = False) -> None:
+        """Exchange what is complete, in its turn.
+
+        Args:
+            over: no gradient comes before the exchange is needed.
+        """
+        while (self.early or over) and self._at < len(self._parcels):
+            weights = self._parcels[self._at].weights
+            if any(self._reducing[w] for w in weights):
+                return
+            if not over and any(w.trained and w not in self._settled for w in weights):
+                return
+            self._at += 1
+            self._start(self._at - 1, out)
+
+    def complete(self, out: list[Action]) -> None:
+        """When every reduction is finished: exchange the rest, and wait for all."""
+        self.advance(out, over=True)
+        for index in sorted(self._again):
+            self._start(index, out)
+        while self._flying:
+            self._finish_oldest(out)
+        self.reset()
+
+    def forget(self) -> None:
+        """After a failure: :meth:`reset`, and no reduction is in flight either."""
+        self._reducing.clear()
+        self.reset()
+
+    def _start(self, index: int, out: list[Action]) -> None:
+        parcel = self._parcels[index]
+        while self._flying and sum(self._flying) + parcel.nbytes > self._limit:
+            self._finish_oldest(out)
+        self._flying.append(parcel.nbytes)
+        out.append(Action(EXCHANGE, BACKWARD, parcel, parcel.weights))
+
+    def _finish_oldest(self, out: list[Action]) -> None:
+        self._flying.popleft()
+        out.append(Action(FINISH_EXCHANGE, FINISH, None, ()))
