@@ -17,7 +17,7 @@ from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from tests.support.meshes import mesh_of
 from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 SMALL = {"min_shard_elements": CUT, "coalesce_bytes": 0}
 
@@ -41,7 +41,19 @@ def refused(
     return text
 
 
-def different_models(rank: int, world_size: int) -> None:
+class WithExperts(Block):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.experts = nn.ModuleDict({"one": nn.Linear(width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts["one"](x)
+
+
+@ranks(2)
+def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_them(
+    rank: int,
+) -> None:
     odd = rank == 1
     for name in ("layers.2.w1.weight", "norm.weight"):
         model = tiny()
@@ -86,7 +98,8 @@ def different_models(rank: int, world_size: int) -> None:
     assert "nothing" in text
 
 
-def different_is_right(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_values_that_may_differ_between_ranks_are_not_compared(rank: int) -> None:
     """What may differ does: values on request, meta devices, and what replicas own."""
     torch.manual_seed(rank)
     parallelize(Tiny(), mesh_of(2), WeightParallelConfig(**SMALL, compare_ranks=False))
@@ -114,24 +127,8 @@ def different_is_right(rank: int, world_size: int) -> None:
             parallelize(model, mesh, config)
 
 
-class WithExperts(Block):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__(width)
-        self.experts = nn.ModuleDict({"one": nn.Linear(width, width)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.experts["one"](x)
-
-
-def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_them() -> None:
-    run_ranks(different_models, 2)
-
-
-def test_values_that_may_differ_between_ranks_are_not_compared() -> None:
-    run_ranks(different_is_right, 2)
-
-
-def frozen_sets(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_frozen_sets_are_agreed_upon_when_they_change(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=4)
     for config in ({}, ROLLING):
         twin = Twin(Tiny, mesh, **config)  # type: ignore[arg-type]
@@ -158,11 +155,10 @@ def frozen_sets(rank: int, world_size: int) -> None:
         raises(CollectiveError, lambda: twin.ours(*mine), "head.weight", "ranks [1]", "4 s")
 
 
-def test_frozen_sets_are_agreed_upon_when_they_change() -> None:
-    run_ranks(frozen_sets, 2)
-
-
-def read_alone(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothing(
+    rank: int,
+) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=2)
     twin = Twin(Tiny, mesh)
     weight: Any = twin.ours.get_parameter("layers.1.w1.weight")
@@ -183,10 +179,6 @@ def read_alone(rank: int, world_size: int) -> None:
     raises(CollectiveError, other.full_tensor, "head.weight", "layers.1.w1.weight", "same order")
 
 
-def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothing() -> None:
-    run_ranks(read_alone, 2)
-
-
 class Skips(Tiny):
     """Blocks that this rank's data do not go through."""
 
@@ -199,7 +191,8 @@ class Skips(Tiny):
         return x
 
 
-def dropped(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those(rank: int) -> None:
     """Replicas whose data go through different blocks; on one process both halves are added."""
     for config in ({}, {"granularity": "module"}):
         for mine in ((), (1,), (1, 2), (0, 1, 2, 3)):
@@ -220,11 +213,8 @@ def dropped(rank: int, world_size: int) -> None:
                 twin.check_parameters(f"skipped {mine} {config}")
 
 
-def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those() -> None:
-    run_ranks(dropped, 2)
-
-
-def added(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
     def adapter(model: Any) -> None:
         model.layers[1].adapter = nn.Linear(6, 6).double()
 
@@ -253,10 +243,6 @@ def added(rank: int, world_size: int) -> None:
     twin.check_gradients("a module without parameters was added")
 
 
-def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
-    run_ranks(added, 2)
-
-
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +253,8 @@ class Attends(nn.Module):
         return x + self.wo(self.self_attention(x))
 
 
-def cut_sequences(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> None:
     mesh = mesh_of(1, 2)
     foreign = Tiny(Attends)
     words = ("self_attention (Sequential)", "DistributedAttention", "cuts_own_sequences")
@@ -283,16 +270,9 @@ def cut_sequences(rank: int, world_size: int) -> None:
     assert model.loss_options == {"output": "gather", "group": mesh_of(2).sequence_group}
 
 
-def test_a_sequence_degree_needs_an_attention_that_knows_of_it() -> None:
-    run_ranks(cut_sequences, 2)
-
-
 @pytest.mark.parametrize("key", ["prefetch_triggers", "experts", "blocks"])
-def test_every_single_pattern_must_match_something(key: str) -> None:
-    run_ranks(unmatched, 1, key)
-
-
-def unmatched(rank: int, world_size: int, key: str) -> None:
+@ranks(1)
+def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:
     right = {
         "prefetch_triggers": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)
     }[key]

@@ -14,12 +14,13 @@ from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.stage import _Sink
 from tests.support.models import ALL, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 
 
-def unrecorded(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({}, HALF), ({"overlap": False}, None), ({"trigger": "rolling"}, HALF),
@@ -41,10 +42,6 @@ def unrecorded(rank: int, world_size: int) -> None:
         raises(StaleWeightError, loss.backward, "layers.1.w1")
 
 
-def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> None:
-    run_ranks(unrecorded, 2)
-
-
 class Scaled(Block):
     """Has a weight that autocast leaves in full precision beside those that it lowers."""
 
@@ -54,14 +51,6 @@ class Scaled(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * (1 + self.scale.square().sum(0)))
-
-
-def mixed(rank: int, world_size: int) -> None:
-    """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
-    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for reduce_dtype in (None, "float32"):  # the latter: gradients of two dtypes in one message
-        options = ALL | {"reduce_dtype": reduce_dtype}
-        by_turns(Twin(partial(Tiny, Scaled), mesh, dtype=torch.float32, **options))
 
 
 def by_turns(twin: Twin) -> None:
@@ -83,8 +72,13 @@ def by_turns(twin: Twin) -> None:
         twin.zero_grad()
 
 
+@ranks(2)
 def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
-    run_ranks(mixed, 2)
+    """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for reduce_dtype in (None, "float32"):  # the latter: gradients of two dtypes in one message
+        options = ALL | {"reduce_dtype": reduce_dtype}
+        by_turns(Twin(partial(Tiny, Scaled), mesh, dtype=torch.float32, **options))
 
 
 class Stage(nn.Module):
@@ -100,7 +94,8 @@ class Stage(nn.Module):
         return x
 
 
-def in_parts(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_backward_in_two_parts_is_right_without_a_trace(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Stage, mesh, **ALL)
     twin.trace.enabled = False
@@ -128,7 +123,3 @@ def in_parts(rank: int, world_size: int) -> None:
         twin.check_gradients(f"step {step}, in two parts")
         assert state.counters.gathers == gathers, "a weight part needs no weight"
         twin.zero_grad()
-
-
-def test_a_backward_in_two_parts_is_right_without_a_trace() -> None:
-    run_ranks(in_parts, 2)

@@ -20,7 +20,7 @@ from internsp.plan.units import coded_bytes
 from internsp.trace import Trace
 from tests.support.models import Block, Tiny, Twin, close, raises
 from tests.support.pipeline import Case, batches, compare, make
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -77,7 +77,9 @@ CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...]
 ROLLING = ("int8", {"prefetch_depth": 2, "trigger": "rolling"}, HALF)
 
 
-def trained(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for kind, config, checkpoint in (*CASES, ROLLING):
         bits = []
@@ -113,11 +115,8 @@ def trained(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.unmeasured
-def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
-    run_ranks(trained, 2)
-
-
-def planned(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_messages_and_buffers_are_those_of_the_plan() -> None:
     """Messages, payload and buffers are the plan's, and no step allocates after the first."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for kind, config, checkpoint in CASES:
@@ -151,11 +150,6 @@ def planned(rank: int, world_size: int) -> None:
             blocks = -(-numel // 128)
             assert one.gather_bytes == -(-blocks * (128 + 4) // 16) * 16
             assert one.reduce_bytes == numel * 8, "gradients are not coded"
-
-
-@pytest.mark.unmeasured
-def test_messages_and_buffers_are_those_of_the_plan() -> None:
-    run_ranks(planned, 2)
 
 
 def bfloat16(rank: int, world_size: int) -> list[float]:
@@ -223,7 +217,8 @@ def test_a_pipelines_weights_travel_coded(schedule: str) -> None:
         assert right
 
 
-def reduced(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
     """Gradients in another dtype than weights, with sums of one and of several micro-batches."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2e-2)):
@@ -248,7 +243,3 @@ def reduced(rank: int, world_size: int) -> None:
             assert usual is not None
             size = {"float32": 4, "bfloat16": 2}[dtype]
             assert sent == simulate(usual).nbytes("RS") * size // 8
-
-
-def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
-    run_ranks(reduced, 2)

@@ -20,7 +20,7 @@ from internsp.errors import (
 from internsp.pipeline import MicroBatch, Pipeline, Place, SchedulerHook
 from tests.support.meshes import mesh_of
 from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 
 def refused(rank: int, world_size: int, case: Case) -> Found:
@@ -126,7 +126,8 @@ def test_a_loss_that_is_not_one_number_is_refused(schedule: str, chunks: int) ->
         assert "a loss is one number, but the criterion gave (1, 9, 37)" in error
 
 
-def made(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
     case, mesh = Case(layers=5), mesh_of(pipeline=2)
     for chunks, micro_batches, what in ((0, 4, "chunks, not 0"), (2, 0, "micro-batches, not 0")):
         with pytest.raises(ConfigError, match=f"Interleaved1F1B takes 1 or more {what}"):
@@ -140,7 +141,3 @@ def made(rank: int, world_size: int) -> None:
     again = ActivationCheckpointConfig(mode="full", blocks=(1, 5))
     with pytest.raises(StructureError, match=r"blocks names \[5\], but the model has 5 blocks"):
         Pipeline.create(case.build(), mesh, micro_batches=4, activation_checkpoint=again)
-
-
-def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
-    run_ranks(made, 2)

@@ -12,7 +12,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from tests.support import reads
 from tests.support.models import ALL, ROLLING, Tiny, Twin, close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
@@ -52,7 +52,9 @@ def train(twin: Twin, what: str, steps: int = 2) -> None:
         twin.check_parameters(f"{what}, after step {step}")
 
 
-def read(rank: int, world_size: int, names: list[str]) -> None:
+@pytest.mark.parametrize("names", [list(MODELS)[:4], list(MODELS)[4:]])
+@ranks(2)
+def test_weights_read_past_their_modules_are_right(names: list[str]) -> None:
     two, one = mesh_of(), mesh_of(1)
     cases: list[tuple[ParallelMesh, Any, dict[str, Any]]] = [
         (two, None, {}), (two, None, ALL), (two, None, ROLLING), (two, None, SMALL),
@@ -72,8 +74,3 @@ def read(rank: int, world_size: int, names: list[str]) -> None:
                 train(twin, what)
             except Exception as error:
                 raise AssertionError(what) from error
-
-
-@pytest.mark.parametrize("names", [list(MODELS)[:4], list(MODELS)[4:]])
-def test_weights_read_past_their_modules_are_right(names: list[str]) -> None:
-    run_ranks(read, 2, names)

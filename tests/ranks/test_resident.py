@@ -11,12 +11,13 @@ from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from tests.support.models import Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 
 
-def residents(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_resident_blocks_are_gathered_once_a_step_and_never_stale() -> None:
     """Resident blocks are gathered once a step, and again after whatever writes a weight."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for checkpoint in (None, FULL):
@@ -66,7 +67,3 @@ def residents(rank: int, world_size: int) -> None:
         passes("after .data was written")
     both = WeightParallelConfig(resident_blocks=1, resident_bytes=1)
     raises(ConfigError, lambda: parallelize(Tiny(), mesh, both), "resident_blocks", "set one")
-
-
-def test_resident_blocks_are_gathered_once_a_step_and_never_stale() -> None:
-    run_ranks(residents, 2)

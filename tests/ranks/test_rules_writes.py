@@ -15,7 +15,7 @@ from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.optim import ZeroOptimizer
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 Way = Callable[[nn.Module], None]
@@ -94,7 +94,26 @@ def evaluate(twin: Twin, what: str) -> None:
         close(twin.ours(*everybody), twin.plain(*everybody), what, 1e-9)
 
 
-def between_passes(rank: int, world_size: int) -> None:
+def one_rank(twin: Twin, rank: int, weight: int) -> None:
+    """Rank 0 alone writes its rows of every cut weight."""
+    twin.backward()
+    twin.zero_grad()
+    for (_, a), (_, b) in zip(
+        twin.plain.named_parameters(), twin.ours.named_parameters(), strict=True
+    ):
+        placed = b.placements[1]  # type: ignore[attr-defined]
+        if placed.is_shard() and weight > 1:
+            a.data.chunk(weight, placed.dim)[0].mul_(1.3)
+            if rank == 0:
+                b.data.mul_(1.3)
+    evaluate(twin, "written on one rank only")
+    twin.backward()
+    twin.check_gradients("written on one rank only", 1e-9)
+    twin.zero_grad()
+
+
+@ranks(2)
+def test_weights_written_by_any_way_between_two_passes_are_seen_by_the_next(rank: int) -> None:
     for weight in (2, 1):
         for config, checkpoint in CASES if weight == 2 else CASES[:2]:
             twin = Twin(Tiny, mesh_of(weight), checkpoint, **config)
@@ -126,29 +145,8 @@ def between_passes(rank: int, world_size: int) -> None:
             one_rank(twin, rank, weight)
 
 
-def one_rank(twin: Twin, rank: int, weight: int) -> None:
-    """Rank 0 alone writes its rows of every cut weight."""
-    twin.backward()
-    twin.zero_grad()
-    for (_, a), (_, b) in zip(
-        twin.plain.named_parameters(), twin.ours.named_parameters(), strict=True
-    ):
-        placed = b.placements[1]  # type: ignore[attr-defined]
-        if placed.is_shard() and weight > 1:
-            a.data.chunk(weight, placed.dim)[0].mul_(1.3)
-            if rank == 0:
-                b.data.mul_(1.3)
-    evaluate(twin, "written on one rank only")
-    twin.backward()
-    twin.check_gradients("written on one rank only", 1e-9)
-    twin.zero_grad()
-
-
-def test_weights_written_by_any_way_between_two_passes_are_seen_by_the_next() -> None:
-    run_ranks(between_passes, 2)
-
-
-def inside_a_pass(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> None:
     for config, checkpoint in CASES:
         twin = Twin(Tiny, mesh_of(2), checkpoint, **config)
         for way in WAYS:
@@ -167,11 +165,8 @@ def inside_a_pass(rank: int, world_size: int) -> None:
     raises(LayoutError, lambda: setattr(weight, "data", weight.data[:2]), "head.weight", "shape")
 
 
-def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> None:
-    run_ranks(inside_a_pass, 2)
-
-
-def promised(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promised() -> None:
     for config in ({}, ROLLING, {"resident_blocks": 2}):
         twin = Twin(Tiny, mesh_of(2), **config)  # type: ignore[arg-type]
         _, mine = twin.batch()
@@ -204,11 +199,8 @@ def promised(rank: int, world_size: int) -> None:
             twin.zero_grad()
 
 
-def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promised() -> None:
-    run_ranks(promised, 2)
-
-
-def with_zero(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_writes_after_a_zero_step_are_seen_too() -> None:
     """A ``ZeroOptimizer`` packs the shards elsewhere and publishes late."""
     for weight in (1, 2):
         twin = Twin(Tiny, mesh_of(weight))
@@ -225,7 +217,3 @@ def with_zero(rank: int, world_size: int) -> None:
                 way(model)
             evaluate(twin, f"{way.__name__} after a step")
             twin.check_parameters(way.__name__, 1e-8)
-
-
-def test_writes_after_a_zero_step_are_seen_too() -> None:
-    run_ranks(with_zero, 2)
