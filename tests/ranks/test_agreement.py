@@ -15,8 +15,9 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, ConfigError, InternspError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, close, raises
+from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 SMALL = {"min_shard_elements": CUT, "coalesce_bytes": 0}
@@ -138,11 +139,7 @@ def test_frozen_sets_are_agreed_upon_when_they_change(rank: int) -> None:
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(name not in names)
             twin.backward()
-            twin.check_gradients(f"frozen alike: {names}")
-            for optimizer in optimizers:
-                optimizer.step()
-            twin.zero_grad()
-            twin.check_parameters(f"frozen alike: {names}")
+            twin.check_step(optimizers, f"frozen alike: {names}")
     _, mine = twin.batch()
     twin.ours.layers[rank].requires_grad_(False)  # type: ignore[operator, union-attr]
     raises(StructureError, lambda: twin.ours(*mine), "layers.0.w1.weight", "layers.1", "the same")
@@ -206,11 +203,7 @@ def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those(rank: in
                     twin.plain(ids[rows], labels[rows]).backward()
                 twin.ours.skipped = mine if rank else (3,)  # type: ignore[assignment]
                 twin.ours(*own).backward()
-                twin.check_gradients(f"skipped {mine} {config}")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                twin.check_parameters(f"skipped {mine} {config}")
+                twin.check_step(optimizers, f"skipped {mine} {config}")
 
 
 @ranks(2)

@@ -13,7 +13,8 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.stage import _Sink
-from tests.support.models import ALL, Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import ALL, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -32,10 +33,7 @@ def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> No
         for step in range(3):
             for _ in range(2):
                 twin.backward()
-            twin.check_gradients(f"{config} {checkpoint}, step {step}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            twin.check_step(optimizers, f"{config} {checkpoint}, step {step}")
         loss = twin.ours(*twin.batch()[1])
         with torch.no_grad():
             twin.ours.layers[1].w1.weight.add_(1.0)  # type: ignore[index, union-attr, operator]

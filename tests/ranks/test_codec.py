@@ -18,7 +18,8 @@ from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
 from internsp.plan.units import coded_bytes
 from internsp.trace import Trace
-from tests.support.models import Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.pipeline import Case, batches, compare, make
 from tests.support.ranks import ranks, run_ranks
 
@@ -101,11 +102,7 @@ def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
                         close(whole, wanted, f"{what}: loss", 1e-10)
                         wanted.backward()
                         found.backward()
-                twin.check_gradients(what)
-                for optimizer in optimizers:  # of the values that were never rounded
-                    optimizer.step()
-                    optimizer.zero_grad()
-                twin.check_parameters(what)
+                twin.check_step(optimizers, what)  # of the values that were never rounded
             with Rounding(twin.plain, names, 2, kind), torch.inference_mode():
                 everybody, _ = twin.batch()
                 close(twin.ours(*everybody), twin.plain(*everybody), f"{what}: evaluation", 1e-10)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from tests.support.models import ALL, Tiny, Twin, close, local_part
+from tests.support.compare import close, local_part
+from tests.support.models import ALL, Tiny, Twin
 from tests.support.ranks import ranks
 
 Saved = dict[str, Tensor]

@@ -109,10 +109,7 @@ def test_outputs_of_layers_blocks_and_models_may_be_written_into() -> None:
                 ]
                 for _ in range(2):
                     twin.backward()
-                    twin.check_gradients(what)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                    twin.zero_grad()
+                    twin.check_step(optimizers, what)
                 twin.check_parameters(what)
                 used.append(twin.lines("USE"))
             assert used[0] == used[1], f"{what}: weights are used as where nothing is written into"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from internsp.errors import CollectiveError
 from internsp.pipeline import Pipeline, Place, SchedulerHook
-from tests.support.pipeline import BOUND, Case, batches, compare, make
+from tests.support.compare import TOLERANCE
+from tests.support.pipeline import Case, batches, compare, make
 from tests.support.ranks import ranks, run_ranks
 
 TIMEOUT = 12  # seconds: the groups'; whoever is told does not wait for it
@@ -131,8 +132,8 @@ def test_the_step_after_one_that_failed_on_all_ranks_is_right(
         for optimizer in optimizers if where == "after_last_micro_batch" else ():
             optimizer.zero_grad()
         found = compare(case, pipeline, plain, pipeline.step(given))
-        assert found.loss < BOUND, (where, found)
-        assert found.gradient < BOUND, (where, found)
+        assert found.loss < TOLERANCE, (where, found)
+        assert found.gradient < TOLERANCE, (where, found)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

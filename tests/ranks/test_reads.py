@@ -11,7 +11,8 @@ import torch
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from tests.support import reads
-from tests.support.models import ALL, ROLLING, Tiny, Twin, close
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, Tiny, Twin
 from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -45,11 +46,7 @@ def train(twin: Twin, what: str, steps: int = 2) -> None:
             rows = slice(twin.mesh.rank * 2, twin.mesh.rank * 2 + 2)
             close(twin.ours(mine[0]), twin.plain(everybody[0])[rows], f"{what}: evaluation {step}")
         twin.backward()
-        twin.check_gradients(f"{what}, step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        twin.check_parameters(f"{what}, after step {step}")
+        twin.check_step(optimizers, f"{what}, step {step}")
 
 
 @pytest.mark.parametrize("names", [list(MODELS)[:4], list(MODELS)[4:]])

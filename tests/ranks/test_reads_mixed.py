@@ -16,7 +16,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from internsp.errors import GradientError, StructureError
 from tests.ranks.test_reads_refused import sizes, still_right
-from tests.support.models import Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 

@@ -17,7 +17,8 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
 from tests.support import reads
-from tests.support.models import ALL, Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import ALL, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")

@@ -10,7 +10,8 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
-from tests.support.models import Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")

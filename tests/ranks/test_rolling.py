@@ -120,10 +120,7 @@ def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -
         for step in range(2):
             twin.trace.clear()
             twin.backward()
-            twin.check_gradients(f"{block.__name__}, step {step}")
-            for optimizer in optimizers:
-                optimizer.step()
-            twin.zero_grad()
+            twin.check_step(optimizers, f"{block.__name__}, step {step}")
             lines = twin.lines("AG", "FREE")
 
             def before(line: str, lines: list[str] = lines) -> str:

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -116,11 +117,7 @@ def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
 
         def step(what: str, twin: Twin = twin, optimizers: Any = optimizers) -> None:
             twin.backward()
-            twin.check_gradients(what)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            twin.check_parameters(what, 1e-9)
+            twin.check_step(optimizers, what)
 
         def warm(twin: Twin = twin) -> None:
             """After a backward the first blocks, embedding and head are whole and up to date."""

@@ -189,11 +189,7 @@ def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers(
                 if b.grad is None and a.grad is not None and not a.grad.any():
                     a.grad = None  # one process masks rows that here are a rank's, who skips them
             what = f"{config}, {checkpoint}, step {step}"
-            twin.check_gradients(what)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            twin.check_parameters(what, 1e-9)
+            twin.check_step(optimizers, what)
 
 
 def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:

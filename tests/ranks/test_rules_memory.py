@@ -17,7 +17,8 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import PoolError
 from internsp.layers import GroupedLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from tests.support.models import Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)

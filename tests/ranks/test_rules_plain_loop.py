@@ -12,7 +12,8 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError
 from internsp.layers import GroupedLinearWithCommExt, RowParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)

@@ -13,8 +13,9 @@ from torch.nn.utils import vector_to_parameters
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.optim import ZeroOptimizer
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.models import ALL, ROLLING, Tiny, Twin, close, raises
+from tests.support.models import ALL, ROLLING, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
