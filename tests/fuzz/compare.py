@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,9 +20,8 @@ from internsp.parallel import parallelize
 from tests.fuzz.draw import DEFAULTS, Case
 from tests.fuzz.loop import Side
 from tests.fuzz.shapes import Drawn
-from tests.support.models import local_part
+from tests.support.compare import differences, local_part
 
-TOLERANCE = 1e-10
 FLOOR = 1e-3  # below it numbers are compared by their difference
 
 # How a case ended. A torch that refuses the loop on one process says nothing about us.
@@ -66,31 +64,28 @@ class Comparison:
         mine = wanted
         if f"rank {self.rank}" in wanted:
             mine = {n: v for n, v in wanted.items() if n == f"rank {self.rank}"}
-        for name in sorted(set(found) ^ set(mine)):
-            there = "only one process has it" if name in mine else "one process has none"
-            self.differences.append(f"{what}: {name}: {there}")
-        for name in sorted(set(found) & set(mine)):
-            text = _difference(found[name], mine[name])
-            if text:
-                self.differences.append(f"{what}: {name} {text}")
+        # Not finite on one process: then not finite here.
+        odd = {n for n, v in mine.items() if n in found and not v.isfinite().all()}
+        self.differences += [
+            f"{what}: {n} is finite, on one process it is not"
+            for n in odd
+            if _finite(found[n]) and not _finite(_part(mine[n], found[n]))
+        ]
+        apart = differences(
+            {n: v for n, v in found.items() if n not in odd},
+            {n: v for n, v in mine.items() if n not in odd},
+            floor=FLOOR,
+        )
+        self.differences += [f"{what}: {line}" for line in apart]
 
 
-def _difference(found: Tensor, wanted: Tensor) -> str:
-    whole = wanted
-    if isinstance(found, DTensor):
-        wanted = local_part(wanted, found)
-        found = found.to_local()
-    if found.shape != wanted.shape:
-        return f"has shape {list(found.shape)} in place of {list(wanted.shape)}"
-    if not wanted.numel():
-        return ""
-    scale = float(whole.detach().abs().max())
-    gap = float((found.detach() - wanted.detach()).abs().max())
-    bound = TOLERANCE * max(scale, FLOOR)
-    # Not finite on one process: then not finite here.
-    if not math.isfinite(scale):
-        return "" if not math.isfinite(gap) else "is finite, on one process it is not"
-    return "" if gap <= bound else f"differs by {gap:.3g} of {scale:.3g}"
+def _part(whole: Tensor, found: Tensor) -> Tensor:
+    return local_part(whole, found) if isinstance(found, DTensor) else whole
+
+
+def _finite(found: Tensor) -> bool:
+    own = found.to_local() if isinstance(found, DTensor) else found
+    return bool(own.isfinite().all())
 
 
 def run_case(case: Case, rank: int, mesh: ParallelMesh) -> Outcome:

@@ -18,10 +18,11 @@ from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.plan.simulate import simulate
 from internsp.trace import Trace
 from internsp.wp.unfinished import UnfinishedGradient
+from tests.support.compare import TOLERANCE
 from tests.support.models import ALL, SOME, Tiny, Twin, raises
-from tests.support.pipeline import BOUND, batches, compare, make
 from tests.support.pipeline import Case as PipelineCase
-from tests.support.ranks import run_ranks
+from tests.support.pipeline import batches, compare, make
+from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Case, batch, furthest, setup, share, train
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -45,7 +46,12 @@ def step(twin: Twin, micro_batches: int = 3) -> None:
         twin.backward()
 
 
-def plain_loop(rank: int, world_size: int, weight: int) -> None:
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(("world_size", "weight"), [(2, 2), (2, 1), (4, 2)])
+@ranks()
+def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
+    world_size: int, weight: int
+) -> None:
     mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
     for config, checkpoint in CASES:
         twin = Twin(Tiny, mesh, checkpoint, accumulation="full", **config)
@@ -67,14 +73,6 @@ def plain_loop(rank: int, world_size: int, weight: int) -> None:
             assert allocations[2] == allocations[1], "a step allocates nothing after the second"
         cut = sum(weight.requires_grad for weight in communicator.replicated.sharded)
         assert sum(line.startswith("RS") for line in planned) == cut
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize(("world", "weight"), [(2, 2), (2, 1), (4, 2)])
-def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
-    world: int, weight: int
-) -> None:
-    run_ranks(plain_loop, world, weight)
 
 
 def by_replicas(rank: int, world_size: int, weight: int) -> list[tuple[int, int]]:
@@ -110,7 +108,8 @@ def test_replicas_exchange_once_for_several_micro_batches(weight: int) -> None:
         assert together[1] < apart[1]
 
 
-def failing(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_failed_step_leaves_no_sum_behind() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh, accumulation="full")
 
@@ -125,10 +124,6 @@ def failing(rank: int, world_size: int) -> None:
     twin.zero_grad()
     step(twin)
     twin.check_gradients("after a failure")
-
-
-def test_a_failed_step_leaves_no_sum_behind() -> None:
-    run_ranks(failing, 2)
 
 
 def optimized(rank: int, world: int) -> tuple[float, float, int]:
@@ -196,12 +191,12 @@ def test_a_pipeline_reduces_each_weight_once_in_the_memory_that_the_plan_tells(
 ) -> None:
     case = PipelineCase(schedule, chunks=chunks, weight=2, weights={"accumulation": "full"})
     for gradient, cut, reductions, most, told in run_ranks(pipelined, 4, case):
-        assert gradient < BOUND
+        assert gradient < TOLERANCE
         assert reductions == cut
         assert most == told
     sharded = PipelineCase(schedule, chunks=chunks, weight=2)
     for gradient, cut, reductions, most, _ in run_ranks(pipelined, 4, sharded):
-        assert gradient < BOUND
+        assert gradient < TOLERANCE
         assert reductions == case.micro_batches * cut
         assert set(most.values()) == {0}
 

@@ -17,9 +17,10 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import CollectiveError, ConfigError, InternspError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.models import CUT, ROLLING, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 SMALL = {"min_shard_elements": CUT, "coalesce_bytes": 0}
 
@@ -43,7 +44,19 @@ def refused(
     return text
 
 
-def different_models(rank: int, world_size: int) -> None:
+class WithExperts(Block):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(width)
+        self.experts = nn.ModuleDict({"one": nn.Linear(width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts["one"](x)
+
+
+@ranks(2)
+def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_them(
+    rank: int,
+) -> None:
     odd = rank == 1
     for name in ("layers.2.w1.weight", "norm.weight"):
         model = tiny()
@@ -88,7 +101,8 @@ def different_models(rank: int, world_size: int) -> None:
     assert "nothing" in text
 
 
-def different_is_right(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_values_that_may_differ_between_ranks_are_not_compared(rank: int) -> None:
     """What may differ does: values on request, meta devices, and what replicas own."""
     torch.manual_seed(rank)
     parallelize(Tiny(), mesh_of(2), WeightParallelConfig(**SMALL, compare_ranks=False))
@@ -116,24 +130,8 @@ def different_is_right(rank: int, world_size: int) -> None:
             parallelize(model, mesh, config)
 
 
-class WithExperts(Block):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__(width)
-        self.experts = nn.ModuleDict({"one": nn.Linear(width, width)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.experts["one"](x)
-
-
-def test_ranks_with_different_models_values_or_settings_are_refused_on_all_of_them() -> None:
-    run_ranks(different_models, 2)
-
-
-def test_values_that_may_differ_between_ranks_are_not_compared() -> None:
-    run_ranks(different_is_right, 2)
-
-
-def frozen_sets(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_frozen_sets_are_agreed_upon_when_they_change(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=4)
     for config in ({}, ROLLING):
         twin = Twin(Tiny, mesh, **config)  # type: ignore[arg-type]
@@ -143,11 +141,7 @@ def frozen_sets(rank: int, world_size: int) -> None:
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(name not in names)
             twin.backward()
-            twin.check_gradients(f"frozen alike: {names}")
-            for optimizer in optimizers:
-                optimizer.step()
-            twin.zero_grad()
-            twin.check_parameters(f"frozen alike: {names}")
+            twin.check_step(optimizers, f"frozen alike: {names}")
     _, mine = twin.batch()
     twin.ours.layers[rank].requires_grad_(False)  # type: ignore[operator, union-attr]
     raises(StructureError, lambda: twin.ours(*mine), "layers.0.w1.weight", "layers.1", "the same")
@@ -160,11 +154,10 @@ def frozen_sets(rank: int, world_size: int) -> None:
         raises(CollectiveError, lambda: twin.ours(*mine), "head.weight", "ranks [1]", "4 s")
 
 
-def test_frozen_sets_are_agreed_upon_when_they_change() -> None:
-    run_ranks(frozen_sets, 2)
-
-
-def read_alone(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothing(
+    rank: int,
+) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=2)
     twin = Twin(Tiny, mesh)
     weight: Any = twin.ours.get_parameter("layers.1.w1.weight")
@@ -185,10 +178,6 @@ def read_alone(rank: int, world_size: int) -> None:
     raises(CollectiveError, other.full_tensor, "head.weight", "layers.1.w1.weight", "same order")
 
 
-def test_a_weight_read_whole_on_one_rank_only_is_an_error_there_and_aborts_nothing() -> None:
-    run_ranks(read_alone, 2)
-
-
 class Skips(Tiny):
     """Blocks that this rank's data do not go through."""
 
@@ -201,7 +190,8 @@ class Skips(Tiny):
         return x
 
 
-def dropped(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those(rank: int) -> None:
     """Replicas whose data go through different blocks; on one process both halves are added."""
     for config in ({}, {"granularity": "module"}):
         for mine in ((), (1,), (1, 2), (0, 1, 2, 3)):
@@ -215,18 +205,11 @@ def dropped(rank: int, world_size: int) -> None:
                     twin.plain(ids[rows], labels[rows]).backward()
                 twin.ours.skipped = mine if rank else (3,)  # type: ignore[assignment]
                 twin.ours(*own).backward()
-                twin.check_gradients(f"skipped {mine} {config}")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                twin.check_parameters(f"skipped {mine} {config}")
+                twin.check_step(optimizers, f"skipped {mine} {config}")
 
 
-def test_blocks_that_only_some_replicas_go_through_get_the_sum_of_those() -> None:
-    run_ranks(dropped, 2)
-
-
-def added(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
     def adapter(model: Any) -> None:
         model.layers[1].adapter = nn.Linear(6, 6).double()
 
@@ -255,10 +238,6 @@ def added(rank: int, world_size: int) -> None:
     twin.check_gradients("a module without parameters was added")
 
 
-def test_parameters_added_after_parallelize_are_refused_by_name() -> None:
-    run_ranks(added, 2)
-
-
 class OwnLoss(Tiny):
     """A user's own model that takes ``weight_parallel.head_output``, with an option of its own."""
 
@@ -282,7 +261,8 @@ class Attends(nn.Module):
         return x + self.wo(self.self_attention(x))
 
 
-def cut_sequences(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> None:
     mesh = mesh_of(1, 2)
     foreign = Tiny(Attends)
     words = ("self_attention (Sequential)", "DistributedAttention", "cuts_own_sequences")
@@ -312,16 +292,9 @@ def cut_sequences(rank: int, world_size: int) -> None:
             assert len(exchanged) == 6
 
 
-def test_a_sequence_degree_needs_an_attention_that_knows_of_it() -> None:
-    run_ranks(cut_sequences, 2)
-
-
 @pytest.mark.parametrize("key", ["prefetch_triggers", "experts", "blocks"])
-def test_every_single_pattern_must_match_something(key: str) -> None:
-    run_ranks(unmatched, 1, key)
-
-
-def unmatched(rank: int, world_size: int, key: str) -> None:
+@ranks(1)
+def test_every_single_pattern_must_match_something(rank: int, key: str) -> None:
     right = {
         "prefetch_triggers": ("wo",), "experts": ("layers.*.w1",), "blocks": ("layers.*",)
     }[key]

@@ -13,13 +13,15 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.stage import _Sink
-from tests.support.models import ALL, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 
 
-def unrecorded(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({}, HALF), ({"overlap": False}, None), ({"trigger": "rolling"}, HALF),
@@ -31,18 +33,11 @@ def unrecorded(rank: int, world_size: int) -> None:
         for step in range(3):
             for _ in range(2):
                 twin.backward()
-            twin.check_gradients(f"{config} {checkpoint}, step {step}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            twin.check_step(optimizers, f"{config} {checkpoint}, step {step}")
         loss = twin.ours(*twin.batch()[1])
         with torch.no_grad():
             twin.ours.layers[1].w1.weight.add_(1.0)  # type: ignore[index, union-attr, operator]
         raises(StaleWeightError, loss.backward, "layers.1.w1")
-
-
-def test_gradients_are_right_and_a_stale_weight_is_found_without_a_trace() -> None:
-    run_ranks(unrecorded, 2)
 
 
 class Scaled(Block):
@@ -54,14 +49,6 @@ class Scaled(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * (1 + self.scale.square().sum(0)))
-
-
-def mixed(rank: int, world_size: int) -> None:
-    """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
-    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
-    for reduce_dtype in (None, "float32"):  # the latter: gradients of two dtypes in one message
-        options = ALL | {"reduce_dtype": reduce_dtype}
-        by_turns(Twin(partial(Tiny, Scaled), mesh, dtype=torch.float32, **options))
 
 
 def by_turns(twin: Twin) -> None:
@@ -84,8 +71,13 @@ def by_turns(twin: Twin) -> None:
         twin.zero_grad()
 
 
+@ranks(2)
 def test_a_block_follows_autocast_and_frozen_weights_without_a_trace() -> None:
-    run_ranks(mixed, 2)
+    """Full precision and autocast by turns, some weights frozen, thawed in the last step."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for reduce_dtype in (None, "float32"):  # the latter: gradients of two dtypes in one message
+        options = ALL | {"reduce_dtype": reduce_dtype}
+        by_turns(Twin(partial(Tiny, Scaled), mesh, dtype=torch.float32, **options))
 
 
 class Stage(nn.Module):
@@ -101,7 +93,8 @@ class Stage(nn.Module):
         return x
 
 
-def in_parts(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_backward_in_two_parts_is_right_without_a_trace(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Stage, mesh, **ALL)
     twin.trace.enabled = False
@@ -129,7 +122,3 @@ def in_parts(rank: int, world_size: int) -> None:
         twin.check_gradients(f"step {step}, in two parts")
         assert state.counters.gathers == gathers, "a weight part needs no weight"
         twin.zero_grad()
-
-
-def test_a_backward_in_two_parts_is_right_without_a_trace() -> None:
-    run_ranks(in_parts, 2)

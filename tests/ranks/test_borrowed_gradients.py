@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.wp.parameter import ShardedParameter
 from tests.support.models import Tiny, Twin
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 
 class Added(nn.Module):
@@ -26,7 +27,9 @@ class Added(nn.Module):
         return x + self.wo(torch.tanh(x @ (self.a + self.b)))
 
 
-def gradients(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_gradients_of_a_weight_group_of_one_equal_one_process(world_size: int) -> None:
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     for make in (Tiny, partial(Tiny, block=Added)):
         for checked in ("each", "sum"):
@@ -41,7 +44,8 @@ def gradients(rank: int, world_size: int) -> None:
             assert len(set(storages)) == len(storages)
 
 
-def changed_in_place(rank: int, world_size: int) -> None:
+@ranks(1)
+def test_two_weights_with_one_gradient_tensor_get_one_each() -> None:
     """A user scales ``.grad``; no other parameter's may change with it."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     twin = Twin(partial(Tiny, block=Added), mesh)
@@ -53,7 +57,8 @@ def changed_in_place(rank: int, world_size: int) -> None:
     twin.check_gradients("scaled")
 
 
-def accumulated(rank: int, world_size: int) -> None:
+@ranks(1)
+def test_a_lent_gradient_that_grows_is_summed_in_fp32() -> None:
     """A sum in ``reduced_grad`` over micro-batches, in bf16 too, is what fp32 sums are."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     for dtype in (torch.float64, torch.bfloat16):
@@ -73,7 +78,8 @@ def accumulated(rank: int, world_size: int) -> None:
             torch.testing.assert_close(found[name], wanted, rtol=1e-6, atol=1e-9, msg=name)
 
 
-def no_copy(rank: int, world_size: int) -> None:
+@ranks(1)
+def test_a_lent_gradient_is_not_copied() -> None:
     """The gradient that autograd made is the one in ``.grad``."""
     mesh = ParallelMesh.create(weight=1, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh)
@@ -95,20 +101,3 @@ def no_copy(rank: int, world_size: int) -> None:
     }
     assert ready
     assert kept == ready
-
-
-def test_gradients_of_a_weight_group_of_one_equal_one_process() -> None:
-    run_ranks(gradients, 1)
-    run_ranks(gradients, 2)
-
-
-def test_two_weights_with_one_gradient_tensor_get_one_each() -> None:
-    run_ranks(changed_in_place, 1)
-
-
-def test_a_lent_gradient_that_grows_is_summed_in_fp32() -> None:
-    run_ranks(accumulated, 1)
-
-
-def test_a_lent_gradient_is_not_copied() -> None:
-    run_ranks(no_copy, 1)

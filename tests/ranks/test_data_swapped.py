@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
-from tests.support.models import ALL, Tiny, Twin, close, local_part
-from tests.support.ranks import run_ranks
+from tests.support.compare import close, local_part
+from tests.support.models import ALL, Tiny, Twin
+from tests.support.ranks import ranks
 
 Saved = dict[str, Tensor]
 
@@ -71,7 +72,8 @@ def saved_file(twin: Twin) -> None:
         close(found.to_local(), local_part(p, found), f"{name} in the file")
 
 
-def swapped(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_data_kept_before_it_was_replaced_has_the_old_values_and_files_have_their_own() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for save in (by_data, by_detach, by_state):
         for zero in (True, False):
@@ -90,7 +92,3 @@ def swapped(rank: int, world_size: int) -> None:
             )
             swap(twin, [plain, ours], save)
             saved_file(twin)
-
-
-def test_data_kept_before_it_was_replaced_has_the_old_values_and_files_have_their_own() -> None:
-    run_ranks(swapped, 2)

@@ -14,7 +14,8 @@ from internsp.errors import MeshError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from tests.support import pipeline as pipelines
-from tests.support.models import Tiny, Twin, close
+from tests.support.compare import close
+from tests.support.models import Tiny, Twin
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from internsp.errors import CollectiveError
 from internsp.trace import Trace
 from internsp.wp.collectives import MOST_DIRECT, Collectives
 from internsp.wp.ledger import Counters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 SHARD = (15,)
 
@@ -26,7 +26,9 @@ def made(direct: bool, trace: Trace | None = None) -> Collectives:
     return collectives
 
 
-def both_ways(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@ranks()
+def test_messages_between_pairs_bring_the_bits_of_a_collective(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     for dtype in (torch.float64, torch.bfloat16, torch.uint8):
         shard = torch.randint(0, 200, SHARD, generator=generator).to(dtype)
@@ -51,11 +53,6 @@ def both_ways(rank: int, world_size: int) -> None:
             assert torch.equal(whole, pair), dtype
             assert whole.any(), "something has arrived"
         assert found[1][1].dtype == torch.promote_types(dtype, torch.float32), "summed wide"
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_messages_between_pairs_bring_the_bits_of_a_collective(ranks: int) -> None:
-    run_ranks(both_ways, ranks)
 
 
 def traced(rank: int, world_size: int) -> tuple[float, float, float]:
@@ -95,12 +92,9 @@ def test_ranks_out_of_step_get_an_error_and_never_the_wrong_weight() -> None:
         assert f"rank {rank}" in message
 
 
-def alone(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_only_host_tensors_of_few_ranks_travel_so(world_size: int) -> None:
     collectives = Collectives(dist.group.WORLD, True, Trace(), Counters())
     assert collectives._direct == (world_size <= MOST_DIRECT)
     cut = Collectives(dist.group.WORLD, True, Trace(), Counters(), device=torch.device("meta"))
     assert not cut._direct, "gloo sends device tensors by collectives only"
-
-
-def test_only_host_tensors_of_few_ranks_travel_so() -> None:
-    run_ranks(alone, 2)

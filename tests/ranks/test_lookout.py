@@ -21,7 +21,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from tests.ranks.test_rules_errors import Boom, Failing
 from tests.support.models import SOME, Tiny, Twin, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 SOON = 6.0  # seconds; at most two and a half on a quiet machine, a fifth of that in haste
 HASTE = 0.1  # seconds between looks, where the time that they take is not what is tested
@@ -107,7 +107,24 @@ GOES_ON = {
 }  # fmt: skip
 
 
-def alone(rank: int, world_size: int, goes_on: bool, haste: bool) -> None:
+def failing(loop: Loop) -> str:
+    for _ in range(3):
+        try:
+            loop.step()
+        except CollectiveError as error:
+            return str(error)
+    raise AssertionError("it went on without the rank that has failed")
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("world_size", "goes_on", "haste"),
+    [(2, False, False), (3, False, True), (3, True, True)],
+)
+@ranks()
+def test_no_rank_waits_long_for_one_that_failed_alone(
+    rank: int, world_size: int, goes_on: bool, haste: bool
+) -> None:
     """The last rank fails by itself; it stands still afterwards, or goes on with its next step."""
     cases = GOES_ON if goes_on else STANDS
     if haste:
@@ -142,32 +159,17 @@ def alone(rank: int, world_size: int, goes_on: bool, haste: bool) -> None:
             raises(CollectiveError, loop.step, cause)  # and again, at once
 
 
-def failing(loop: Loop) -> str:
-    for _ in range(3):
-        try:
-            loop.step()
-        except CollectiveError as error:
-            return str(error)
-    raise AssertionError("it went on without the rank that has failed")
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize(
-    ("ranks", "goes_on", "haste"), [(2, False, False), (3, False, True), (3, True, True)]
-)
-def test_no_rank_waits_long_for_one_that_failed_alone(
-    ranks: int, goes_on: bool, haste: bool
-) -> None:
-    run_ranks(alone, ranks, goes_on, haste)
-
-
 def linger(key: str) -> None:
     """Until the other rank has failed, and longer."""
     default_store().wait([key])
     time.sleep(LATE)
 
 
-def late(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_ranks_that_fail_alike_much_later_than_others_go_on_together(
+    rank: int, world_size: int
+) -> None:
     """All fail at the same point, one much later than the others; then one goes on much later."""
     lookout.LOOK_SECONDS = HASTE
     for where in ("enter", "middle", "backward", "loss", "step"):
@@ -190,11 +192,8 @@ def late(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.unmeasured
-def test_ranks_that_fail_alike_much_later_than_others_go_on_together() -> None:
-    run_ranks(late, 2)
-
-
-def comes_back(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_rank_that_comes_back_soon_is_waited_for(rank: int, world_size: int) -> None:
     """One rank's input is refused before anything began; it takes another, as if it were slow."""
     loop = Loop(world_size, zero=False)
     loop.step()
@@ -208,8 +207,3 @@ def comes_back(rank: int, world_size: int) -> None:
     for _ in range(2):
         loop.step()
     loop.twin.check_parameters("after one rank refused an input")
-
-
-@pytest.mark.unmeasured
-def test_a_rank_that_comes_back_soon_is_waited_for() -> None:
-    run_ranks(comes_back, 2)

@@ -128,14 +128,14 @@ def inside(rank: int, world: int) -> list[Any]:
 def test_parameters_and_ranks_are_named_exactly() -> None:
     for why, skipped, taken, norm, spoiled in run_ranks(inside, 4):
         assert {n.rpartition(".")[0].removeprefix("layers.0.") for n in why.parameters} == {
-            "embed", "norm", "wq", "wo", "w1", "w2"
+            "embed", "norm", "q", "wo", "w1", "w2"
         }  # fmt: skip
         assert not any(n.startswith(("layers.1", "head", "side")) for n in why.parameters)
         assert why.ranks == (2,)
         assert not skipped
         assert not taken
         assert math.isnan(norm)
-        assert "layers.1.wq.weight" in spoiled
+        assert "layers.1.q.weight" in spoiled
 
 
 @pytest.mark.parametrize("names", [1, 9])

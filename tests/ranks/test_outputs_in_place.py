@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from tests.support.models import ROLLING, Tiny, Twin
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 RECOMPUTED = ActivationCheckpointConfig(mode="full")
 
@@ -88,7 +88,8 @@ class Outside(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def written_into(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_outputs_of_layers_blocks_and_models_may_be_written_into() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for what, config, checkpoint in (
         ("block", {}, None),
@@ -108,14 +109,7 @@ def written_into(rank: int, world_size: int) -> None:
                 ]
                 for _ in range(2):
                     twin.backward()
-                    twin.check_gradients(what)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                    twin.zero_grad()
+                    twin.check_step(optimizers, what)
                 twin.check_parameters(what)
                 used.append(twin.lines("USE"))
             assert used[0] == used[1], f"{what}: weights are used as where nothing is written into"
-
-
-def test_outputs_of_layers_blocks_and_models_may_be_written_into() -> None:
-    run_ranks(written_into, 2)

@@ -14,7 +14,8 @@ from torch import nn
 
 from internsp import ParallelMesh, WeightParallelConfig, WPCommunicator, ZeroOptimizer, parallelize
 from internsp.config import ActivationCheckpointConfig
-from tests.support.models import CUT, VOCABULARY, Tiny, close, local_part
+from tests.support.compare import close, local_part
+from tests.support.models import CUT, VOCABULARY, Tiny
 from tests.support.ranks import RankError, run_ranks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own_communicator.md"

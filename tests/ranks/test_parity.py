@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.compare import TOLERANCE
 from tests.support.pairs import Combination, all_pairs, covering, pairs_of
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks
 
-BOUND = 1e-10
 HEADS = {
     "own": {"heads": 2, "hidden_size": 12},
     "grouped": {"heads": 4, "kv_heads": 2, "hidden_size": 16},
@@ -94,8 +94,8 @@ def test_loss_and_every_gradient_equal_one_process(world: int) -> None:
     cases = [case_of(c) for c in chosen(world)]
     for found in run_ranks(gaps, world, cases, timeout=240):
         for case, (loss, gradient) in zip(cases, found, strict=True):
-            assert loss < BOUND, case
-            assert gradient < BOUND, case
+            assert loss < TOLERANCE, case
+            assert gradient < TOLERANCE, case
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -134,5 +134,5 @@ def test_random_small_configurations_equal_one_process(
     case = Case(**{**case.__dict__, "seed": seed})
     for found in run_ranks(gaps, 2, [case]):
         ((loss, gradient),) = found
-        assert loss < BOUND
-        assert gradient < BOUND
+        assert loss < TOLERANCE
+        assert gradient < TOLERANCE

@@ -10,10 +10,12 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from internsp.report.timeline import build_timeline
 from tests.support.models import ALL, Tiny, Twin
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 
-def phases(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@ranks(2)
+def test_every_recomputed_block_has_a_recompute_and_then_a_backward(reentrant: bool) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     checkpoint = ActivationCheckpointConfig(mode="full", blocks=[0, 2], reentrant=reentrant)
     for config in ({}, ALL):
@@ -32,8 +34,3 @@ def phases(rank: int, world_size: int, reentrant: bool) -> None:
         assert order == wanted, f"{config}: {order}"
         last = {unit: phase for unit, phase in found if unit.startswith("layers.")}
         assert set(last.values()) == {"backward"}, "nothing follows a block's backward"
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_every_recomputed_block_has_a_recompute_and_then_a_backward(reentrant: bool) -> None:
-    run_ranks(phases, 2, reentrant)

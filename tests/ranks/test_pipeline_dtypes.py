@@ -15,9 +15,10 @@ from internsp.config import WeightParallelConfig
 from internsp.errors import CollectiveError, LayoutError
 from internsp.parallel import parallelize
 from internsp.pipeline import ComputeAction, MicroBatch, Pipeline, SchedulerHook
+from tests.support.compare import TOLERANCE
 from tests.support.meshes import mesh_of
 from tests.support.models import CUT, Block
-from tests.support.pipeline import BOUND, Case, Found, batches, compare, make
+from tests.support.pipeline import Case, Found, batches, compare, make
 from tests.support.ranks import run_ranks
 
 SCHEDULES = [
@@ -50,7 +51,7 @@ def test_weights_and_hidden_states_have_the_compute_dtype_under_every_schedule()
     for ranks in run_ranks(narrow, 4, timeout=90):
         for (schedule, _), (found, dtypes) in zip(SCHEDULES, ranks, strict=True):
             assert dtypes == {torch.float32}, schedule
-            assert BOUND < found.gradient < 1e-4, schedule
+            assert TOLERANCE < found.gradient < 1e-4, schedule
             assert found.loss < 1e-5, schedule
 
 
@@ -109,8 +110,8 @@ def test_micro_batches_of_another_number_or_shape_are_refused_before_anything_ru
         assert told[0] == told[1] == "3 micro-batches, but 4 were agreed"
         for text in told[2:]:
             assert f"micro-batch 2 on rank {rank} has rows and tokens (1, 8)" in text
-        assert found.loss < BOUND
-        assert found.gradient < BOUND
+        assert found.loss < TOLERANCE
+        assert found.gradient < TOLERANCE
 
 
 def wrong_promise(rank: int, world_size: int) -> tuple[type[Exception], str, float]:

@@ -15,15 +15,15 @@ from internsp.optim import ZeroOptimizer, step_together
 from internsp.pipeline import split
 from internsp.sp import SequenceLayout
 from model_zoo.common import Block
-from tests.support.parity import furthest
-from tests.support.pipeline import BOUND, Case, batches, make, plain_loss
+from tests.support.compare import TOLERANCE
+from tests.support.pipeline import Case, batches, gradient_gaps, make, plain_loss
 from tests.support.ranks import run_ranks
 
 Alter = Callable[[nn.Module], None]
 
 
-def gaps(case: Case, alter: Alter, thaw: Alter = lambda model: None) -> dict[str, float | str]:
-    """For each parameter of this rank its gradient's relative gap, or how its presence differs.
+def gaps(case: Case, alter: Alter, thaw: Alter = lambda model: None) -> dict[str, float]:
+    """For each parameter of this rank the gap of its gradient.
 
     Args:
         alter: changes the whole model before it is cut.
@@ -37,20 +37,11 @@ def gaps(case: Case, alter: Alter, thaw: Alter = lambda model: None) -> dict[str
         parameter.grad = None
     pipeline.step(batches(case, pipeline.mesh))
     plain_loss(case, plain, pipeline.mesh.data).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    found: dict[str, float | str] = {}
-    for name, parameter in (p for chunk in pipeline.chunks for p in chunk.named_parameters()):
-        one = wanted[name]
-        if one is None or parameter.grad is None:
-            if one is not None or parameter.grad is not None:
-                found[name] = "absent" if one is not None else "should be absent"
-            continue
-        found[name] = furthest(parameter, one, name) / float(one.abs().max())
-    return found
+    return gradient_gaps(pipeline, plain)
 
 
-def bad(found: dict[str, float | str]) -> list[str]:
-    return [f"{n}: {g}" for n, g in found.items() if isinstance(g, str) or not g < BOUND]
+def bad(found: dict[str, float]) -> list[str]:
+    return [f"{name}: {apart}" for name, apart in found.items() if not apart < TOLERANCE]
 
 
 def _freeze_stages(case: Case, frozen: int) -> Alter:
@@ -123,8 +114,8 @@ def stepped(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
 def test_a_chunk_that_is_frozen_as_a_whole_has_an_optimizer_too(schedule: str, chunks: int) -> None:
     for norm, values in run_ranks(stepped, 2, Case(schedule, chunks=chunks)):
-        assert norm < BOUND
-        assert values < BOUND
+        assert norm < TOLERANCE
+        assert values < TOLERANCE
 
 
 class _Idle(Block):

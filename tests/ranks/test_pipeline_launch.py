@@ -26,10 +26,10 @@ TIMEOUT = 30  # seconds: the groups'
 
 
 def started(name: str, output: Path, *options: str) -> subprocess.Popen[str]:
-    """The command with 20 steps of a configuration of this repository, on shorter sequences."""
+    """The command with eight steps of a configuration of this repository, on shorter sequences."""
     words = [
         sys.executable, "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
-        "--train.steps", "20", "--data.sequence_length", "128", "--train.eval_batches", "0",
+        "--train.steps", "8", "--data.sequence_length", "128", "--train.eval_batches", "0",
         "--train.sample_bytes", "0", "--checkpoint.save", "false", *options,
     ]  # fmt: skip
     output.mkdir()
@@ -48,7 +48,7 @@ def test_the_demo_through_a_pipeline_has_the_losses_of_one_process(tmp_path: Pat
             finally:
                 run.terminate()
     wanted, found = ([r.loss for r in read_metrics(o / "metrics.jsonl")] for o in (one, four))
-    assert len(found) == len(wanted) == 20
+    assert len(found) == len(wanted) == 8
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5
     assert wanted[-1] < wanted[0] - 1
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from internsp.errors import CollectiveError
 from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
-from tests.support.pipeline import BOUND, Case, batches, compare, make
-from tests.support.ranks import run_ranks
+from tests.support.compare import TOLERANCE
+from tests.support.pipeline import Case, batches, compare, make
+from tests.support.ranks import ranks, run_ranks
 
 TIMEOUT = 12  # seconds: the groups'; whoever is told does not wait for it
 
@@ -93,12 +94,31 @@ def root(error: BaseException) -> BaseException:
     return error
 
 
-def recovers(rank: int, world_size: int, case: Case, places: list[tuple[str, int]]) -> None:
+PLACES = [
+    ("before_forward", 0), ("before_forward", 2), ("after_forward", 1), ("before_criterion", 1),
+    ("before_backward", 0), ("after_backward", 1), ("module", 3), ("gradient", 2),
+    ("after_last_micro_batch", -1), ("after_last_micro_batch", -1),
+]  # fmt: skip
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (2, Case(timeout=TIMEOUT)),
+        (2, Case("InterleavedZeroBubble", chunks=2, timeout=TIMEOUT)),
+        (4, Case("Interleaved1F1B", chunks=2, weight=2, timeout=TIMEOUT)),
+    ],
+)
+@ranks()
+def test_the_step_after_one_that_failed_on_all_ranks_is_right(
+    world_size: int, case: Case
+) -> None:
     # torch logs the whole schedule after any error, line by line.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
     pipeline, plain, hook, optimizers = _setup(case)
     given = batches(case, pipeline.mesh)
-    for hook.where, hook.micro_batch in places:
+    for hook.where, hook.micro_batch in PLACES:
         for call in (pipeline.step, pipeline.evaluate):
             what = f"{hook.where} of micro-batch {hook.micro_batch}"
             if call == pipeline.evaluate and "forward" not in hook.where:
@@ -112,31 +132,11 @@ def recovers(rank: int, world_size: int, case: Case, places: list[tuple[str, int
         for optimizer in optimizers if where == "after_last_micro_batch" else ():
             optimizer.zero_grad()
         found = compare(case, pipeline, plain, pipeline.step(given))
-        assert found.loss < BOUND, (where, found)
-        assert found.gradient < BOUND, (where, found)
+        assert found.loss < TOLERANCE, (where, found)
+        assert found.gradient < TOLERANCE, (where, found)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-PLACES = [
-    ("before_forward", 0), ("before_forward", 2), ("after_forward", 1), ("before_criterion", 1),
-    ("before_backward", 0), ("after_backward", 1), ("module", 3), ("gradient", 2),
-    ("after_last_micro_batch", -1), ("after_last_micro_batch", -1),
-]  # fmt: skip
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize(
-    ("ranks", "case"),
-    [
-        (2, Case(timeout=TIMEOUT)),
-        (2, Case("InterleavedZeroBubble", chunks=2, timeout=TIMEOUT)),
-        (4, Case("Interleaved1F1B", chunks=2, weight=2, timeout=TIMEOUT)),
-    ],
-)
-def test_the_step_after_one_that_failed_on_all_ranks_is_right(ranks: int, case: Case) -> None:
-    run_ranks(recovers, ranks, case, PLACES)
 
 
 def finished(rank: int, world_size: int, culprit: int) -> list[str]:

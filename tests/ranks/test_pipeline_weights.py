@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.layers import ParallelLinearWithCommExt
-from internsp.pipeline import Pipeline
 from internsp.trace import Trace
-from tests.support.parity import furthest
-from tests.support.pipeline import BOUND, Case, batches, make, plain_loss
+from tests.support.compare import TOLERANCE
+from tests.support.pipeline import Case, batches, gradient_gaps, make, plain_loss
 from tests.support.ranks import run_ranks
 
 WIDTH = 12
@@ -98,18 +97,8 @@ def one(case: Other) -> tuple[float, list[str], list[str], list[bool]]:
     assert passes == [("BACKWARD" if at.part else "FORWARD", at.part) for at in pipeline.actions]
     plain_loss(case, plain, mesh.data).backward()
     done, planned = (t.lines(("AG", "RS")) for t in (trace, pipeline.planned()))
-    return gap(pipeline, plain), done, planned, [stage.splits for stage in pipeline.stages]
-
-
-def gap(pipeline: Pipeline, plain: nn.Module) -> float:
-    wanted, worst = dict(plain.named_parameters()), 0.0
-    for name, parameter in (p for chunk in pipeline.chunks for p in chunk.named_parameters()):
-        one = wanted[name].grad
-        if one is None:
-            assert parameter.grad is None, f"{name} has a gradient"
-        else:
-            worst = max(worst, furthest(parameter, one, name) / float(one.abs().max()))
-    return worst
+    worst = max(gradient_gaps(pipeline, plain).values())
+    return worst, done, planned, [stage.splits for stage in pipeline.stages]
 
 
 def test_frozen_and_idle_weights_and_those_that_their_own_gradient_needs() -> None:
@@ -118,6 +107,6 @@ def test_frozen_and_idle_weights_and_those_that_their_own_gradient_needs() -> No
     assert whole.count(False) == 2, "both weight ranks of one stage bear both gradients at once"
     for found in ranks:
         for name, (worst, done, planned, _) in found.items():
-            assert worst < BOUND, name
+            assert worst < TOLERANCE, name
             assert done == planned, name
         assert found["frozen"][3] == found["idle"][3] == [True, True]

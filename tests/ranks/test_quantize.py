@@ -18,9 +18,10 @@ from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
 from internsp.plan.units import quantized_bytes
 from internsp.trace import Trace
-from tests.support.models import Block, Tiny, Twin, close, raises
+from tests.support.compare import close
+from tests.support.models import Block, Tiny, Twin, raises
 from tests.support.pipeline import Case, batches, compare, make
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -77,7 +78,9 @@ CASES: tuple[tuple[str, dict[str, Any], ActivationCheckpointConfig | None], ...]
 ROLLING = ("int8", {"prefetch_depth": 2, "trigger": "rolling"}, HALF)
 
 
-def trained(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for kind, config, checkpoint in (*CASES, ROLLING):
         bits = []
@@ -99,11 +102,7 @@ def trained(rank: int, world_size: int) -> None:
                         close(whole, wanted, f"{what}: loss", 1e-10)
                         wanted.backward()
                         found.backward()
-                twin.check_gradients(what)
-                for optimizer in optimizers:  # of the values that were never rounded
-                    optimizer.step()
-                    optimizer.zero_grad()
-                twin.check_parameters(what)
+                twin.check_step(optimizers, what)  # of the values that were never rounded
             with Rounding(twin.plain, names, 2, kind), torch.inference_mode():
                 everybody, _ = twin.batch()
                 close(twin.ours(*everybody), twin.plain(*everybody), f"{what}: evaluation", 1e-10)
@@ -113,11 +112,8 @@ def trained(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.unmeasured
-def test_loss_and_every_gradient_are_those_of_rounded_weights() -> None:
-    run_ranks(trained, 2)
-
-
-def planned(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_gathers_and_buffers_are_those_of_the_plan() -> None:
     """Gathers, payload and buffers are the plan's, and no step allocates after the first."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for kind, config, checkpoint in CASES:
@@ -151,11 +147,6 @@ def planned(rank: int, world_size: int) -> None:
             blocks = -(-numel // 128)
             assert one.gather_bytes == -(-blocks * (128 + 4) // 16) * 16
             assert one.reduce_bytes == numel * 8, "gradients are not quantized"
-
-
-@pytest.mark.unmeasured
-def test_gathers_and_buffers_are_those_of_the_plan() -> None:
-    run_ranks(planned, 2)
 
 
 def bfloat16(rank: int, world_size: int) -> list[float]:
@@ -224,7 +215,8 @@ def test_a_pipelines_weights_travel_quantized(schedule: str) -> None:
         assert right
 
 
-def reduced(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
     """Gradients in another dtype than weights, with sums of one and of several micro-batches."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2e-2)):
@@ -249,7 +241,3 @@ def reduced(rank: int, world_size: int) -> None:
             assert usual is not None
             size = {"float32": 4, "bfloat16": 2}[dtype]
             assert sent == simulate(usual).nbytes("RS") * size // 8
-
-
-def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
-    run_ranks(reduced, 2)

@@ -16,8 +16,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from internsp.errors import GradientError, StructureError
 from tests.ranks.test_reads_refused import sizes, still_right
-from tests.support.models import Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 
 def mixtures(model: Any, x: Tensor) -> dict[str, Callable[[], Any]]:
@@ -42,23 +43,6 @@ def mixtures(model: Any, x: Tensor) -> dict[str, Callable[[], Any]]:
         "torch.add": lambda: torch.add(still, 1, out=average),
         "redistribute": lambda: table.redistribute(placements=table.placements) @ x.t(),
     }
-
-
-def refused(rank: int, world_size: int) -> None:
-    for mesh, config in sizes():
-        twin = Twin(partial(Tiny, layers=2), mesh, **config)
-        before = {n: p.to_local().clone() for n, p in twin.ours.named_parameters()}
-        x = torch.randn(3, 6, dtype=torch.float64)
-        where = ("embed.weight", f"on rank {rank}", "full_tensor()", "plain tensor")
-        for recorded in (True, False):
-            for name, call in mixtures(twin.ours, x).items():
-                word = "matmul" if name == "redistribute" else name
-                with torch.set_grad_enabled(recorded):
-                    raises(StructureError, call, *where, word)
-        for name, p in twin.ours.named_parameters():
-            close(p.to_local(), before[name], f"{name} after refusals")
-        loss_and_terms(twin)
-        still_right(twin, "mixtures")
 
 
 def loss_and_terms(twin: Twin) -> None:
@@ -93,11 +77,53 @@ def loss_and_terms(twin: Twin) -> None:
     twin.zero_grad()
 
 
-def test_parameters_mixed_with_plain_tensors_are_refused_and_the_remedies_are_right() -> None:
-    run_ranks(refused, 2)
+@ranks(2)
+def test_parameters_mixed_with_plain_tensors_are_refused_and_the_remedies_are_right(
+    rank: int,
+) -> None:
+    for mesh, config in sizes():
+        twin = Twin(partial(Tiny, layers=2), mesh, **config)
+        before = {n: p.to_local().clone() for n, p in twin.ours.named_parameters()}
+        x = torch.randn(3, 6, dtype=torch.float64)
+        where = ("embed.weight", f"on rank {rank}", "full_tensor()", "plain tensor")
+        for recorded in (True, False):
+            for name, call in mixtures(twin.ours, x).items():
+                word = "matmul" if name == "redistribute" else name
+                with torch.set_grad_enabled(recorded):
+                    raises(StructureError, call, *where, word)
+        for name, p in twin.ours.named_parameters():
+            close(p.to_local(), before[name], f"{name} after refusals")
+        loss_and_terms(twin)
+        still_right(twin, "mixtures")
 
 
-def kept(rank: int, world_size: int) -> None:
+def pickled(value: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def vectors(twin: Twin, uneven: bool) -> None:
+    ours, wanted = twin.ours, parameters_to_vector(twin.plain.parameters())
+    call = partial(parameters_to_vector, list(ours.parameters()))
+    if uneven:
+        words = ("view", "on rank", "full_tensor().view(-1)", "vector_to_parameters")
+        raises(StructureError, call, "embed.weight", *words)
+    else:
+        close(call().full_tensor(), wanted, "a vector")  # type: ignore[attr-defined]
+    with torch.no_grad():
+        whole: list[Any] = list(ours.parameters())
+        vector = torch.cat([p.full_tensor().view(-1) for p in whole])
+        close(vector, wanted, "a vector of whole values")
+        vector_to_parameters(vector * 2, ours.parameters())
+        vector_to_parameters(wanted * 2, twin.plain.parameters())
+    twin.check_parameters("set from a vector")
+    still_right(twin, "vectors")
+
+
+@ranks(2)
+def test_what_works_goes_on_working_and_vectors_of_parameters_are_right_or_refused() -> None:
     for mesh, config in sizes():
         twin = Twin(partial(Tiny, layers=2), mesh, **config)
         models = (twin.plain, twin.ours)
@@ -128,32 +154,3 @@ def kept(rank: int, world_size: int) -> None:
                  for m in models]  # fmt: skip
         close(norms[1].full_tensor(), norms[0], "norms")  # type: ignore[attr-defined]
         vectors(twin, uneven=mesh.shape.weight == 2 and "min_shard_elements" not in config)
-
-
-def pickled(value: Tensor) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def vectors(twin: Twin, uneven: bool) -> None:
-    ours, wanted = twin.ours, parameters_to_vector(twin.plain.parameters())
-    call = partial(parameters_to_vector, list(ours.parameters()))
-    if uneven:
-        words = ("view", "on rank", "full_tensor().view(-1)", "vector_to_parameters")
-        raises(StructureError, call, "embed.weight", *words)
-    else:
-        close(call().full_tensor(), wanted, "a vector")  # type: ignore[attr-defined]
-    with torch.no_grad():
-        whole: list[Any] = list(ours.parameters())
-        vector = torch.cat([p.full_tensor().view(-1) for p in whole])
-        close(vector, wanted, "a vector of whole values")
-        vector_to_parameters(vector * 2, ours.parameters())
-        vector_to_parameters(wanted * 2, twin.plain.parameters())
-    twin.check_parameters("set from a vector")
-    still_right(twin, "vectors")
-
-
-def test_what_works_goes_on_working_and_vectors_of_parameters_are_right_or_refused() -> None:
-    run_ranks(kept, 2)

@@ -17,8 +17,9 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
 from tests.support import reads
-from tests.support.models import ALL, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
@@ -47,7 +48,8 @@ class Features(Tiny):
         return self.head(self.norm(self.blocks(features))).square().sum()
 
 
-def penalized(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_gradient_penalty_is_refused_before_any_node_of_it_runs(world_size: int) -> None:
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     for mesh, config in sizes():
         for checkpoint in (None, FULL):
@@ -67,10 +69,6 @@ def penalized(rank: int, world_size: int) -> None:
             ):  # fmt: skip
                 model(features).backward()
             twin.check_gradients(f"{what}, after a refused penalty")
-
-
-def test_a_gradient_penalty_is_refused_before_any_node_of_it_runs() -> None:
-    run_ranks(penalized, 2)
 
 
 class Clamping(Block):
@@ -123,26 +121,6 @@ class Smuggled(Tiny):
         return Smuggling.stash[0].sum()
 
 
-def misused(rank: int, world_size: int) -> None:
-    for mesh, config in sizes():
-        for checkpoint in (None, FULL, REENTRANT) if not config else (None,):
-            make = partial(Twin, mesh=mesh, checkpoint=checkpoint, **config)
-            written = ("was written into during a forward", "between optimizer steps")
-            twin = make(partial(Tiny, Clamping, layers=2))
-            raises(StructureError, twin.backward, "layers.0.q.weight", *written)
-            twin = make(partial(BoundedModel, layers=2))
-            raises(StructureError, twin.backward, "bounded.table", *written)
-            twin = make(partial(Mapped, layers=2))
-            raises(StructureError, twin.backward, "block layers.0", "torch.vmap")
-            if checkpoint is not None:
-                twin = make(partial(reads.Entering, reads.InPlace, layers=2))
-                raises(StructureError, twin.backward, "InPlace writes into one of its inputs")
-            replaced(make, checkpoint)
-    twin = Twin(partial(Smuggled, Smuggling, layers=2), mesh_of())
-    _, mine = twin.batch()
-    raises(StaleWeightError, twin.ours(*mine).backward, "layers.1.w1.weight", "return that tensor")
-
-
 def replaced(make: Callable[..., Twin], checkpoint: Any) -> None:
     """Parameters put in the place of ours: told by identity, whole plain tensors are used."""
     twin = make(partial(Tiny, layers=2))
@@ -172,11 +150,43 @@ def replaced(make: Callable[..., Twin], checkpoint: Any) -> None:
     raises(StructureError, twin.backward, name, "load_state_dict")
 
 
+@ranks(2)
 def test_writes_transforms_and_replaced_weights_are_refused_by_name() -> None:
-    run_ranks(misused, 2)
+    for mesh, config in sizes():
+        for checkpoint in (None, FULL, REENTRANT) if not config else (None,):
+            make = partial(Twin, mesh=mesh, checkpoint=checkpoint, **config)
+            written = ("was written into during a forward", "between optimizer steps")
+            twin = make(partial(Tiny, Clamping, layers=2))
+            raises(StructureError, twin.backward, "layers.0.q.weight", *written)
+            twin = make(partial(BoundedModel, layers=2))
+            raises(StructureError, twin.backward, "bounded.table", *written)
+            twin = make(partial(Mapped, layers=2))
+            raises(StructureError, twin.backward, "block layers.0", "torch.vmap")
+            if checkpoint is not None:
+                twin = make(partial(reads.Entering, reads.InPlace, layers=2))
+                raises(StructureError, twin.backward, "InPlace writes into one of its inputs")
+            replaced(make, checkpoint)
+    twin = Twin(partial(Smuggled, Smuggling, layers=2), mesh_of())
+    _, mine = twin.batch()
+    raises(StaleWeightError, twin.ours(*mine).backward, "layers.1.w1.weight", "return that tensor")
 
 
-def later(rank: int, world_size: int) -> None:
+def compile_later(twin: Twin, mine: Any) -> None:
+    ours: Any = twin.ours
+    words = ("is compiled by torch.compile", "weight_parallel.compile = true")
+    whole = torch.compile(ours, backend="eager")
+    raises(StructureError, partial(whole, *mine), "the model", *words)
+    still_right(twin, "a compiled model")
+    ours.layers[1].compile(backend="eager")
+    raises(StructureError, partial(ours, *mine), "block layers.1", *words)
+    fresh = Twin(partial(Tiny, layers=2), twin.mesh)
+    layer: Any = fresh.ours.get_submodule("layers.1.q")
+    layer.compile(backend="eager")
+    raises(StructureError, fresh.backward, "layers.1.q", *words)
+
+
+@ranks(2)
+def test_what_is_hooked_or_compiled_later_is_refused_by_name() -> None:
     for mesh, config in sizes():
         twin = Twin(partial(Tiny, layers=2), mesh, **config)
         ours: Any = twin.ours
@@ -207,21 +217,3 @@ def later(rank: int, world_size: int) -> None:
         raises(StructureError, partial(torch.vmap(ours.head), torch.ones(2, 6).double()), "vmap")
         if mesh.shape.weight == 2:  # three sizes
             compile_later(twin, mine)
-
-
-def compile_later(twin: Twin, mine: Any) -> None:
-    ours: Any = twin.ours
-    words = ("is compiled by torch.compile", "weight_parallel.compile = true")
-    whole = torch.compile(ours, backend="eager")
-    raises(StructureError, partial(whole, *mine), "the model", *words)
-    still_right(twin, "a compiled model")
-    ours.layers[1].compile(backend="eager")
-    raises(StructureError, partial(ours, *mine), "block layers.1", *words)
-    fresh = Twin(partial(Tiny, layers=2), twin.mesh)
-    layer: Any = fresh.ours.get_submodule("layers.1.q")
-    layer.compile(backend="eager")
-    raises(StructureError, fresh.backward, "layers.1.q", *words)
-
-
-def test_what_is_hooked_or_compiled_later_is_refused_by_name() -> None:
-    run_ranks(later, 2)

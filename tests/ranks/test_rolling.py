@@ -16,7 +16,7 @@ from internsp.config import ActivationCheckpointConfig, Config, WeightParallelCo
 from internsp.errors import ConfigError, PoolError
 from internsp.mesh import ParallelMesh
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 FULL = ActivationCheckpointConfig(mode="full")
@@ -95,7 +95,9 @@ class Split(nn.Module):
         return x @ self.mix, other
 
 
-def uses(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -> None:
     mesh = mesh_of()
     for block in (Repeating, Uneven, TwoOutputs):
         for config, checkpoint in (
@@ -108,12 +110,8 @@ def uses(rank: int, world_size: int) -> None:
             steps(twin, f"{block.__name__} {config}")
 
 
-@pytest.mark.unmeasured
-def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -> None:
-    run_ranks(uses, 2)
-
-
-def moments(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -> None:
     """When the place of a weight is handed on, in the first forward and later."""
     mesh = mesh_of()
     for block, last in ((Block, "w2"), (Repeating, "again")):
@@ -122,10 +120,7 @@ def moments(rank: int, world_size: int) -> None:
         for step in range(2):
             twin.trace.clear()
             twin.backward()
-            twin.check_gradients(f"{block.__name__}, step {step}")
-            for optimizer in optimizers:
-                optimizer.step()
-            twin.zero_grad()
+            twin.check_step(optimizers, f"{block.__name__}, step {step}")
             lines = twin.lines("AG", "FREE")
 
             def before(line: str, lines: list[str] = lines) -> str:
@@ -148,10 +143,6 @@ def moments(rank: int, world_size: int) -> None:
                 assert before("AG backward layers.1.w1.weight") == freed
 
 
-def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -> None:
-    run_ranks(moments, 2)
-
-
 class Sometimes(Block):
     """Uses one weight a second time when it is told to."""
 
@@ -162,7 +153,8 @@ class Sometimes(Block):
         return x + self.q(x) if self.twice else x
 
 
-def surprised(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards() -> None:
     mesh = mesh_of()
     for config in ({}, {"memory_pool": False}):
         twin = Twin(partial(Tiny, Sometimes), mesh, trigger="rolling", **config)  # type: ignore[arg-type]
@@ -176,18 +168,11 @@ def surprised(rank: int, world_size: int) -> None:
         steps(twin, "after the error it is known")
 
 
-def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards() -> None:
-    run_ranks(surprised, 2)
-
-
-def refused(rank: int, world_size: int) -> None:
+@ranks(1)
+def test_what_rolling_takes_the_place_of_is_refused() -> None:
     mesh = mesh_of(1)
     for config in ({"granularity": "module"}, {"prefetch_triggers": ("wo",)}):
         key = next(iter(config))
         raises(ConfigError, partial(Twin, Tiny, mesh, **ROLLING, **config), "rolling", key)
         section = WeightParallelConfig(**ROLLING, **config)
         raises(ValueError, partial(Config, weight_parallel=section), "trigger", key)
-
-
-def test_what_rolling_takes_the_place_of_is_refused() -> None:
-    run_ranks(refused, 1)

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from internsp.errors import GradientError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 
 def mesh_of(weight: int = 2) -> ParallelMesh:
@@ -27,7 +28,10 @@ class FromFeatures(Tiny):
         return self.head(self.norm(self.blocks(features))).square().sum()
 
 
-def asked(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_right(
+    rank: int, world_size: int
+) -> None:
     two = mesh_of()
     for mesh, together in ((two, {}), (two, ALL), (two, ROLLING), (mesh_of(1), {})):
         twin = Twin(Tiny, mesh, **together)  # type: ignore[arg-type]
@@ -71,10 +75,6 @@ def asked(rank: int, world_size: int) -> None:
             features.zero_grad()
 
 
-def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_right() -> None:
-    run_ranks(asked, 2)
-
-
 class Wrapped(Tiny):
     """Checkpoints segments of ``span`` blocks by torch's own function, around the blocks' calls."""
 
@@ -109,7 +109,9 @@ class InsideReentrant(Inside):
     reentrant = True
 
 
-def checkpointed(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -> None:
     mesh = mesh_of()
     many = ALL | {"prefetch_depth": 2, "memory_pool": False}
     ways = ((False, True), (False, False), (True, True))
@@ -132,11 +134,6 @@ def checkpointed(rank: int, world_size: int) -> None:
             assert twin.communicator.recovery.failures == 0
 
 
-@pytest.mark.unmeasured
-def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -> None:
-    run_ranks(checkpointed, 2)
-
-
 class Custom:
     """An output that no hook can look into."""
 
@@ -149,25 +146,15 @@ class Opaque(Tiny):
         return Custom(super().forward(ids, labels))
 
 
-def opaque(rank: int, world_size: int) -> None:
-    mesh = mesh_of()
-    for trained in ("", "head", "norm", "embed"):
+class Severed(Tiny):
+    """No gradient reaches the blocks."""
 
-        def make(trained: str = trained) -> nn.Module:
-            model = Opaque()
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name.startswith(trained))
-            return model
-
-        twin = Twin(make, mesh)
-        for _ in range(2):
-            everybody, mine = twin.batch()
-            twin.plain(*everybody).loss.backward()
-            twin.ours(*mine).loss.backward()
-            twin.check_gradients(f"trained: {trained or 'all'}")
+    def blocks(self, x: Tensor) -> Tensor:
+        return super().blocks(x).detach()
 
 
-def head_alone(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
     mesh = mesh_of()
 
     def frozen() -> nn.Module:
@@ -185,16 +172,20 @@ def head_alone(rank: int, world_size: int) -> None:
                 twin.zero_grad()
 
 
-class Severed(Tiny):
-    """No gradient reaches the blocks."""
-
-    def blocks(self, x: Tensor) -> Tensor:
-        return super().blocks(x).detach()
-
-
-def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
-    run_ranks(head_alone, 2)
-
-
+@ranks(2)
 def test_backward_ends_with_complete_gradients_where_no_output_could_be_hooked() -> None:
-    run_ranks(opaque, 2)
+    mesh = mesh_of()
+    for trained in ("", "head", "norm", "embed"):
+
+        def make(trained: str = trained) -> nn.Module:
+            model = Opaque()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.startswith(trained))
+            return model
+
+        twin = Twin(make, mesh)
+        for _ in range(2):
+            everybody, mine = twin.batch()
+            twin.plain(*everybody).loss.backward()
+            twin.ours(*mine).loss.backward()
+            twin.check_gradients(f"trained: {trained or 'all'}")

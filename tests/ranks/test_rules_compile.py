@@ -14,7 +14,7 @@ from internsp.errors import ConfigError
 from internsp.layers import entry as compiled
 from internsp.mesh import ParallelMesh
 from tests.support.models import Block, Tiny, Twin, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full", fraction=0.5)
 
@@ -40,7 +40,12 @@ class Own(Block):
         return super().forward(x) + self.gated(x)
 
 
-def same_as_eager(rank: int, world_size: int, backend: str, tolerance: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "tolerance"), [("aot_eager", 1e-10), ("inductor", 1e-9)])
+@ranks(2, timeout=300)
+def test_compiled_blocks_equal_eager_with_the_same_messages(
+    backend: str, tolerance: float
+) -> None:
     compiler = compiled.torch.compile
 
     def counting(function: Any, **options: Any) -> Any:
@@ -73,13 +78,3 @@ def same_as_eager(rank: int, world_size: int, backend: str, tolerance: float) ->
                     optimizer.zero_grad()
             messages.append(sorted(twin.lines("AG", "RS")))
         assert messages[0] == messages[1], "the same gathers and reductions"
-
-
-@pytest.mark.slow
-def test_compiled_blocks_equal_eager_with_the_same_messages() -> None:
-    run_ranks(same_as_eager, 2, "aot_eager", 1e-10)
-
-
-@pytest.mark.slow
-def test_blocks_compiled_by_inductor_equal_eager_with_the_same_messages() -> None:
-    run_ranks(same_as_eager, 2, "inductor", 1e-9, timeout=300)

@@ -15,7 +15,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import CollectiveError, OrderError, StructureError
 from internsp.mesh import ParallelMesh
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
@@ -62,7 +62,9 @@ class Classified(Tiny):
         return self.classifier(super().forward(ids)).square().sum()
 
 
-def together(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_the_step_after_an_exception_that_all_ranks_met_is_right(world_size: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=30)
     cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({}, None), ({"granularity": "module"}, HALF), ({"memory_pool": False}, REENTRANT),
@@ -112,11 +114,6 @@ def together(rank: int, world_size: int) -> None:
             for model, rows in ((twin.plain, world_size), (twin.ours, 1)):
                 model.blocks(x.expand(rows, -1, -1) * 1.0).square().sum().backward()  # type: ignore[operator]
             twin.check_gradients(f"{config}, blocks after a failed pass ({where})")
-
-
-@pytest.mark.unmeasured
-def test_the_step_after_an_exception_that_all_ranks_met_is_right() -> None:
-    run_ranks(together, 2)
 
 
 class Short(Tiny):
@@ -194,7 +191,8 @@ class Sparing(Failing):
         return x if self.spared else x + self.spare(x)
 
 
-def forgotten(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_failed_pass_leaves_no_mark_of_use_and_no_mark_of_presence() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for config, checkpoint in (({}, None), (ALL, HALF), (ROLLING, None)):
         twin = Twin(partial(Tiny, Sparing), mesh, checkpoint, **config)
@@ -215,7 +213,3 @@ def forgotten(rank: int, world_size: int) -> None:
         last.spared = twin.plain.layers[3].spared = True  # type: ignore[index, union-attr]
         twin.backward()
         twin.check_gradients(f"{config}: a weight that only the failed pass used")
-
-
-def test_a_failed_pass_leaves_no_mark_of_use_and_no_mark_of_presence() -> None:
-    run_ranks(forgotten, 2)

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 FULL = ActivationCheckpointConfig(mode="full")
@@ -47,7 +48,9 @@ class Leaking(Block):
         return super().forward(x)
 
 
-def auxiliary(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
     mesh = mesh_of()
     for config, checkpoint in (
         ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
@@ -97,12 +100,9 @@ def auxiliary(rank: int, world_size: int) -> None:
         leaking.check_gradients("a tensor kept inside a block alone")
 
 
-@pytest.mark.unmeasured
-def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
-    run_ranks(auxiliary, 2)
-
-
-def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step after another
+@pytest.mark.slow
+@ranks(2)
+def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:  # noqa: PLR0915
     """Everything that may happen between two steps, or between forward and backward."""
     mesh = mesh_of()
     cases = (
@@ -117,11 +117,7 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
 
         def step(what: str, twin: Twin = twin, optimizers: Any = optimizers) -> None:
             twin.backward()
-            twin.check_gradients(what)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            twin.check_parameters(what, 1e-9)
+            twin.check_step(optimizers, what)
 
         def warm(twin: Twin = twin) -> None:
             """After a backward the first blocks, embedding and head are whole and up to date."""
@@ -181,12 +177,8 @@ def between(rank: int, world_size: int) -> None:  # noqa: PLR0915 - one step aft
         step("after an edit under no_grad")
 
 
-@pytest.mark.slow
-def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
-    run_ranks(between, 2)
-
-
-def stale(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
     mesh, alone = mesh_of(), mesh_of(1)
     for where, checkpoint in ((mesh, None), (mesh, FULL), (alone, None)):
         twin = Twin(Tiny, where, checkpoint)
@@ -214,11 +206,8 @@ def stale(rank: int, world_size: int) -> None:
                 twin.zero_grad()
 
 
-def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
-    run_ranks(stale, 2)
-
-
-def boundaries(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
     """A step from rest gathers 3L - 2 blocks' weights less what is still there."""
     mesh = mesh_of()
     for layers in (2, 3, 5):
@@ -250,11 +239,8 @@ def boundaries(rank: int, world_size: int) -> None:
             assert gathers() == {2: 0, 3: 2, 5: 5}[layers], "an evaluation"
 
 
-def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
-    run_ranks(boundaries, 2)
-
-
-def by_themselves(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_blocks_called_without_their_model_are_fresh(world_size: int) -> None:
     """Blocks called one by one, as an early exit or a probe does."""
     mesh = mesh_of()
     for config in ({}, ALL, {"granularity": "module"}, ROLLING):
@@ -277,10 +263,6 @@ def by_themselves(rank: int, world_size: int) -> None:
         for a, b in zip(strict.plain.layers, strict.ours.layers, strict=True):  # type: ignore[call-overload]
             y, z = a(y), b(z)
         close(z, y, "all blocks without their model")
-
-
-def test_blocks_called_without_their_model_are_fresh() -> None:
-    run_ranks(by_themselves, 2)
 
 
 class Second(nn.Module):
@@ -332,7 +314,8 @@ class HidesParts(UsesSecond):
         return x + self.wo(self.two(x).value)
 
 
-def outputs(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_every_output_guards_its_weights_and_unseen_ones_are_refused() -> None:
     mesh = mesh_of()
     for _ in range(2):
         twin = Twin(partial(Tiny, UsesSecond), mesh)
@@ -358,7 +341,3 @@ def outputs(rank: int, world_size: int) -> None:
     raises(StructureError, lambda: copy.deepcopy(cast), "state_dict")
     cast.float()
     raises(StructureError, lambda: cast(ids, ids), "float64 to torch.float32", "before")
-
-
-def test_every_output_guards_its_weights_and_unseen_ones_are_refused() -> None:
-    run_ranks(outputs, 2)

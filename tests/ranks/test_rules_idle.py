@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
 from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Tiny, Twin
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -111,37 +112,48 @@ OTHERS: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-def idle(
-    rank: int,
-    world_size: int,
-    cases: tuple[Case, ...],
-    weight: int,
-    tied: bool,
-    layers: int = 4,
-    forwards: int = 1,
-    kind: type[Data] = Data,
-) -> None:
-    """Args:
-    forwards: so many losses are added up for each backward.
+@dataclass(frozen=True)
+class Drawn:
+    """Models of which data leave weights idle.
+
+    Args:
+        forwards: so many losses are added up for each backward.
     """
-    mesh = ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
-    generator = torch.Generator().manual_seed(3)
-    for config, checkpoint in cases:
-        twin = Twin(partial(kind, tied, layers), mesh, checkpoint, **config)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (twin.plain, twin.ours)]
-        for step in range(3):
-            losses = [one_loss(twin, rank, world_size, generator) for _ in range(forwards)]
-            for total in map(sum, zip(*losses, strict=True)):
-                total.backward()
-            for a, b in zip(twin.plain.parameters(), twin.ours.parameters(), strict=True):
-                if b.grad is None and a.grad is not None and not a.grad.any():
-                    a.grad = None  # one process masks rows that here are a rank's, who skips them
-            what = f"{config}, {checkpoint}, tied {tied}, {layers} layers, step {step}"
-            twin.check_gradients(what)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            twin.check_parameters(what, 1e-9)
+
+    cases: tuple[Case, ...]
+    tied: bool = False
+    layers: int = 4
+    forwards: int = 1
+    kind: type[Data] = Data
+
+
+SEVERAL = TRIGGERS[1:2] + TRIGGERS[4:5] + OTHERS[:1] + OTHERS[2:3] + OTHERS[4:7]
+DRAWN = {
+    "every trigger": (2, Drawn(TRIGGERS + OTHERS[:4])),
+    "every other option, tied": (2, Drawn(TRIGGERS[:2] + OTHERS, True)),
+    "replicas": (4, Drawn((TRIGGERS[0], TRIGGERS[4], OTHERS[1], OTHERS[5]), True)),
+    "two forwards": (2, Drawn(SEVERAL, forwards=2)),
+    "two forwards, two layers": (2, Drawn(OTHERS[:1] + OTHERS[4:6], layers=2, forwards=2)),
+    "two forwards, one layer": (2, Drawn(OTHERS[:1] + OTHERS[4:6], layers=1, forwards=2)),
+    **{
+        f"three forwards, layers {layers}, tied": (
+            2, Drawn(OTHERS[:1] + OTHERS[3:6], True, layers, forwards=3)
+        )
+        for layers in (4, 2, 1)
+    },
+    **{
+        f"a head between blocks, tied {tied}": (
+            2, Drawn(TRIGGERS[4:5] + OTHERS[:1] + OTHERS[4:6], tied, 3, kind=Deep)
+        )
+        for tied in (False, True)
+    },
+    **{
+        f"a head between blocks, two forwards, tied {tied}": (
+            2, Drawn(OTHERS[:1] + OTHERS[5:6], tied, 3, forwards=2, kind=Deep)
+        )
+        for tied in (False, True)
+    },
+}  # fmt: skip
 
 
 def one_loss(
@@ -159,36 +171,35 @@ def one_loss(
 
 
 @pytest.mark.unmeasured
-def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers() -> None:
-    run_ranks(idle, 2, TRIGGERS + OTHERS[:4], 2, False)
-    run_ranks(idle, 2, TRIGGERS[:2] + OTHERS, 2, True)
-
-
-@pytest.mark.unmeasured
-def test_weights_idle_on_some_ranks_are_right_with_replicas() -> None:
-    run_ranks(idle, 4, (TRIGGERS[0], TRIGGERS[4], OTHERS[1], OTHERS[5]), 2, True)
-
-
-@pytest.mark.unmeasured
-@pytest.mark.parametrize("layers", [4, 2, 1])
-def test_one_backward_through_several_forwards_is_right_where_data_leave_weights_idle(
-    layers: int,
+@pytest.mark.parametrize(("world_size", "drawn"), DRAWN.values(), ids=DRAWN)
+@ranks()
+def test_weights_idle_on_some_ranks_are_right_with_every_order_of_gathers(
+    rank: int, world_size: int, drawn: Drawn
 ) -> None:
-    cases = TRIGGERS[1:2] + TRIGGERS[4:5] + OTHERS[:1] + OTHERS[2:3] + OTHERS[4:7]
-    run_ranks(idle, 2, cases if layers == 4 else OTHERS[:1] + OTHERS[4:6], 2, False, layers, 2)
-    run_ranks(idle, 2, OTHERS[:1] + OTHERS[3:6], 2, True, layers, 3)
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    generator = torch.Generator().manual_seed(3)
+    for config, checkpoint in drawn.cases:
+        twin = Twin(partial(drawn.kind, drawn.tied, drawn.layers), mesh, checkpoint, **config)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (twin.plain, twin.ours)]
+        for step in range(3):
+            losses = [one_loss(twin, rank, world_size, generator) for _ in range(drawn.forwards)]
+            for total in map(sum, zip(*losses, strict=True)):
+                total.backward()
+            for a, b in zip(twin.plain.parameters(), twin.ours.parameters(), strict=True):
+                if b.grad is None and a.grad is not None and not a.grad.any():
+                    a.grad = None  # one process masks rows that here are a rank's, who skips them
+            what = f"{config}, {checkpoint}, step {step}"
+            twin.check_step(optimizers, what)
 
 
-@pytest.mark.unmeasured
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_between_blocks_is_right_where_data_leave_weights_and_blocks_idle(
-    tied: bool,
+def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    kept.append(output)
+
+
+@ranks(2)
+def test_ranks_need_not_take_their_loss_from_the_same_place_of_the_model(
+    rank: int, world_size: int
 ) -> None:
-    run_ranks(idle, 2, TRIGGERS[4:5] + OTHERS[:1] + OTHERS[4:6], 2, tied, 3, 1, Deep)
-    run_ranks(idle, 2, OTHERS[:1] + OTHERS[5:6], 2, tied, 3, 2, Deep)
-
-
-def captured(rank: int, world_size: int) -> None:
     """Of two forwards in one backward, a rank takes one's loss from hidden states it has kept."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for config in ({"overlap": False}, {"overlap": False} | MODULE, {"overlap": False} | ROLLING):
@@ -197,22 +208,14 @@ def captured(rank: int, world_size: int) -> None:
         for model in (twin.plain, twin.ours):
             model.layers[1].register_forward_hook(partial(_keep, kept))
         both = [twin.batch() for _ in range(2)]
-        for model, ranks in ((twin.plain, range(world_size)), (twin.ours, [rank])):
+        for model, everyone in ((twin.plain, range(world_size)), (twin.ours, [rank])):
             total = torch.zeros((), dtype=torch.float64)
             for number, (everybody, _) in enumerate(both):
-                for one in ranks:
+                for one in everyone:
                     loss = model(*(part[2 * one : 2 * one + 2] for part in everybody))
                     total = total + (loss if (one, number) != (1, 0) else kept[-1].square().sum())
             total.backward()
         twin.check_gradients(f"{config}")
-
-
-def _keep(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
-    kept.append(output)
-
-
-def test_ranks_need_not_take_their_loss_from_the_same_place_of_the_model() -> None:
-    run_ranks(captured, 2)
 
 
 class Sometimes(Tiny):
@@ -264,7 +267,8 @@ def test_the_host_reads_other_ranks_flags_only_where_they_decide_between_none_an
     assert idle_on_one == [0, 1, 1, 0, 0, 0]
 
 
-def above(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_backward_that_comes_to_no_block_reduces_the_head_in_any_order_of_blocks() -> None:
     """Only what lies above the blocks is trained, so that backward comes to none of them."""
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for config in ({}, {"unexpected_order": "gather"}, {"unexpected_order": "gather"} | MODULE):
@@ -276,10 +280,6 @@ def above(rank: int, world_size: int) -> None:
             for step in range(2):
                 twin.backward()
                 twin.check_gradients(f"{config}, tied {tied}, backward {step}")
-
-
-def test_a_backward_that_comes_to_no_block_reduces_the_head_in_any_order_of_blocks() -> None:
-    run_ranks(above, 2)
 
 
 class Beside(Tiny):
@@ -297,7 +297,10 @@ class Beside(Tiny):
         return self.blocks(x).square().sum()
 
 
-def between(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_blocks_by_themselves_between_a_forward_and_its_backward_leave_the_rest_in_place(
+    rank: int,
+) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for config in ({}, {"overlap": False}, ROLLING, MODULE):
         twin = Twin(Beside, mesh, **config)
@@ -310,7 +313,3 @@ def between(rank: int, world_size: int) -> None:
             twin.ours.blocks(torch.ones(1, 2, 6, dtype=torch.float64))  # type: ignore[operator]
         loss.backward()
         twin.check_gradients(f"{config}")
-
-
-def test_blocks_by_themselves_between_a_forward_and_its_backward_leave_the_rest_in_place() -> None:
-    run_ranks(between, 2)

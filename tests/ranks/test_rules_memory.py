@@ -17,8 +17,9 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import PoolError
 from internsp.layers import GroupedLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from tests.support.models import Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 
@@ -36,17 +37,6 @@ def live_storages(nbytes: int) -> int:
             if storage.nbytes() == nbytes:
                 found[storage._cdata] = True
     return len(found)
-
-
-def counted(rank: int, world_size: int) -> None:
-    mesh = mesh_of_two()
-    for depth, reuse, checkpoint, kept, trigger in (
-        (1, True, None, 0, "out_proj"), (1, False, HALF, 0, "out_proj"),
-        (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
-        (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
-        (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
-    ):  # fmt: skip
-        count_blocks(mesh, depth, reuse, checkpoint, kept, trigger)
 
 
 def count_blocks(
@@ -85,8 +75,16 @@ def count_blocks(
 
 
 @pytest.mark.unmeasured
+@ranks(2)
 def test_whole_block_weights_never_exceed_the_slots() -> None:
-    run_ranks(counted, 2)
+    mesh = mesh_of_two()
+    for depth, reuse, checkpoint, kept, trigger in (
+        (1, True, None, 0, "out_proj"), (1, False, HALF, 0, "out_proj"),
+        (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
+        (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
+        (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
+    ):  # fmt: skip
+        count_blocks(mesh, depth, reuse, checkpoint, kept, trigger)
 
 
 class Experts(Block):
@@ -102,7 +100,8 @@ class Experts(Block):
         return y + self.groups(torch.stack([flat, flat * 2, flat.square()])).sum(0).view_as(y)
 
 
-def autocast(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_autocast_casts_shards_and_never_a_slot() -> None:
     mesh = mesh_of_two()
     for checkpoint, trigger in ((None, "out_proj"), (HALF, "out_proj"), (None, "rolling")):
         made = partial(Tiny, Experts)
@@ -153,11 +152,8 @@ def autocast(rank: int, world_size: int) -> None:
             close(exact.ours(*everybody), exact.plain(*everybody), "the same batch", 0.0)
 
 
-def test_autocast_casts_shards_and_never_a_slot() -> None:
-    run_ranks(autocast, 2)
-
-
-def inside_first(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_autocast_inside_the_model_is_noticed_where_a_weight_is_used() -> None:
     mesh = mesh_of_two()
     for width in (torch.bfloat16, torch.float32):
         twin = Twin(Tiny, mesh, dtype=torch.float32)
@@ -181,10 +177,6 @@ def inside_first(rank: int, world_size: int) -> None:
         assert "head.weight" not in moved, "still in its slot, in full precision"
 
 
-def test_autocast_inside_the_model_is_noticed_where_a_weight_is_used() -> None:
-    run_ranks(inside_first, 2)
-
-
 class Mixed(Block):
     """Uses one weight in two precisions, so that its slot holds only one of them at a time."""
 
@@ -195,7 +187,8 @@ class Mixed(Block):
             return super().forward(x + y.float())
 
 
-def two_precisions(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_weight_used_in_two_precisions_is_whole_in_each_where_it_is_needed() -> None:
     mesh = mesh_of_two()
     full = ActivationCheckpointConfig(mode="full")
     reentrant = ActivationCheckpointConfig(mode="full", reentrant=True)
@@ -203,10 +196,6 @@ def two_precisions(rank: int, world_size: int) -> None:
         twin = Twin(partial(Tiny, Mixed), mesh, checkpoint, dtype=torch.float32)
         twin.backward()
         twin.check_gradients(f"{checkpoint}", 3e-2)
-
-
-def test_a_weight_used_in_two_precisions_is_whole_in_each_where_it_is_needed() -> None:
-    run_ranks(two_precisions, 2)
 
 
 class Borrowing(Tiny):
@@ -218,7 +207,8 @@ class Borrowing(Tiny):
         return super().blocks(x)
 
 
-def bounded(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
     mesh = mesh_of_two()
     for config in ({}, {"trigger": "rolling"}):
         twin = Twin(Borrowing, mesh, **config)  # type: ignore[arg-type]
@@ -247,7 +237,3 @@ def bounded(rank: int, world_size: int) -> None:
         assert limit * sum(gradients) - max(gradients) < most <= limit * sum(gradients)
         assert pool.buffer_allocations == buffers, "later steps take buffers from the pool"
         assert len(pending) == 0
-
-
-def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
-    run_ranks(bounded, 2)

@@ -14,8 +14,9 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
-from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -39,7 +40,8 @@ class Reordered(Tiny):
         return x
 
 
-def reordered(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand() -> None:
     mesh = mesh_of()
     twin = Twin(Reordered, mesh)
     for order, word in (
@@ -63,10 +65,6 @@ def reordered(rank: int, world_size: int) -> None:
             with torch.no_grad():  # no backward ends what a forward has prefetched in vain
                 for _ in range(2):
                     close(gather.ours(*everybody), gather.plain(*everybody), f"gather {order}")
-
-
-def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand() -> None:
-    run_ranks(reordered, 2)
 
 
 class Routed(Block):
@@ -142,7 +140,16 @@ IDLE: tuple[Idle, ...] = (
 )  # fmt: skip
 
 
-def idle(rank: int, world_size: int, cases: tuple[Idle, ...], block: Any = Routed) -> None:
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("world_size", "cases", "block"),
+    [(2, IDLE, Routed), (2, (({}, None), (ROLLING, None)), Pair), (4, IDLE_WITH_REPLICAS, Routed)],
+    ids=["experts", "a weight before the last", "with replicas"],
+)
+@ranks()
+def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros(
+    rank: int, world_size: int, cases: tuple[Idle, ...], block: Any
+) -> None:
     mesh = mesh_of(2)
     for config, checkpoint in cases:
         twin = Twin(partial(Extra, block), mesh, checkpoint, **config)
@@ -161,22 +168,7 @@ def idle(rank: int, world_size: int, cases: tuple[Idle, ...], block: Any = Route
             ids, labels = (torch.cat([e[i] for e in everybody]) for i in (0, 1))
             twin.plain(ids, labels).backward()
             twin.ours(*mine).backward()
-            twin.check_gradients(f"{config} {firsts}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            twin.check_parameters(f"{config} {firsts}", 1e-9)
-
-
-@pytest.mark.unmeasured
-def test_a_weight_idle_on_one_rank_takes_its_place_with_zeros() -> None:
-    run_ranks(idle, 2, IDLE)
-    run_ranks(idle, 2, (({}, None), (ROLLING, None)), Pair)
-
-
-@pytest.mark.unmeasured
-def test_idle_weights_with_replicas() -> None:
-    run_ranks(idle, 4, IDLE_WITH_REPLICAS)
+            twin.check_step(optimizers, f"{config} {firsts}")
 
 
 TRACED: tuple[tuple[dict[str, Any], ActivationCheckpointConfig | None, bool, int], ...] = (
@@ -220,7 +212,9 @@ class Tailed(Block):
         return x + F.pad(self.tail(x), (0, x.shape[-1] - 4))
 
 
-def sequences(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@ranks(2)
+def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
     mesh, alone = mesh_of(), mesh_of(1)
     for config, checkpoint, tied, micro_batches in TRACED:
         results = []
@@ -258,11 +252,6 @@ def sequences(rank: int, world_size: int) -> None:
     assert one.trace.lines(COMMUNICATION) == simulate(one.communicator.plan).lines()
 
 
-@pytest.mark.slow
-def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
-    run_ranks(sequences, 2)
-
-
 class Partly(Block):
     """Autocast for its last layer only: small neighbors of which one travels in another dtype."""
 
@@ -278,7 +267,8 @@ class Partly(Block):
         return x + inner.float() + self.large(x).mean(-1, keepdim=True)
 
 
-def partly(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_autocast_for_a_part_of_what_travels_together_rounds_no_other_gradient() -> None:
     mesh = mesh_of()
     for config in ({"coalesce_bytes": 4096}, {"coalesce_bytes": 4096} | ROLLING):
         twin = Twin(partial(Tiny, Partly, width=16), mesh, dtype=torch.float32, **config)
@@ -293,10 +283,6 @@ def partly(rank: int, world_size: int) -> None:
                 gap = (found - plain.grad).abs().max() / plain.grad.abs().max()  # type: ignore[union-attr, operator]
                 assert float(gap) < bound, f"{config}, step {step}: {name} is {float(gap):.2g} off"
             twin.zero_grad()
-
-
-def test_autocast_for_a_part_of_what_travels_together_rounds_no_other_gradient() -> None:
-    run_ranks(partly, 2)
 
 
 class Precise(Block):
@@ -315,7 +301,8 @@ class Precise(Block):
         return super().forward(x) + self.router(x.double()).tanh().to(x.dtype)
 
 
-def precise(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_small_weights_of_two_dtypes_are_right_and_travel_as_planned() -> None:
     mesh = mesh_of()
     for config in (SOME, ALL, ALL | ROLLING, ALL | {"reduce_dtype": "float32"}):
         twin = Twin(partial(Tiny, Precise), mesh, dtype=torch.float32, **config)
@@ -329,11 +316,8 @@ def precise(rank: int, world_size: int) -> None:
                 assert_same(twin.trace.lines(COMMUNICATION), simulate(plan).lines(), f"{config}")
 
 
-def test_small_weights_of_two_dtypes_are_right_and_travel_as_planned() -> None:
-    run_ranks(precise, 2)
-
-
-def interleaved(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_several_models_on_several_meshes_live_in_one_process() -> None:
     cut, alone = mesh_of(2), mesh_of(1)
     first = Twin(Tiny, cut, HALF)
     second = Twin(partial(Tiny, partial(Block, 8), layers=3, width=8), alone, seed=5)
@@ -359,7 +343,3 @@ def interleaved(rank: int, world_size: int) -> None:
             a.step()
             b.step()
             twin.zero_grad()
-
-
-def test_several_models_on_several_meshes_live_in_one_process() -> None:
-    run_ranks(interleaved, 2)

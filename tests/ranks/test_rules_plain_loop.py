@@ -12,8 +12,9 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError
 from internsp.layers import GroupedLinearWithCommExt, RowParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, SOME, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
@@ -107,7 +108,15 @@ def train(twin: Twin, optimizer: Any, micro_batches: int, what: str, steps: int 
         close(q.full_tensor(), p, f"{what}, whole {name}", 1e-9)  # type: ignore[attr-defined]
 
 
-def every_step(rank: int, world_size: int, cases: list[Any]) -> None:
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, CASES), (4, WIDE)],
+    ids=["two ranks", "four ranks, with replicas and empty shards"],
+)  # fmt: skip
+@ranks()
+def test_each_step_of_an_ordinary_loop_equals_one_process(
+    world_size: int, cases: list[Any]
+) -> None:
     meshes = {
         w: ParallelMesh.create(weight=w, device_type="cpu", timeout_seconds=20)
         for w in sorted({case[1] for case in cases})
@@ -121,23 +130,14 @@ def every_step(rank: int, world_size: int, cases: list[Any]) -> None:
         assert twin.communicator.plan.slots() == slots, what
 
 
-@pytest.mark.unmeasured
-def test_each_step_of_an_ordinary_loop_equals_one_process() -> None:
-    run_ranks(every_step, 2, CASES)
-
-
-@pytest.mark.unmeasured
-def test_four_ranks_with_replicas_and_with_empty_shards_equal_one_process() -> None:
-    run_ranks(every_step, 4, WIDE)
-
-
 class MeanLoss(Tiny):
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         assert labels is not None, "always given"
         return super().forward(ids, labels) / labels.numel()
 
 
-def means(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_mean_loss_is_averaged_and_unequal_counts_are_refused_everywhere(rank: int) -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     train(Twin(MeanLoss, mesh, reduction="mean"), OPTIMIZERS["sgd"], 1, "mean")
     unequal = Twin(MeanLoss, mesh, reduction="mean")
@@ -145,12 +145,9 @@ def means(rank: int, world_size: int) -> None:
     raises(LayoutError, lambda: unequal.ours(ids, ids), "[3, 6]", "reduction = 'sum'")
 
 
-def test_a_mean_loss_is_averaged_and_unequal_counts_are_refused_everywhere() -> None:
-    run_ranks(means, 2)
 
-
-
-def freezing(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_frozen_weights_and_blocks_keep_no_gradient_and_may_be_thawed() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
 
     def partly() -> nn.Module:
@@ -176,7 +173,3 @@ def freezing(rank: int, world_size: int) -> None:
     twin.zero_grad()
     twin.backward()
     twin.check_gradients("thawed")
-
-
-def test_frozen_weights_and_blocks_keep_no_gradient_and_may_be_thawed() -> None:
-    run_ranks(freezing, 2)

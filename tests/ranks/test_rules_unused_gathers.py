@@ -9,10 +9,11 @@ import torch
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from tests.support.models import Tiny, Twin
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 
-def steps(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     for zero in (False, True):
         twin = Twin(Tiny, mesh)
@@ -46,11 +47,8 @@ def steps(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
 
 
-def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None:
-    run_ranks(steps, 2)
-
-
-def overtaken(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_gather_of_older_values_arrives_before_newer_ones_are_sent_to_its_place() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh)
     communicator, state = twin.communicator, twin.communicator.state
@@ -64,7 +62,3 @@ def overtaken(rank: int, world_size: int) -> None:
     assert not set(map(id, older)) & set(map(id, state.handles.values()))
     twin.backward()
     twin.check_gradients("gathered twice in a row")
-
-
-def test_a_gather_of_older_values_arrives_before_newer_ones_are_sent_to_its_place() -> None:
-    run_ranks(overtaken, 2)

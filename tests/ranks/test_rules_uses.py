@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
-from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, close, raises
-from tests.support.ranks import run_ranks
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
+from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
@@ -41,7 +42,8 @@ class HalfFrozen(Tiny):
         return x
 
 
-def sizes(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
     mesh = mesh_of()
     steps(Twin(partial(Tiny, layers=1), mesh), "one block")
     steps(Twin(partial(Tiny, layers=1), mesh, granularity="module"), "one block, by module")
@@ -53,10 +55,6 @@ def sizes(rank: int, world_size: int) -> None:
     steps(Twin(partial(Tiny, layers=1), mesh, trigger="rolling"), "one block, rolling")
     for config in ({}, ROLLING):
         steps(Twin(HalfFrozen, mesh, **config), "half without a graph")  # type: ignore[arg-type]
-
-
-def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
-    run_ranks(sizes, 2)
 
 
 class Biased(nn.Module):
@@ -109,7 +107,8 @@ class Unlisting(Tiny):
         return x
 
 
-def passing(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
     mesh = mesh_of()
     make = partial(PassingModel, Passing)
     steps(Twin(make, mesh), "passing")
@@ -129,11 +128,8 @@ def passing(rank: int, world_size: int) -> None:
     steps(Twin(frozen, mesh, REENTRANT), "reentrant, whose first input needs no gradient")
 
 
-def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
-    run_ranks(passing, 2)
-
-
-def modes(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_inference_mode_first_and_hooks_of_the_user() -> None:
     mesh = mesh_of()
     unpooled = {"memory_pool": False}
     for where, config in (
@@ -152,7 +148,3 @@ def modes(rank: int, world_size: int) -> None:
     assert {"layers.0", "layers.3.w1", "head"} <= set(seen)
     with torch.autograd.set_detect_anomaly(True):
         steps(Twin(Tiny, mesh), "anomaly detection")
-
-
-def test_inference_mode_first_and_hooks_of_the_user() -> None:
-    run_ranks(modes, 2)

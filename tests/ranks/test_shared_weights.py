@@ -14,7 +14,7 @@ from internsp.errors import OrderError, StructureError
 from internsp.optim import ZeroOptimizer
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, VOCABULARY, Block, Tiny, Twin, raises
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 STEPS = 3
 
@@ -84,7 +84,9 @@ MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def stepped(rank: int, world_size: int) -> None:
+@pytest.mark.unmeasured
+@ranks(2)
+def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> None:
     for number, (make, config) in enumerate(MODELS):
         for zero in (False, True):
             # Each model with one of two meshes, and small weights that travel together or not.
@@ -112,8 +114,3 @@ def stepped(rank: int, world_size: int) -> None:
         "layers.2.q.weight", "untie it",
     )  # fmt: skip
     raises(OrderError, Twin(twice, mesh_of(2)).backward, "unexpected_order = 'gather'")
-
-
-@pytest.mark.unmeasured
-def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> None:
-    run_ranks(stepped, 2)

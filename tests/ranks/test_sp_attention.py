@@ -13,7 +13,7 @@ from torch import Tensor
 from internsp.errors import CollectiveError, LayoutError
 from internsp.sp import Channel, DistributedAttention, SequenceLayout, exchange, start_exchange
 from internsp.trace import Trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 DEPTH = 4
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (5, 5), (3, 1), (2, 1), (10, 2)]
@@ -63,11 +63,15 @@ def forms_of(
     }
 
 
-def every_form_equals_one_process(rank: int, size: int) -> None:
+@pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(4, marks=pytest.mark.unmeasured)]
+)
+@ranks()
+def test_every_form_of_attention_equals_one_process(rank: int, world_size: int) -> None:
     for (heads, kv_heads), (length, starts, window) in itertools.product(HEADS, SHAPES):
         wanted = one_process(heads, kv_heads, length, starts, window)
         ids = torch.zeros(2, length, dtype=torch.long)
-        layout = SequenceLayout.create(ids, rank=rank, size=size, boundaries=starts)
+        layout = SequenceLayout.create(ids, rank=rank, size=world_size, boundaries=starts)
         here = slice(layout.start, layout.stop)
         *given, upstream = (x[:, here] for x in inputs(heads, kv_heads, length))
         attend = DistributedAttention(heads, kv_heads, DEPTH, window=window)
@@ -80,11 +84,6 @@ def every_form_equals_one_process(rank: int, size: int) -> None:
             for what, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
                 case = f"{name} {heads}/{kv_heads} length {length}: {what}"
                 torch.testing.assert_close(a, b[:, here], **CLOSE, msg=lambda m, c=case: f"{c} {m}")
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_form_of_attention_equals_one_process(size: int) -> None:
-    run_ranks(every_form_equals_one_process, size)
 
 
 def exchanges_overlap(rank: int, size: int) -> list[str]:
@@ -122,7 +121,8 @@ def test_three_exchanges_are_in_flight_before_the_first_wait_also_in_backward() 
         ]
 
 
-def groups_live_side_by_side(rank: int, size: int) -> None:
+@ranks(4)
+def test_objects_with_different_groups_live_in_one_process(rank: int) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     crossed = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups = [dist.group.WORLD, halves[rank // 2], crossed[rank % 2]]
@@ -143,11 +143,8 @@ def groups_live_side_by_side(rank: int, size: int) -> None:
             torch.testing.assert_close(a, b[:, layout.start : layout.stop], **CLOSE)
 
 
-def test_objects_with_different_groups_live_in_one_process() -> None:
-    run_ranks(groups_live_side_by_side, 4)
-
-
-def misuse(rank: int, size: int) -> None:
+@ranks(2)
+def test_misuse_is_told_and_lost_exchanges_do_not_pile_up(rank: int) -> None:
     channel = Channel.of(dist.group.WORLD)
     assert Channel.of(dist.group.WORLD) is channel
     assert Channel.of(dist.group.WORLD, Trace()) is not channel
@@ -168,25 +165,18 @@ def misuse(rank: int, size: int) -> None:
     assert torch.equal(back, x)
 
 
-def test_misuse_is_told_and_lost_exchanges_do_not_pile_up() -> None:
-    run_ranks(misuse, 2)
-
-
-def half_precision(rank: int, size: int) -> None:
+@ranks(4)
+def test_gradients_from_several_ranks_are_rounded_once(rank: int, world_size: int) -> None:
     """Gradients of a shared key/value head are summed in fp32 before they are rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
         channel = Channel.of(dist.group.WORLD)
         x = torch.zeros(1, 1, 1, 1, dtype=dtype, requires_grad=True)
-        lengths, cut = (1,) * size, (0, 1) * size
+        lengths, cut = (1,) * world_size, (0, 1) * world_size
         whole = exchange(x, channel, lengths, cut, to="heads")
-        assert whole.shape == (1, size, 1, 1)
+        assert whole.shape == (1, world_size, 1, 1)
         step = torch.finfo(dtype).eps / 2
         whole.backward(torch.full_like(whole, 1.0 if rank == 0 else step))
-        wanted = torch.tensor(1.0 + step * (size - 1), dtype=torch.float64).to(dtype)
+        wanted = torch.tensor(1.0 + step * (world_size - 1), dtype=torch.float64).to(dtype)
         assert wanted > 1.0
         assert x.grad is not None
         assert torch.equal(x.grad.flatten(), wanted.view(1))
-
-
-def test_gradients_from_several_ranks_are_rounded_once() -> None:
-    run_ranks(half_precision, 4)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from internsp.errors import OrderError
 from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
 from internsp.trace import Trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 
 
 class Block(nn.Module):
@@ -41,7 +41,19 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def checkpointed(rank: int, size: int) -> None:
+def retained(block: Block, x: Tensor, layout: SequenceLayout) -> None:
+    """A graph that is kept gives the same gradients twice."""
+    x = x.clone().requires_grad_()
+    y = checkpoint(block, x, layout, use_reentrant=False, context_fn=checkpoint_context_fn)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y.sum(), x)[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@ranks()
+def test_checkpointing_keeps_the_numbers_and_selective_repeats_no_exchange(
+    rank: int, world_size: int
+) -> None:
     torch.manual_seed(0)
     blocks = nn.ModuleList([Block(), Block()])
     whole = torch.randn(2, 7, 12, dtype=torch.float64)
@@ -57,7 +69,7 @@ def checkpointed(rank: int, size: int) -> None:
         return y.detach(), [x.grad, *(p.grad.clone() for p in blocks.parameters())]
 
     plain = run(SequenceLayout.create(ids, boundaries=starts), lambda f, *a: f(*a))
-    layout = SequenceLayout.create(ids, rank=rank, size=size, boundaries=starts)
+    layout = SequenceLayout.create(ids, rank=rank, size=world_size, boundaries=starts)
     trace = Trace(enabled=True)
     for block in blocks:
         block.attend.attach(dist.group.WORLD, trace)
@@ -87,19 +99,6 @@ def checkpointed(rank: int, size: int) -> None:
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
     retained(blocks[0], whole[:, layout.start : layout.stop], layout)
     assert not blocks[0].attend.channel.flights
-
-
-def retained(block: Block, x: Tensor, layout: SequenceLayout) -> None:
-    """A graph that is kept gives the same gradients twice."""
-    x = x.clone().requires_grad_()
-    y = checkpoint(block, x, layout, use_reentrant=False, context_fn=checkpoint_context_fn)
-    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
-    assert torch.equal(first, torch.autograd.grad(y.sum(), x)[0])
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_checkpointing_keeps_the_numbers_and_selective_repeats_no_exchange(size: int) -> None:
-    run_ranks(checkpointed, size)
 
 
 def test_selective_checkpointing_repeats_no_attention_on_one_rank() -> None:
@@ -153,7 +152,10 @@ def test_a_block_that_recomputes_something_else_is_told() -> None:
         y.sum().backward()
 
 
-def compiled(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_compiled_block_leaves_its_graph_for_attention_and_compiles_once(
+    rank: int, world_size: int
+) -> None:
     torch.manual_seed(0)
     block, trace = Block(), Trace(enabled=True)
     block.attend.attach(dist.group.WORLD, trace)
@@ -166,7 +168,7 @@ def compiled(rank: int, size: int) -> None:
     faster = torch.compile(block, backend=backend)
     for first in (1, 2, 3):
         ids, starts = torch.zeros(2, 7, dtype=torch.long), [[0, first], [0]]
-        layout = SequenceLayout.create(ids, rank=rank, size=size, boundaries=starts)
+        layout = SequenceLayout.create(ids, rank=rank, size=world_size, boundaries=starts)
         x = torch.randn(2, layout.stop - layout.start, 12, dtype=torch.float64, requires_grad=True)
         wanted = block(x, layout)
         selective = {"use_reentrant": False, "context_fn": checkpoint_context_fn}
@@ -179,7 +181,3 @@ def compiled(rank: int, size: int) -> None:
         assert len([e for e in trace.events if e.kind == "A2A"]) == 12
     # One graph before attention and one after it, whatever the documents are.
     assert len(graphs) == 2
-
-
-def test_a_compiled_block_leaves_its_graph_for_attention_and_compiles_once() -> None:
-    run_ranks(compiled, 2)

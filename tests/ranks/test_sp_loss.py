@@ -14,7 +14,7 @@ from internsp.errors import ConfigError, LayoutError
 from internsp.sp import SequenceLayout, gather_logits, token_loss, vocabulary_parallel_cross_entropy
 from internsp.sp.exchange import Channel
 from internsp.trace import Trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 VOCABULARY, HIDDEN, LENGTH = 11, 6, 9
 CLOSE = {"atol": 1e-12, "rtol": 0.0}
@@ -38,13 +38,15 @@ def whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def every_mode(rank: int, size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@ranks()
+def test_every_output_mode_equals_one_process(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     for valid in (LENGTH, 1, 0):
         hidden, weight, labels = batch(valid)
         wanted = whole_loss(hidden, weight, labels)
         layout = SequenceLayout.create(
-            torch.zeros(2, LENGTH, dtype=torch.long), rank=rank, size=size, labels=labels
+            torch.zeros(2, LENGTH, dtype=torch.long), rank=rank, size=world_size, labels=labels
         )
         here = slice(layout.start, layout.stop)
         for output in ("local", "gather", "vocabulary"):
@@ -70,12 +72,8 @@ def every_mode(rank: int, size: int) -> None:
                 torch.testing.assert_close(dw, wanted[2], **CLOSE)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_output_mode_equals_one_process(size: int) -> None:
-    run_ranks(every_mode, size)
-
-
-def upstream_gradients(rank: int, size: int) -> None:
+@ranks(4)
+def test_arbitrary_upstream_gradients_reach_the_right_tokens(rank: int) -> None:
     lengths = (3, 0, 4, 2)
     channel = Channel.of(dist.group.WORLD)
     torch.manual_seed(5)
@@ -107,10 +105,6 @@ def upstream_gradients(rank: int, size: int) -> None:
     torch.testing.assert_close(gathered, logits, atol=0, rtol=0)
     gathered.backward(torch.full_like(logits, rank + 1.0))
     torch.testing.assert_close(own.grad, torch.full_like(own, 10.0), **CLOSE)
-
-
-def test_arbitrary_upstream_gradients_reach_the_right_tokens() -> None:
-    run_ranks(upstream_gradients, 4)
 
 
 class OpenedHead(nn.Module):

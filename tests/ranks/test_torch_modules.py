@@ -13,7 +13,8 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
-from tests.support.models import ALL, Tiny, Twin, close
+from tests.support.compare import close
+from tests.support.models import ALL, Tiny, Twin
 from tests.support.ranks import run_ranks
 
 WIDTH = 6

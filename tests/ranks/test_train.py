@@ -36,7 +36,7 @@ def config(**changes: dict[str, Any]) -> Config:
         "activation_checkpoint": {"mode": "full", "fraction": 0.5},
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "train": {
-            "steps": 50, "global_batch": 4, "eval_batches": 2, "sample_bytes": 0, "loss_chunk": 20,
+            "steps": 25, "global_batch": 4, "eval_batches": 2, "sample_bytes": 0, "loss_chunk": 20,
             "log_every": 50,
         },
         "checkpoint": {"save": False},
@@ -76,7 +76,8 @@ OPTIMIZERS: list[Changes] = [
     {"optimizer": {"name": "adamw", "max_grad_norm": 1.0}},
     {"optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0}},
 ]
-# What is left out here, each mesh of four with the other optimizer, test_zero_parity.py compares.
+# What is left out here, each mesh of four with the other optimizer, test_zero_parity.py compares,
+# and fifty steps.
 MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
     (2, {"weight": 2, "sequence": 2}, (0, 1)),
     (4, {"weight": 2, "sequence": 4}, (0,)),
@@ -85,10 +86,10 @@ MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
 
 
 @pytest.mark.slow
-def test_fifty_steps_equal_one_process_on_every_mesh(tmp_path: Path) -> None:
+def test_every_step_equals_one_process_on_every_mesh(tmp_path: Path) -> None:
     wanted = rows_of_runs(tmp_path, 1, OPTIMIZERS)
     for rows in wanted:
-        assert rows[-1].loss < 0.75 * rows[0].loss
+        assert rows[-1].loss < 0.85 * rows[0].loss
     for world in (2, 4):
         chosen = [(m, o) for size, m, optimizers in MESHES if size == world for o in optimizers]
         changes = [{**OPTIMIZERS[o], "parallel": mesh} for mesh, o in chosen]

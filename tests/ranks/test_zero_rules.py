@@ -97,7 +97,7 @@ def test_with_fewer_zero_ranks_than_replicas_slices_alone_are_summed_between_the
 def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
     s = setup(Case(weight=2))
     ids, labels = (share(t, rank) for t in batch(0, world))
-    parameter = s.model.layers[0].wq.weight
+    parameter = s.model.layers[0].q.weight
     quiet = [parameter.grad is None]
     s.model(ids, labels).backward()
     complaints = []
@@ -131,7 +131,7 @@ def reading(rank: int, world: int) -> tuple[list[str], list[bool]]:
 def test_an_unfinished_gradient_cannot_be_read_or_set_and_can_be_dropped() -> None:
     for rank, (complaints, quiet) in enumerate(run_ranks(reading, 2)):
         assert all(f"on rank {rank}" in c for c in complaints)
-        assert complaints[0].startswith("layers.0.wq.weight.grad was read")
+        assert complaints[0].startswith("layers.0.q.weight.grad was read")
         assert "gather_gradients" in complaints[0]
         assert "was set" in complaints[-1]
         assert all(quiet), quiet
@@ -149,8 +149,8 @@ def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[flo
     readers = []
     ids, labels = (share(t, rank) for t in batch(9, world))
     for read in (
-        lambda: s.model.layers[1].wq.weight.full_tensor(),
-        lambda: s.model.layers[1].wq.weight.to_local(),
+        lambda: s.model.layers[1].q.weight.full_tensor(),
+        lambda: s.model.layers[1].q.weight.to_local(),
         lambda: s.model.layers[1].norm.weight * 2,
         lambda: s.model.state_dict()["head.weight"],
         lambda: s.model(ids, labels),

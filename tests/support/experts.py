@@ -19,6 +19,7 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.parallel import parallelize
 from internsp.trace import Trace
+from tests.support.compare import gaps, gradients, parameters
 from tests.support.meshes import mesh_of
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank
@@ -243,26 +244,9 @@ class Pair:
         }
 
     def furthest_gradient(self) -> float:
-        """The largest difference of a gradient, over its largest element. Collective."""
-        worst = 0.0
-        for name, wanted in self.plain.named_parameters():
-            gradient = self.ours.get_parameter(name).grad
-            if wanted.grad is None:
-                assert gradient is None, f"{name} has a gradient, on one process it has none"
-                continue
-            assert gradient is not None, f"{name} has no gradient"
-            worst = max(worst, gap(gradient.full_tensor(), wanted.grad))  # type: ignore[attr-defined]
-        return worst
+        """The largest gap of this rank's gradients."""
+        return max(gaps(gradients(self.ours), gradients(self.plain)).values())
 
     def furthest_parameter(self) -> float:
-        """The largest difference of a parameter, over its largest element. Collective."""
-        found = self.whole()
-        return max(gap(found[n], p.detach()) for n, p in self.plain.named_parameters())
-
-
-def gap(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest element; infinite for NaN or another shape."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    worst = float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-6)
-    return worst if worst == worst else float("inf")
+        """The largest gap of this rank's parameters."""
+        return max(gaps(parameters(self.ours), parameters(self.plain)).values())

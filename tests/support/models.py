@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from internsp.trace import Trace
+from tests.support.compare import TOLERANCE, check, gradients, parameters
 
 VOCABULARY = 11  # odd, so that no number of ranks divides the rows
 CUT = 20  # elements from which on these models' parameters are cut
@@ -109,22 +109,22 @@ class Twin:
         self.plain(*everybody).backward()
         self.ours(*mine).backward()
 
-    def check_gradients(self, what: str = "", tolerance: float = 1e-10) -> None:
+    def check_gradients(self, what: str = "", tolerance: float = TOLERANCE) -> None:
         """Every ``.grad`` equals one process's; absent ones are absent."""
-        pairs = zip(self.plain.named_parameters(), self.ours.named_parameters(), strict=True)
-        for (name, a), (_, b) in pairs:
-            if a.grad is None:
-                assert b.grad is None, f"{what}: {name} has a gradient, on one process it has none"
-            else:
-                assert b.grad is not None, f"{what}: {name} has no gradient"
-                found, wanted = b.grad.to_local(), local_part(a.grad, b)
-                close(found, wanted, f"{what}: gradient of {name}", tolerance, a.grad)
+        what = f"{what}: gradients"
+        check(gradients(self.ours), gradients(self.plain), what, tolerance)
 
-    def check_parameters(self, what: str = "", tolerance: float = 1e-10) -> None:
+    def check_parameters(self, what: str = "", tolerance: float = TOLERANCE) -> None:
         """Every parameter equals one process's."""
-        pairs = zip(self.plain.named_parameters(), self.ours.named_parameters(), strict=True)
-        for (name, a), (_, b) in pairs:
-            close(b.to_local(), local_part(a, b), f"{what}: {name}", tolerance, a)
+        check(parameters(self.ours), parameters(self.plain), what, tolerance)
+
+    def check_step(self, optimizers: Iterable[Any], what: str = "") -> None:
+        """Every gradient, then every parameter after a step of both models' ``optimizers``."""
+        self.check_gradients(what)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.check_parameters(f"{what}, after the step")
 
     def zero_grad(self) -> None:
         """Drop both models' gradients."""
@@ -136,30 +136,6 @@ class Twin:
         found = self.trace.lines(kinds)
         self.trace.clear()
         return found
-
-
-def local_part(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of ``whole`` by torch's own rule for the placements of ``like``."""
-    part = whole.detach()
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            pieces = part.chunk(like.device_mesh.size(axis), placement.dim)
-            rank = like.device_mesh.get_local_rank(axis)
-            empty = part.narrow(placement.dim, 0, 0)
-            part = pieces[rank] if rank < len(pieces) else empty
-    return part
-
-
-def close(
-    found: Tensor, wanted: Tensor, what: str, tolerance: float = 1e-10, whole: Tensor | None = None
-) -> None:
-    """Assert ``found`` equals ``wanted``, relative to the largest element (NaN never does)."""
-    assert found.shape == wanted.shape, f"{what}: {list(found.shape)} for {list(wanted.shape)}"
-    if not wanted.numel():
-        return
-    gap = (found.detach() - wanted.detach()).abs().max()
-    scale = max(float((wanted if whole is None else whole).detach().abs().max()), 1e-3)
-    assert float(gap) <= tolerance * scale, f"{what} differs by {float(gap):.3g} of {scale:.3g}"
 
 
 def raises(kind: type[BaseException], call: Callable[[], Any], *words: str) -> str:

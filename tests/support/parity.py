@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import model_zoo
 from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from internsp.sp import SequenceLayout
+from tests.support.compare import after_a_step, gap, gaps, gradients
 from tests.support.meshes import mesh_of
-from tests.support.models import local_part
 
 VOCABULARY = 37  # odd: neither 2 nor 4 ranks divide the rows of embedding and head
 
@@ -69,8 +69,7 @@ def run_case(
     """Run ``case`` on the calling ranks, on ``device``, or on a ``mesh`` of its degrees.
 
     Returns:
-        The largest relative difference of the loss, and of any parameter's gradient (absolute
-        difference over the gradient's largest element).
+        The gap of the loss, and the largest of all gradients and of all parameters after a step.
     """
     mesh = mesh or mesh_of(case.weight, case.sequence, device=device)
     plain = model_zoo.build(
@@ -87,44 +86,9 @@ def run_case(
     wanted = _plain_loss(plain, batches, mesh.device)
     wanted.backward()
     found = _parallel_loss(ours, mesh, batches, int(_count(batches)))
-    wanted = wanted.detach()
-    loss_gap = abs(float(wanted) - found) / max(abs(float(wanted)), 1e-30)
-    return loss_gap, gradient_gap(plain, ours)
-
-
-def gradient_gap(plain: torch.nn.Module, ours: torch.nn.Module) -> float:
-    """The largest difference over this rank's parts of all gradients, over the largest element.
-
-    A gradient that is zero but for rounding (queries of one-token documents) is compared with a
-    ten-thousandth of the model's largest gradient instead.
-    """
-    gradients = [p.grad.abs().max() for p in plain.parameters() if p.grad is not None]
-    floor = 1e-4 * float(torch.stack(gradients).max()) if gradients else 0.0
-    worst = 0.0
-    pairs = zip(plain.named_parameters(), ours.named_parameters(), strict=True)
-    for (name, a), (other, b) in pairs:
-        assert name == other, f"{name} became {other}"
-        if a.grad is None:
-            assert b.grad is None, f"{name} has a gradient that one process does not have"
-            continue
-        scale = max(float(a.grad.abs().max()), floor, 1e-300)
-        worst = max(worst, furthest(b, a.grad, name) / scale)
-    return worst
-
-
-def furthest(parameter: torch.nn.Parameter, wanted: Tensor, name: str, steps: int = 1) -> float:
-    """The largest difference of this rank's part of a gradient, over ``steps`` equal ones.
-
-    The ranks together compare every element, without a gather of each gradient.
-    """
-    assert parameter.grad is not None, f"{name} has no gradient"
-    assert parameter.grad.shape == wanted.shape, name
-    assert parameter.grad.placements == parameter.placements, name  # type: ignore[attr-defined]
-    mine = parameter.grad.to_local() / steps  # type: ignore[attr-defined]
-    part = local_part(wanted, parameter)
-    assert mine.shape == part.shape, name
-    assert not mine.isnan().any(), name
-    return float((mine - part).abs().max()) if part.numel() else 0.0
+    apart = gaps(gradients(ours), gradients(plain))
+    loss = gap(torch.tensor(found, dtype=torch.float64), wanted.cpu())
+    return loss, max(*apart.values(), *after_a_step([ours], plain).values())
 
 
 def _count(batches: Sequence[tuple[Tensor, Any, Tensor | None]]) -> float:
@@ -135,7 +99,7 @@ def _count(batches: Sequence[tuple[Tensor, Any, Tensor | None]]) -> float:
 
 
 def _plain_loss(
-    model: torch.nn.Module,
+    model: nn.Module,
     batches: Sequence[tuple[Tensor, Any, Tensor | None]],
     device: torch.device,
 ) -> Tensor:
@@ -148,7 +112,7 @@ def _plain_loss(
 
 
 def _parallel_loss(
-    model: torch.nn.Module,
+    model: nn.Module,
     mesh: ParallelMesh,
     batches: Sequence[tuple[Tensor, Any, Tensor | None]],
     tokens: int,

@@ -17,10 +17,9 @@ from internsp.mesh import ParallelMesh
 from internsp.pipeline import MicroBatch, Pipeline, SchedulerHook
 from internsp.sp import SequenceLayout
 from internsp.trace import Trace
+from tests.support.compare import gap, gaps, gradients, on_all_stages
 from tests.support.meshes import mesh_of
-from tests.support.parity import VOCABULARY, furthest
-
-BOUND = 1e-10
+from tests.support.parity import VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -145,38 +144,28 @@ def plain_loss(case: Case, model: nn.Module, data: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """Relative differences of the loss and of the worst gradient; gradients of this rank."""
+    """Gaps: of the loss, the largest of this rank's gradients, and of parameters after a step."""
 
     loss: float
     gradient: float
-    gradients: int
+    parameter: float = 0.0
 
 
 def compare(case: Case, pipeline: Pipeline, plain: nn.Module, losses: list[Tensor]) -> Found:
     """What a step gave, beside one process's. Collective."""
     wanted = plain_loss(case, plain, pipeline.mesh.data)
     wanted.backward()
-    wanted = wanted.detach()
     total = torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
     dist.all_reduce(total)
-    worst, count = gradient_gap(pipeline, plain, case.steps)
-    return Found(float((total - wanted).abs() / wanted.abs()), worst, count)
+    return Found(gap(total, wanted), max(gradient_gaps(pipeline, plain, case.steps).values()))
 
 
-def gradient_gap(pipeline: Pipeline, plain: nn.Module, steps: int = 1) -> tuple[float, int]:
-    """The worst difference of this rank's parts of gradients, and how many there are.
+def gradient_gaps(pipeline: Pipeline, plain: nn.Module, steps: int = 1) -> dict[str, float]:
+    """Of every parameter of this rank, and none is on no rank. Collective.
 
-    A gradient that is zero but for rounding (queries of one-token documents) is compared with a
-    ten-thousandth of the model's largest gradient instead.
+    Args:
+        steps: so many times one process's gradient is wanted.
     """
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    floor = 1e-4 * max(float(g.abs().max()) for g in wanted.values() if g is not None)
-    worst, count = 0.0, 0
-    for chunk in pipeline.chunks:
-        for name, parameter in chunk.named_parameters():
-            one = wanted[name]
-            assert one is not None, name
-            scale = max(float(one.abs().max()), floor)
-            worst = max(worst, furthest(parameter, one, name, steps) / scale)
-            count += 1
-    return worst, count
+    found = gradients(*pipeline.chunks)
+    wanted = on_all_stages(found, gradients(plain))
+    return gaps(found, {n: g if g is None else steps * g for n, g in wanted.items()})

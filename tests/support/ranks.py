@@ -1,13 +1,16 @@
-"""Run a function on several ranks: real processes, a gloo group, failures that explain themselves.
+"""Run a test on several ranks: real processes, a gloo group, failures that explain themselves.
 
 The processes come from a fork server that has torch loaded already, so that a group of two starts
-in a fraction of a second. ``fn`` must live at module level; what it takes and returns must pickle.
+in a fraction of a second. :func:`ranks` stands on a test whose whole body runs on every rank;
+:func:`run_ranks` is for tests that compare what ranks return, or run several groups.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -23,6 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -63,13 +67,52 @@ class _Unmeasured(ForkServerProcess):
     _bootstrap = BaseProcess._bootstrap  # type: ignore[attr-defined]
 
 
+def ranks(
+    number: int | None = None, timeout: float = 120.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test's body on each of ``number`` ranks, as :func:`run_ranks` does.
+
+    Fixtures and parameters reach every rank, and so must pickle. The body may also take ``rank``
+    and ``world_size``.
+
+    Args:
+        number: None where ``world_size`` is one of the test's parameters, which then says it.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        of_body = inspect.signature(body)
+        ours = {"rank"} if number is None else {"rank", "world_size"}
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True  # pytest shows the rank's traceback, not also this one
+            world_size = arguments["world_size"] if number is None else number
+            run_ranks(_run_body, world_size, test, arguments, timeout=timeout)
+
+        # What pytest reads, to know which fixtures and parameters to hand in.
+        theirs = [p for p in of_body.parameters.values() if p.name not in ours]
+        test.__signature__ = of_body.replace(parameters=theirs)  # type: ignore[attr-defined]
+        return pytest.mark.ranks(test)
+
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, test: Any, arguments: dict[str, Any]) -> None:
+    """The body of ``test``, which travels as its module-level name: that is the decorated one."""
+    body = test.__wrapped__
+    known = arguments | {"rank": rank, "world_size": world_size}
+    result = body(**{name: known[name] for name in inspect.signature(body).parameters})
+    assert result is None, f"the body of a test checks its values itself: it returned {result!r}"
+
+
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on each rank and return its values by rank.
 
-    Each process has an initialized gloo group (30 s timeout), one torch thread, seed 0 and
-    deterministic algorithms (which also fill ``torch.empty`` with NaN).
+    ``fn`` must live at module level; what it takes and returns must pickle. Each process has an
+    initialized gloo group (30 s timeout), one torch thread, seed 0 and deterministic algorithms
+    (which also fill ``torch.empty`` with NaN).
 
     Raises:
         RankError: a rank raised (the message is the traceback of the first in time, one line for

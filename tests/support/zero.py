@@ -16,8 +16,9 @@ from internsp.parallel import parallelize
 from internsp.trace import Trace
 from internsp.wp.communicator import ISPCommunicator
 from tests.support.meshes import mesh_of
+from tests.support.models import VOCABULARY, Tiny
 
-VOCABULARY, WIDTH, LENGTH, ROWS = 11, 6, 5, 2  # ROWS: of each rank
+WIDTH, LENGTH, ROWS = 6, 5, 2  # ROWS: of each rank
 CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-2, "weight_decay": 0.1},
@@ -26,39 +27,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wq = nn.Linear(WIDTH, WIDTH)
-        self.wo = nn.Linear(WIDTH, WIDTH)
-        self.w1 = nn.Linear(WIDTH, 2 * WIDTH + 1)  # 13 rows divide by nothing
-        self.w2 = nn.Linear(2 * WIDTH + 1, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.wo(torch.tanh(self.wq(self.norm(x))))
-        return x + self.w2(F.gelu(self.w1(x)))
-
-
-class Little(nn.Module):
+class Little(Tiny):
     """``model(ids, labels)`` -> the sum of the token losses. ``side`` is used on request."""
 
     def __init__(self, blocks: int = 2, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        super().__init__(layers=blocks, width=WIDTH, tied=tied)
         self.side = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor, labels: Tensor, side: bool = False) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
+    def forward(self, ids: Tensor, labels: Tensor | None = None, side: bool = False) -> Tensor:
+        assert labels is not None
+        x = self.blocks(self.embed(ids))
         if side:
             x = x + self.side(x)
-        logits = self.head(x).flatten(0, 1)
+        logits = self.head(self.norm(x)).flatten(0, 1)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum")
 

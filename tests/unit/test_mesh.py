@@ -61,15 +61,24 @@ def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() ->
     ]  # fmt: skip
 
 
-def test_experts_without_degrees_of_their_own_share_the_dense_axis() -> None:
-    for shape in (MeshShape(8, 2), MeshShape(8, 2, zero=2), MeshShape(8, 2, expert_weight=2)):
-        assert shape.experts == shape.dense
-        assert not shape.separate
-        for kind in ("weight", "gradient", "replica", "zero", "zero_replica"):
-            assert shape.ranks(f"expert_{kind}") == shape.ranks(kind)
-        assert shape.ranks("expert") == [[rank] for rank in range(8)]
-    assert MeshShape(8, 2, expert_weight=4).separate
-    assert MeshShape(8, 2, expert=2).separate
+@pytest.mark.parametrize(
+    "shape",
+    [MeshShape(8, 2), MeshShape(8, 2, zero=2), MeshShape(8, 2, expert_weight=2)],
+    ids=["no degrees of experts", "with zero", "the same weight degree"],
+)
+def test_experts_without_degrees_of_their_own_share_the_dense_axis(shape: MeshShape) -> None:
+    assert shape.experts == shape.dense
+    assert not shape.separate
+    for kind in ("weight", "gradient", "replica", "zero", "zero_replica"):
+        assert shape.ranks(f"expert_{kind}") == shape.ranks(kind)
+    assert shape.ranks("expert") == [[rank] for rank in range(8)]
+
+
+@pytest.mark.parametrize("degrees", [{"expert_weight": 4}, {"expert": 2}], ids=str)
+def test_experts_with_degrees_of_their_own_have_an_axis_of_their_own(
+    degrees: dict[str, int],
+) -> None:
+    assert MeshShape(8, 2, **degrees).separate
 
 
 def test_the_state_of_experts_is_cut_over_what_their_replicas_and_zero_have_in_common() -> None:

@@ -167,12 +167,14 @@ def test_a_picture_without_a_pipeline_is_refused(tmp_path: Path) -> None:
         print_plan(settings, 1, Console(file=io.StringIO()), tmp_path / "no.svg")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [(".", "Is a directory"), ("no/x.svg", "No such file")]
+)
 def test_a_picture_that_cannot_be_written_is_one_line_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo = Path(__file__).parents[2] / "configs" / "pipeline_demo.toml"
-    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "x.svg", "No such file")):
-        assert cli.main(["plan", str(demo), "--picture", str(path)]) == 2
-        out, error = capsys.readouterr()
-        assert out == ""
-        assert error.startswith(f"internsp: --picture {path}: {why}")
+    demo, path = Path(__file__).parents[2] / "configs" / "pipeline_demo.toml", tmp_path / name
+    assert cli.main(["plan", str(demo), "--picture", str(path)]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(f"internsp: --picture {path}: {why}")

@@ -117,13 +117,11 @@ def test_experts_are_planned_over_their_own_groups() -> None:
     assert places == ["6 0 3 0 3 3 0", "6 1 1 0 2"]
 
 
-def test_an_axis_for_experts_and_a_model_without_any_is_refused() -> None:
-    for pipeline in (1, 2):
-        wrong = config(
-            parallel={"expert": 2, "pipeline": pipeline}, train={"micro_batches": 2}
-        )
-        with pytest.raises(StructureError, match=r"candidates: .*layers\.\*\.feed_forward\.w1"):
-            print_plan(wrong, 4 * pipeline, Console(file=io.StringIO()))
+@pytest.mark.parametrize("pipeline", [1, 2], ids=["no pipeline", "a pipeline"])
+def test_an_axis_for_experts_and_a_model_without_any_is_refused(pipeline: int) -> None:
+    wrong = config(parallel={"expert": 2, "pipeline": pipeline}, train={"micro_batches": 2})
+    with pytest.raises(StructureError, match=r"candidates: .*layers\.\*\.feed_forward\.w1"):
+        print_plan(wrong, 4 * pipeline, Console(file=io.StringIO()))
 
 
 def test_impossible_degrees_are_all_told_before_anything_is_built() -> None:

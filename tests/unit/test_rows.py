@@ -60,12 +60,18 @@ def test_a_mistake_in_jsonl_names_the_file_and_the_row(tmp_path, content, expect
     assert caught.value.exit_status == 2
 
 
-def test_a_packed_file_that_is_cut_is_told(tmp_path) -> None:
-    packed = gzip.compress(GOOD * 500)
-    for content in (packed[: len(packed) // 2], b"not packed", packed[:-6] + b"123456"):
-        (tmp_path / "a.jsonl.gz").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"a.jsonl.gz cannot be read to its end: \w"):
-            list(row_texts(tmp_path / "a.jsonl.gz", "jsonl", "text"))
+PACKED = gzip.compress(GOOD * 500)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [PACKED[: len(PACKED) // 2], b"not packed", PACKED[:-6] + b"123456"],
+    ids=["half of it", "not packed", "another checksum"],
+)
+def test_a_packed_file_that_is_cut_is_told(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.jsonl.gz cannot be read to its end: \w"):
+        list(row_texts(tmp_path / "a.jsonl.gz", "jsonl", "text"))
 
 
 def test_a_mistake_in_parquet_names_the_file_and_the_row(tmp_path) -> None:
