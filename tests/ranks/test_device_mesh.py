@@ -126,7 +126,6 @@ def test_a_pipelines_axis_is_the_outermost(world: int) -> None:
     for rank, (found, stage) in enumerate(run_ranks(piped, world)):
         assert stage == rank // (world // 2)
         assert max(found.loss, found.gradient) < BOUND
-        assert found.gradients > 0
 
 
 # what is given, and words of the error
