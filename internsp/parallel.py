@@ -15,8 +15,8 @@ from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
-from internsp.layers.parameters import Scope, attach
-from internsp.layers.supported import require_supported
+from internsp.layers.parameters import Scope, attach, put
+from internsp.layers.supported import copies_of, require_supported
 from internsp.mesh import ParallelMesh
 from internsp.plan.assign import Assignment, Owner, assign, block_of, require_experts_matched
 from internsp.plan.blocks import Structure, read
@@ -163,6 +163,7 @@ class _Builder:
         self.recomputed = recomputed
         self.dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
         self.sharded: list[ShardedParameter] = []
+        self.originals: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
@@ -203,10 +204,15 @@ class _Builder:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
             if self.own is not None:
                 weight.communicator = UsersCommunicator(communicator.state, self.own)
+        copies = {m: list(copies_of(m)) for m in self.model.modules()}
         for owner, member in places:
             scope = self.scopes[block_of(owner.module_name, self.structure)]
             attach(owner.module, owner.module_name, owner.name, member, scope)
             communicator.places[owner.module, owner.name] = member
+            for copy in copies[owner.module]:
+                if copy.parameter is self.originals[owner.module, owner.name]:
+                    owner.module._parameters.copies.append((copy.path, owner.name))  # type: ignore[attr-defined]
+                    put(owner.module, copy.path, member.parameter)
         hooked = [
             BlockHooks(
                 block.module,
@@ -231,6 +237,8 @@ class _Builder:
         return communicator
 
     def _place(self, a: Assignment) -> list[tuple[Owner, ShardedParameter | ReplicatedParameter]]:
+        for o in a.owners:
+            self.originals[o.module, o.name] = a.parameter
         if a.unit is None:
             member = ReplicatedParameter(a.name, a.parameter, self.mesh, self.dtype)
             self.replicated.append(member)

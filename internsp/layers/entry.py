@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
-from internsp.layers.parameters import Views, Weight, unwritten, weights_of
+from internsp.layers.parameters import Views, Weight, put, unwritten, weights_of
 
 
 class BlockUse:
@@ -100,12 +100,16 @@ def take_at_entry(
         plain = _plain(held, taken)
         handed = [dict(inside) for inside in plain]
         try:
-            for module, inside in zip(modules, plain, strict=True):
+            for module, weights, inside in zip(modules, held, plain, strict=True):
                 module.__dict__["_parameters"] = inside
+                for path, name in weights.copies:
+                    put(module, path, inside[name])
             output = inner(*args, **kwargs)
         finally:
             for module, weights in zip(modules, held, strict=True):
                 module.__dict__["_parameters"] = weights
+                for path, name in weights.copies:
+                    put(module, path, weights.get(name))
         _keep_what_was_put_in(held, plain, handed)
         for weight, tensor in zip(own, taken, strict=True):
             unwritten(weight, tensor)

@@ -217,15 +217,18 @@ class Weights(dict[str, Any]):
         weights: those of the module that ``parallelize`` has made, by their names in it.
         scope: in which they may be read past the module's forward.
         taken: the views made in the module's own forward, while it runs.
+        copies: where else the module holds which of them, as ``nn.LSTM`` in a list: a path of an
+            attribute and keys, and the name. In a forward the view stands there, too.
     """
 
-    __slots__ = ("owner", "scope", "taken", "weights")
+    __slots__ = ("copies", "owner", "scope", "taken", "weights")
 
     def __init__(self, parameters: Mapping[str, Any], owner: str, scope: Scope) -> None:
         super().__init__(parameters)
         self.owner, self.scope = owner, scope
         self.weights: dict[str, Weight] = {}
         self.taken: Taken | None = None
+        self.copies: list[tuple[tuple[Any, ...], str]] = []
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
@@ -357,12 +360,16 @@ def wrap(module: nn.Module) -> None:
         before = {} if simple else given((args, kwargs))
         outside, held.taken = held.taken, {}
         try:
+            for path, name in held.copies:
+                put(module, path, held[name])
             output = inner(*args, **kwargs)
         except BaseException:
             _release(held.taken)
             raise
         finally:
             taken, held.taken = held.taken, outside
+            for path, name in held.copies:
+                put(module, path, held.get(name))
         if not taken:
             return output
         if simple:
@@ -394,7 +401,8 @@ def enclose(module: nn.Module, scope: Scope) -> None:
     The forward is wrapped and not the call, so that a checkpoint around it finds the weights again
     in its recompute.
     """
-    inner = module.forward
+    held, inner = module._parameters, module.forward
+    copies = held.copies if isinstance(held, Weights) else []
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -404,9 +412,13 @@ def enclose(module: nn.Module, scope: Scope) -> None:
         before = given((args, kwargs))
         outside, scope.taken = scope.taken, {}
         try:
+            for path, name in copies:
+                put(module, path, module._parameters[name])
             output = inner(*args, **kwargs)
         finally:
             taken, scope.taken = scope.taken, outside
+            for path, name in copies:
+                put(module, path, module._parameters.get(name))
         return leave(taken, output, before) if taken else output
 
     module.forward = forward  # type: ignore[method-assign]
@@ -500,6 +512,14 @@ def attach(module: nn.Module, module_name: str, name: str, weight: Weight, scope
         held = module.__dict__["_parameters"] = Weights(held, owner, scope)
         scope.members.append(held)
     held.weights[name] = weight
+
+
+def put(module: nn.Module, path: tuple[Any, ...], value: Any) -> None:
+    """Set what the attribute ``path[0]`` of ``module`` holds under the keys that follow."""
+    place: Any = vars(module)  # past __setattr__, in which nn.LSTM renews its list
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,11 +38,6 @@ def require_supported(model: nn.Module) -> None:
 
 
 def _module(name: str, module: nn.Module) -> None:
-    if isinstance(module, nn.RNNBase):
-        raise StructureError(
-            f"{name} is a {type(module).__name__}, which keeps its weights in a list of its own: "
-            "write it with linear layers"
-        )
     if isinstance(module, _TABLES) and (
         module.max_norm is not None or module.sparse or module.scale_grad_by_freq
     ):
@@ -73,29 +68,51 @@ def _parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def _no_copies(model: nn.Module) -> None:
-    """A list or dictionary that holds a parameter would go on holding the old one."""
+    """What holds a parameter past torch's registration would go on holding the old one."""
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     for module_name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_modules", "_buffers"):
+        own = {id(parameter) for parameter in module._parameters.values()}
+        for copy in copies_of(module):
+            if id(copy.parameter) not in names or (copy.settable and id(copy.parameter) in own):
                 continue
-            for held in _held(value, 3):
-                if id(held) in names:
-                    where = f"{module_name}.{attribute}".lstrip(".")
-                    raise StructureError(
-                        f"{where} holds the parameter {names[id(held)]} past torch's registration "
-                        f"(in a {type(value).__name__}): parallelize() would not find it there, "
-                        "and the module would compute with the old one. Use nn.ParameterList or "
-                        "nn.ParameterDict, or read the attribute where it is needed"
-                    )
+            where = f"{module_name}.{copy.path[0]}".lstrip(".")
+            raise StructureError(
+                f"{where} holds the parameter {names[id(copy.parameter)]} past torch's "
+                f"registration (in a {type(vars(module)[copy.path[0]]).__name__}): parallelize() "
+                "would not find it there, and the module would compute with the old one. Use "
+                "nn.ParameterList or nn.ParameterDict, a list of the module's own parameters, or "
+                "read the attribute where it is needed"
+            )
 
 
-def _held(value: Any, depth: int) -> Iterator[nn.Parameter]:
+class Copy(NamedTuple):
+    """A parameter that an attribute of a module holds, beside its registration.
+
+    Attributes:
+        path: the attribute, and then the keys or indices in it.
+        settable: another can be put there: everything on the way is a list or a dictionary.
+    """
+
+    path: tuple[Any, ...]
+    parameter: nn.Parameter
+    settable: bool
+
+
+def copies_of(module: nn.Module) -> Iterator[Copy]:
+    """Parameters in attributes of ``module`` itself, within lists and kin down to three."""
+    for attribute, value in vars(module).items():
+        if attribute not in ("_parameters", "_modules", "_buffers"):
+            yield from _copies((attribute,), value, 3, True)
+
+
+def _copies(path: tuple[Any, ...], value: Any, depth: int, settable: bool) -> Iterator[Copy]:
     if isinstance(value, nn.Parameter):
-        yield value
+        yield Copy(path, value, settable)
     elif depth and isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _held(item, depth - 1)
+        for index, item in enumerate(value):
+            inside = settable and type(value) is list
+            yield from _copies((*path, index), item, depth - 1, inside)
     elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _held(item, depth - 1)
+        for key, item in value.items():
+            inside = settable and isinstance(value, dict)
+            yield from _copies((*path, key), item, depth - 1, inside)

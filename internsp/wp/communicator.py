@@ -243,7 +243,7 @@ class ISPCommunicator(WPCommunicator):
         self._forward: int | None = None  # in whose graph the backward that runs is, if known
         self._forward_open = False  # begun, and not come to its end
         self._inside = False  # the model's forward runs
-        self._backward_task = -1
+        self._task = -1
         self._nested = False  # that task may be an inner one
         self._recomputed = False  # whether the open block has recomputed in this backward
 
@@ -614,6 +614,16 @@ class ISPCommunicator(WPCommunicator):
             callback()
 
     # inside
+
+    @property
+    def _backward_task(self) -> int:
+        """The graph task of the backward that runs; -1: none."""
+        return self._task
+
+    @_backward_task.setter
+    def _backward_task(self, task: int) -> None:
+        self._task = task
+        self.replicated.in_backward = task >= 0
 
     def _come_to(self, forward: int) -> None:
         """Backward is in the graph of ``forward``. If it was in another's, that is over."""

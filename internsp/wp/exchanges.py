@@ -52,6 +52,7 @@ class Exchanges(Generic[W]):
     exchange is needed. An expectation that was wrong costs a second exchange, no number.
 
     Attributes:
+        active: whether anything is exchanged at all.
         early: whether the backward that runs, or ran last, exchanges while it runs.
     """
 
@@ -65,6 +66,7 @@ class Exchanges(Generic[W]):
             limit: bytes in flight, at least one parcel; the oldest are finished first.
         """
         self._parcels, self._limit = list(parcels), limit
+        self.active = bool(parcels)
         self._parcel_of = {w: i for i, parcel in enumerate(parcels) for w in parcel.weights}
         self._reducing: Counter[W] = Counter()
         self.reset()
@@ -79,7 +81,7 @@ class Exchanges(Generic[W]):
 
     def begin(self, early: bool) -> None:
         """A backward begins."""
-        self.early = early and bool(self._parcels)
+        self.early = early and self.active
         self._settled.clear()
 
     def reduced(self, weights: Sequence[W], last: bool) -> None:
@@ -88,8 +90,6 @@ class Exchanges(Generic[W]):
         Args:
             last: ``weights`` have no other in this backward.
         """
-        if not self._parcels:
-            return
         self._reducing.update(weights)
         if last:
             self._settled.update(weights)
@@ -99,7 +99,7 @@ class Exchanges(Generic[W]):
 
     def finished(self, weights: Sequence[W]) -> None:
         """A reduction was finished."""
-        if self._parcels:
+        if self.active:
             self._reducing.subtract(weights)
 
     def advance(self, out: list[Action], over: bool = False) -> None:

@@ -17,6 +17,9 @@ from internsp.wp.layout import ShardLayout, strides
 
 Tag = tuple[int, torch.dtype]
 
+_plainly: Any = torch._C._disabled_torch_function_impl
+_requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
 
 class ShardedParameter:
     """A parameter at rest as this rank's rows.
@@ -126,12 +129,13 @@ class ShardedParameter:
     @property
     def requires_grad(self) -> bool:
         """Whether it is trained, now: a user may freeze and thaw it."""
-        return self.parameter.requires_grad
+        # Past __torch_function__, by which every read of a parameter's attribute goes.
+        return bool(_plainly(_requires_grad, (), (self.parameter,), {}))
 
     @property
     def trained(self) -> bool:
         """See :class:`internsp.wp.schedule.Weight`."""
-        return self.parameter.requires_grad
+        return self.requires_grad
 
     @property
     def gradient_bytes(self) -> int:

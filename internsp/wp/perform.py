@@ -124,12 +124,13 @@ class Chunk:
             for run in runs_of(weights, lambda weight: weight.compute_dtype):
                 self._launched(run, self._coalesced(unit, slot, run, phase))
             return
-        weight = weights[0]
-        collectives = self.gathers[weight.axis]
+        weight, output = weights[0], slot.flat(unit, weights[0])
+        weight.shown = weight.tag()
         if self.quantizer is not None and weight in self.quantizer.weights:  # it goes alone
-            output, shard = self.quantizer.quantize(weight, slot.flat(unit, weight), slot.streams)
+            output, shard = self.quantizer.quantize(weight, output, slot.streams)
         else:
-            shard, output = weight.to_send(), slot.flat(unit, weight)
+            shard = weight.to_send()
+        collectives = self.gathers[weight.axis]
         handle = collectives.all_gather(output, shard, unit.name, weight.name, phase)
         self._launched(weights, handle)
 
@@ -137,6 +138,8 @@ class Chunk:
         self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
     ) -> Handle:
         outputs = [slot.flat(unit, weight) for weight in weights]
+        for weight in weights:
+            weight.shown = weight.tag()
         shards, names = [w.to_send() for w in weights], [w.name for w in weights]
         collectives = self.gathers[weights[0].axis]
         if len(weights) == 1:

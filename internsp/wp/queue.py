@@ -307,9 +307,9 @@ class GatherQueue(Generic[U, W]):
             last: it has no other in this backward, however often it was used.
         """
         out: list[Action] = []
-        if weight in self.reductions and (self.split or unit is self.open):
-            self.reductions.ready(weight, self._most.get(weight, 1) if last else 1)
-            self._take_turns(out)
+        if weight in self.reductions.due and (self.split or unit is self.open):
+            for turn in self.reductions.grads_ready((weight,), self._most, last):
+                self._take_turn(turn, out)
         elif unit.block >= 0 or self.split:
             self.reductions.launch(unit, (weight,), out)
         elif self.in_blocks and unit is self._alone:
@@ -325,10 +325,9 @@ class GatherQueue(Generic[U, W]):
             for weight in weights:
                 out += self.grad_ready(unit, weight, last=True)
             return out
-        rest = [weight for weight in weights if weight not in self.reductions]
-        for weight in weights:
-            self.reductions.ready(weight, self._most.get(weight, 1))
-        self._take_turns(out)
+        rest = [weight for weight in weights if weight not in self.reductions.due]
+        for turn in self.reductions.grads_ready(weights, self._most, last=True):
+            self._take_turn(turn, out)
         for weight in rest:
             self.reductions.launch(unit, (weight,), out)
         return out
@@ -675,11 +674,6 @@ class GatherQueue(Generic[U, W]):
         if self._reaching and self.open is not None:
             self._reaching = False
             self._prefetch(self.open, BACKWARD, out)
-
-    def _take_turns(self, out: list[Action]) -> None:
-        """Those whose turn has come."""
-        while (turn := self.reductions.next(self._most)) is not None:
-            self._take_turn(turn, out)
 
     def _take_turn(self, turn: Turn[W], out: list[Action]) -> None:
         """A group has all its gradients, or will have none: reduce it and release its bytes."""

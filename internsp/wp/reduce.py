@@ -83,13 +83,13 @@ class GradientReducer:
         self._queue.append([self._start(unit, run) for run in runs])
 
     def _start(self, unit: Unit, weights: Sequence[ShardedParameter]) -> PendingGradient:
+        shares = {weight.name: weight.layout.shard_numel for weight in weights}
         if len(weights) == 1:
             pieces, packed = self._pieces(weights[0], self._taken(weights[0]))
         else:
             pieces = packed = self._packed(weights, [self._taken(weight) for weight in weights])
         size = weights[0].layout.size
         received = pieces if size == 1 else self._pool.take(pieces.numel(), pieces.dtype)
-        shares = {w.name: w.layout.shard_numel for w in weights}
         collectives = self._collectives[weights[0].axis]
         handle = collectives.reduce_scatter(received, pieces, unit.name, shares, "backward")
         return PendingGradient(unit, weights, received, packed, pieces, handle)
@@ -109,9 +109,12 @@ class GradientReducer:
             weights[0].borrow_grad(received)  # no other rank has a part: the gradient is the sum
         else:
             total = collectives.sum_received(received, pending.pieces)
-            parts = unflatten(total, [weight.storage for weight in weights])
-            for weight, part in zip(weights, parts, strict=True):
-                weight.add_reduced_grad(part)
+            if len(weights) == 1:
+                weights[0].add_reduced_grad(total.view(weights[0].layout.shard_shape))
+            else:
+                parts = unflatten(total, [weight.storage for weight in weights])
+                for weight, part in zip(weights, parts, strict=True):
+                    weight.add_reduced_grad(part)
             self._give_back(pending)
         if self._trace.enabled:
             for weight in weights:

@@ -39,6 +39,7 @@ class Reductions(Generic[W]):
 
     Attributes:
         accumulating: unsharded gradients are summed instead of being reduced.
+        due: weights whose turn is still to come.
         exchanges: of what was reduced, between replicas.
     """
 
@@ -59,36 +60,37 @@ class Reductions(Generic[W]):
                 of other groups, whose place among the reductions must be the same on every rank.
         """
         self._waiting = deque(order)
-        self._open = {weight for _, _, weights in self._waiting for weight in weights}
+        self.due = {weight for _, _, weights in self._waiting for weight in weights}
         self._at_close = at_close
         self._ready: dict[W, int] = {}
 
-    def __contains__(self, weight: W) -> bool:
-        return weight in self._open
-
-    def ready(self, weight: W, gradients: int = 1) -> None:
-        """So many more gradients of ``weight`` are ready."""
-        self._ready[weight] = self._ready.get(weight, 0) + gradients
-
-    def next(self, most: Mapping[W, int]) -> Turn[W] | None:
-        """Whose turn has come, if any.
+    def grads_ready(
+        self, weights: Sequence[W], most: Mapping[W, int], last: bool
+    ) -> list[Turn[W]]:
+        """One more gradient of each of ``weights`` is ready: whose turn has come by it.
 
         Args:
             most: uses of a weight in one forward, where above one.
+            last: the weights have no other in this backward, however often they were used.
         """
-        if self._at_close or not self._waiting:
-            return None
-        for weight in self._waiting[0][2]:
-            if self._ready.get(weight, 0) < most.get(weight, 1):
-                return None
-        return self.close()
+        ready = self._ready
+        for weight in weights:
+            ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
+        turns: list[Turn[W]] = []
+        while self._waiting and not self._at_close:
+            for weight in self._waiting[0][2]:
+                if ready.get(weight, 0) < most.get(weight, 1):
+                    return turns
+            turns.append(self._take())
+        return turns
 
     def close(self) -> Turn[W] | None:
         """The next of what is left, when the unit's backward is over."""
-        if not self._waiting:
-            return None
+        return self._take() if self._waiting else None
+
+    def _take(self) -> Turn[W]:
         turn = self._waiting.popleft()
-        self._open.difference_update(turn[2])
+        self.due.difference_update(turn[2])
         return turn
 
     def launch(
@@ -110,13 +112,14 @@ class Reductions(Generic[W]):
         if self.accumulating and not sums:
             out.append(Action(ACCUMULATE, BACKWARD, unit, weights))
         else:
-            nbytes = sum([weight.gradient_bytes for weight in weights])
             self._next_unit(unit, out)
+            nbytes = sum([weight.gradient_bytes for weight in weights])
             while self._flying and self._flying_bytes + nbytes > self._limit:
                 self._finish_oldest(out)
             self._flying.append((unit, weights, nbytes))
             self._flying_bytes += nbytes
-            self.exchanges.reduced(weights, last)
+            if self.exchanges.active:
+                self.exchanges.reduced(weights, last)
             out.append(Action(REDUCE_SCATTER, BACKWARD, unit, weights))
             if weights[0].travels and not self._overlap:
                 out.append(Action(WAIT, BACKWARD, unit, weights[:1]))

@@ -141,14 +141,15 @@ class ReplicatedParameters:
 
     Attributes:
         weight_part: the weight part of a split backward runs.
-        began: called at each ready gradient.
+        in_backward: whether it is known that a backward runs.
+        began: called at a ready gradient where it is not.
     """
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
         self._mesh = mesh
         self.rank = mesh.rank
         self.began: Callable[[], None] = lambda: None
-        self.weight_part = False
+        self.weight_part = self.in_backward = False
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
@@ -181,7 +182,8 @@ class ReplicatedParameters:
 
     def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
         """Add this rank's part to the flat sum."""
-        self.began()
+        if not self.in_backward:
+            self.began()
         self.add(weight.index, gradient)
 
     # the flat sum

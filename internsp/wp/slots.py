@@ -95,7 +95,6 @@ class Slot:
         if self.streams.active:
             self.streams.before_overwrite(*weights)
         for weight in weights:
-            weight.shown = weight.tag()
             if self._whole is None:
                 self._allocate(weight)
             if changed and poison:

@@ -46,7 +46,39 @@ def encoder(first: bool) -> nn.Module:
     )
 
 
+class Recurrent(nn.Module):
+    """``nn.LSTM`` and kin hold their parameters in a list, which is what they compute with."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(WIDTH, WIDTH, batch_first=True, **options)
+        sides = 2 if options.get("bidirectional") else 1
+        self.up = nn.Linear(sides * (options.get("proj_size") or WIDTH), WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(self.rnn(x)[0]))
+
+
+class Listed(nn.Module):
+    """A user's own module that keeps its parameters in a list and a dictionary as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Linear(WIDTH, WIDTH).weight, nn.Linear(WIDTH, WIDTH).weight
+        self.kept = {"all": [self.weight, self.other]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.kept["all"]:
+            x = x + torch.tanh(x @ weight)
+        return x
+
+
 MODULES = {
+    "lstm": Recurrent,
+    "lstm, two ways": partial(Recurrent, bidirectional=True, num_layers=2),
+    "lstm, projected": partial(Recurrent, proj_size=4),
+    "gru": partial(Recurrent, nn.GRU),
+    "listed": Listed,
     "attention": Attention,
     "attention of other keys": partial(Attention, separate=True),
     "encoder layer": partial(encoder, False),
@@ -81,11 +113,29 @@ def test_modules_that_read_others_weights_train_as_on_one_process(name: str, opt
 
 
 @pytest.mark.parametrize("checkpoint", [FULL, REENTRANT], ids=["recomputed", "reentrant"])
-@pytest.mark.parametrize("name", ["attention", "encoder layer"])
+@pytest.mark.parametrize("name", ["attention", "encoder layer", "lstm", "listed"])
 def test_they_are_right_when_recomputed(
     name: str, checkpoint: ActivationCheckpointConfig
 ) -> None:
     run_ranks(train, 2, name, checkpoint, {})
+
+
+def moved(rank: int, world: int) -> None:
+    """An LSTM renews its list itself (in ``model.to``); it holds shards at rest."""
+    mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
+    twin = Twin(partial(Tiny, Recurrent), mesh, trigger="qkv")
+    for layer in twin.ours.layers:  # type: ignore[union-attr]
+        assert all(a is b for a, b in zip(layer.rnn._flat_weights, layer.rnn.parameters(), strict=True))
+        layer.rnn._flat_weights = list(layer.rnn.parameters())
+    twin.backward()
+    twin.check_gradients("after it was renewed")
+    for layer in twin.ours.layers:  # type: ignore[union-attr]
+        held = layer.rnn._flat_weights
+        assert all(a is b for a, b in zip(held, layer.rnn.parameters(), strict=True)), "put back"
+
+
+def test_an_lstms_list_holds_shards_at_rest_and_may_be_renewed() -> None:
+    run_ranks(moved, 2)
 
 
 def refused(rank: int, world: int) -> None:

@@ -41,7 +41,6 @@ def compiled() -> nn.Module:
         (lambda: nn.Embedding(4, 2, scale_grad_by_freq=True), "embedding part: max_norm"),
         (lambda: nn.EmbeddingBag(4, 2, max_norm=1.0), "embedding part: max_norm"),
         (lambda: nn.EmbeddingBag(4, 2, sparse=True), "embedding part: max_norm"),
-        (lambda: nn.LSTM(4, 2), "part is a LSTM"),
         (lambda: nn.LazyLinear(2), "part.weight has no shape yet"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "part is a ScriptModule"),
         (lambda: torch.compile(nn.Linear(2, 2)), "part is compiled by torch.compile"),
