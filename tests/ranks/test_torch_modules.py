@@ -125,7 +125,8 @@ def moved(rank: int, world: int) -> None:
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
     twin = Twin(partial(Tiny, Recurrent), mesh, trigger="qkv")
     for layer in twin.ours.layers:  # type: ignore[union-attr]
-        assert all(a is b for a, b in zip(layer.rnn._flat_weights, layer.rnn.parameters(), strict=True))
+        held = layer.rnn._flat_weights
+        assert all(a is b for a, b in zip(held, layer.rnn.parameters(), strict=True)), "at rest"
         layer.rnn._flat_weights = list(layer.rnn.parameters())
     twin.backward()
     twin.check_gradients("after it was renewed")
