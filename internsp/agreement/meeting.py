@@ -63,7 +63,7 @@ class Meeting:
             pause = min(2 * pause, 0.01)
         self._held[topic] = number + 1
         found = {rank: store.get(key).decode() for rank, key in keys.items()}
-        if number:  # whoever is here has read what was said before
+        if number:  # a rank that is here has read what was said before
             store.delete_key(f"{self._name}/{topic}/{number - 1}/{self._rank}")
         return found
 

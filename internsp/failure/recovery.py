@@ -49,7 +49,7 @@ class Recovery:
         when_process_ends(self, Recovery._ends)
 
     def failed(self, cause: str, vague: bool = False) -> None:
-        """This rank has raised ``cause``: say so at once to whoever will wait for it.
+        """This rank has raised ``cause``: say so at once to the ranks that will wait for it.
 
         The first cause of the ranks that fail stands; what merely follows from another's is none.
 
@@ -261,7 +261,7 @@ def all_meet(
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """End ``group`` now: whoever waits in one of its collectives gets an error."""
+    """End ``group`` now: a rank that waits in one of its collectives gets an error."""
     if dist.get_backend(group) == "nccl":
         dist.distributed_c10d._abort_process_group(group)
     else:

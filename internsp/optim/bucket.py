@@ -156,7 +156,7 @@ class Bucket:
             )
 
     def adopt(self) -> None:
-        """Take over values that somebody else wrote since the last step.
+        """Take over values that were written from outside since the last step.
 
         A parameter may have new storage (``.data =``), and 16-bit values may have been loaded or
         edited: where they are no longer the rounded master, they are the truth.
@@ -267,7 +267,7 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
         units.append((communicator.head.unit.name, list(communicator.head.unit.weights)))
     known = {member for _, members in units for member in members}
     rest: list[Member] = [w for w in communicator.replicated.sharded if w not in known]
-    # Where in forward they run is unknown: published first, so that nobody waits for long.
+    # Where in forward they run is unknown: published first, so that no use waits for long.
     units.insert(1, ("others", rest))
     buckets, placed = [], set[Member]()
     for name, members in units:

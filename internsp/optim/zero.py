@@ -334,7 +334,7 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
     first = optimizers[0]
     for optimizer in optimizers:
         optimizer.finish_reductions()
-        optimizer._communicator.publish()  # nobody needed it since; the slices are about to change
+        optimizer._communicator.publish()  # not needed since; the slices are about to change
         optimizer._communicator.settle_gathers()
     mesh, scaler = first._communicator.mesh, first.loss_scaler
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]

@@ -1,4 +1,4 @@
-"""Scheduler hooks: what a trainer, with a pipeline or without, tells whoever listens.
+"""Scheduler hooks: what a trainer, with a pipeline or without, reports to its hooks.
 
 InternEvo's names, with the action that is called for made explicit. Hooks of our stages fire for
 every chunk and micro-batch of every schedule, overlapped and split backward included, and never
@@ -102,7 +102,7 @@ class ISPCommunicatorSchedulerHook(SchedulerHook):
         self.idle: list[tuple[Any, Any]] = []
 
     def begin(self, actions: Sequence[ComputeAction]) -> None:
-        """A step begins, of which these are the passes of this rank; empty: nobody knows."""
+        """A step begins, of which these are the passes of this rank; empty: not known."""
         self._actions, self._at = actions, 0
         self._reducing = last_weight_backwards(actions)
         self.idle = []

@@ -3,7 +3,7 @@
 A rank that fails says how many messages it has sent to each other rank and taken from it. One that
 waits goes on as far as the others' messages let it, and stops waiting for a message that is beyond
 that number: so all ranks of a stage stop at the same point of the schedule, whatever their timing,
-and soon, since nobody waits for the groups' timeout.
+and soon, since no rank waits for the groups' timeout.
 """
 
 from __future__ import annotations

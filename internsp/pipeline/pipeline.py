@@ -266,7 +266,7 @@ class Pipeline:
             stage.forget()
 
     def _refusing(self, mine: bool) -> int:
-        """A rank that cannot run this step, or -1: nobody shall wait for it (WP-10). Collective."""
+        """A rank that cannot run this step, or -1; no other waits for it (WP-10). Collective."""
         rank = torch.tensor(self.mesh.rank if mine else -1, device=self.mesh.device)
         for group in (self.mesh.stage_group, self.mesh.pipeline_group):
             dist.all_reduce(rank, dist.ReduceOp.MAX, group=group)

@@ -85,7 +85,7 @@ class Channel:
 _CHANNELS: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
 _HANDLES = itertools.count(1)
 # An exchange that was started and never waited for (an exception came between) would keep its
-# buffers for ever. Nobody has this many in flight; the oldest are then dropped.
+# buffers for ever. No program has this many in flight; the oldest are then dropped.
 _MOST_IN_FLIGHT = 64
 
 

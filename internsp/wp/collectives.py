@@ -66,7 +66,7 @@ class Handle:
     keep: tuple[Tensor, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes: kept until the wait (WP-6)."""
     carries: Sequence[Any] = ()
-    """The weights that come with it: for whoever launched it."""
+    """The weights that come with it, for its caller."""
     launch: Wait | None = None
     """Which one it is, where the ledger counts it."""
     stream: Stream | None = None
@@ -74,7 +74,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether somebody has waited already."""
+        """Whether it has been waited for."""
         return self.work is None
 
 
@@ -305,7 +305,7 @@ class Collectives:
             self.trace.finish(event, end)
 
     # What really sends: another link overrides these three. They do not block; the transfer
-    # begins behind what the current stream has queued, and so does whoever waits behind it.
+    # begins behind what the current stream has queued, and so does a stream that waits for it.
 
     def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
@@ -350,7 +350,7 @@ class Collectives:
         if self._current is not None and not self._blocking_waits:
             if self._observer is None:
                 self._observer = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(self._observer):  # stands behind it, and nobody behind this
+            with torch.cuda.stream(self._observer):  # stands behind it, and no other behind this
                 work.wait()
                 stamp(self.trace.now())
         elif self._direct and isinstance(work, Works):
@@ -418,7 +418,7 @@ def send_pairs(
 def sever(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
     """Close this rank's connections to ``peers`` of ``group``, at both ends, now (gloo; WP-10).
 
-    Whoever waits in it gets an error, here (on other threads) and at the other ranks. Neither
+    A rank that waits in it gets an error, here (on other threads) and at the other ranks. Neither
     destroying a gloo group nor aborting it does that, but a receive that is given up does.
 
     Args:
@@ -428,7 +428,7 @@ def sever(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
         return
     for peer in range(group.size()) if peers is None else peers:
         if peer != group.rank():
-            with suppress(RuntimeError):  # it always raises: nobody sends with this tag
+            with suppress(RuntimeError):  # it always raises: no rank sends with this tag
                 group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
@@ -500,7 +500,7 @@ class Watched:
         try:
             self._work.wait()
             self._ended(time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - told to whoever waits; others go on
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for; others go on
             self._error = error
         finally:
             self._over.set()

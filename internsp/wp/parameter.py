@@ -172,7 +172,7 @@ class ShardedParameter:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What a reduction moves; with nobody to send to, the gradient stays as it is."""
+        """What a reduction moves; in a group of one the gradient stays as it is."""
         if self.sent_as is None or self.layout.size == 1:
             return self.compute_dtype
         return self.sent_as
@@ -180,7 +180,7 @@ class ShardedParameter:
     def to_send(self) -> Tensor:
         """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
         fresh = self.fresh()
-        # With nobody to send to, the copy into the slot casts.
+        # In a group of one the copy into the slot casts.
         alone = self.layout.size == 1
         return fresh if alone or self.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
 
@@ -191,7 +191,7 @@ class ShardedParameter:
             ready.wait()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
         if local.data_ptr() != self.storage.data_ptr():
-            # Somebody gave the parameter's local tensor other storage (`.data =`, `to_empty`).
+            # The parameter's local tensor was given other storage (`.data =`, `to_empty`).
             if local.dtype != self.dtype:
                 raise StructureError(
                     f"{self.name} was cast from {self.dtype} to {local.dtype} after parallelize(): "

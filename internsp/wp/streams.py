@@ -55,7 +55,7 @@ class SlotStreams:
         for stream in self._readers:
             if stream != here:
                 here.wait_stream(stream)
-        self._readers = {here}  # whoever stands behind this one stands behind them all
+        self._readers = {here}  # what stands behind this one stands behind them all
         for weight in weights:
             self._arrived.pop(weight, None)
 
