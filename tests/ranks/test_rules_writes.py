@@ -178,6 +178,17 @@ def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> No
     raises(LayoutError, lambda: setattr(weight, "data", weight.data[:2]), "head.weight", "shape")
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+@ranks(2)
+def test_one_weight_alone_written_between_them_is_named(mode: Any) -> None:
+    """It is gathered again, and nothing else has changed: only its own version tells (WP-14)."""
+    twin = Twin(Tiny, mesh_of(2), ActivationCheckpointConfig(mode=mode))
+    loss = twin.ours(*twin.batch()[1])
+    with torch.no_grad():
+        twin.ours.get_parameter("layers.0.wo.weight").add_(1)
+    raises(StaleWeightError, loss.backward, "layers.0.wo.weight changed on rank")
+
+
 @ranks(2)
 def test_contents_are_used_again_over_passes_only_where_nothing_writes_as_promised() -> None:
     for config in ({}, ROLLING, {"keep_unsharded": 2}):
