@@ -123,10 +123,9 @@ def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
     found: list[str] = []
     seen: list[WeightPlan] = []
     for weight in ready:
-        assert weight in turns
-        turns.ready(weight)
+        assert weight in turns.due
         seen.append(weight)
-        while (turn := turns.next(most)) is not None:
+        for turn in turns.grads_ready((weight,), most, last=False):
             found.append(turn[1].name)
             assert not at_close
             assert seen.count(turn[2][0]) == ready.count(turn[2][0]), "all its gradients"
