@@ -12,6 +12,11 @@ from internsp.autograd import compiled
 from internsp.errors import GradientError, StructureError
 from internsp.layers.supported import is_compiled
 
+_tensor: Any = torch.Tensor
+_hooks = _tensor._backward_hooks.__get__
+_accumulated = _tensor._post_accumulate_grad_hooks.__get__
+_plainly: Any = torch._C._disabled_torch_function_impl  # (function, types, arguments, options)
+
 
 class Member(Protocol):
     """A parameter that ``parallelize`` has made."""
@@ -37,8 +42,9 @@ def require_no_gradient_hooks(
                     raise compiled(name or "the model")
             first.clear()
         for member in members:
-            parameter = member.parameter
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            # Past __torch_function__, by which every read of a parameter's attribute goes.
+            given = (member.parameter,)
+            if _plainly(_hooks, (), given, {}) or _plainly(_accumulated, (), given, {}):
                 raise GradientError(
                     f"{member.name} has a gradient hook, which autograd would call without a "
                     "gradient: that exists when its reduction is finished, after backward. Remove "
