@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
-from internsp.layers.parameters import Views, Weight, put, unwritten, weights_of
+from internsp.layers.parameters import Views, Weight, unwritten, weights_of
 
 
 class BlockUse:
@@ -94,6 +94,8 @@ def take_at_entry(
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        for module, weights in zip(modules, held, strict=True):
+            weights.require_copies(module)
         before = given((args, kwargs))
         use = BlockUse(own)
         taken = Views.apply(use, *parameters)
@@ -102,14 +104,12 @@ def take_at_entry(
         try:
             for module, weights, inside in zip(modules, held, plain, strict=True):
                 module.__dict__["_parameters"] = inside
-                for path, name in weights.copies:
-                    put(module, path, inside[name])
+                weights.fill_copies(module, inside)
             output = inner(*args, **kwargs)
         finally:
             for module, weights in zip(modules, held, strict=True):
                 module.__dict__["_parameters"] = weights
-                for path, name in weights.copies:
-                    put(module, path, weights.get(name))
+                weights.restore_copies(module)
         _keep_what_was_put_in(held, plain, handed)
         for weight, tensor in zip(own, taken, strict=True):
             unwritten(weight, tensor)

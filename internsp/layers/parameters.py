@@ -284,6 +284,30 @@ class Weights(dict[str, Any]):
             )
         return parameter
 
+    def require_copies(self, module: nn.Module) -> None:
+        """Before a forward: what else holds parameters of ``module`` still holds them.
+
+        Raises:
+            StructureError: something else was put there since ``parallelize``.
+        """
+        for path, name in self.copies:
+            weight = self.weights[name]
+            if held_at(module, path) is not weight.parameter:
+                raise StructureError(
+                    f"{path[0]} of a {self.owner} no longer holds {weight.name} where it did at "
+                    "parallelize(): change it before, or write into the parameter"
+                )
+
+    def fill_copies(self, module: nn.Module, views: Mapping[str, Any]) -> None:
+        """A forward begins: they shall hold the views."""
+        for path, name in self.copies:
+            put(module, path, views[name])
+
+    def restore_copies(self, module: nn.Module) -> None:
+        """The forward is over: they hold the parameters again."""
+        for path, name in self.copies:
+            put(module, path, self.weights[name].parameter)
+
     def before_recomputed(self) -> None:
         """A forward of a block begins that recomputes its activations in backward.
 
@@ -357,19 +381,18 @@ def wrap(module: nn.Module) -> None:
         if transforming():
             held.require_scope()
             return inner(*args, **kwargs)  # the block keeps them
+        held.require_copies(module)
         before = {} if simple else given((args, kwargs))
         outside, held.taken = held.taken, {}
         try:
-            for path, name in held.copies:
-                put(module, path, held[name])
+            held.fill_copies(module, held)
             output = inner(*args, **kwargs)
         except BaseException:
             _release(held.taken)
             raise
         finally:
             taken, held.taken = held.taken, outside
-            for path, name in held.copies:
-                put(module, path, held.get(name))
+            held.restore_copies(module)
         if not taken:
             return output
         if simple:
@@ -402,23 +425,24 @@ def enclose(module: nn.Module, scope: Scope) -> None:
     in its recompute.
     """
     held, inner = module._parameters, module.forward
-    copies = held.copies if isinstance(held, Weights) else []
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if scope.recomputed:
             for weights in scope.members:
                 weights.before_recomputed()
+        if isinstance(held, Weights):  # a block with weights of its own
+            held.require_copies(module)
         before = given((args, kwargs))
         outside, scope.taken = scope.taken, {}
         try:
-            for path, name in copies:
-                put(module, path, module._parameters[name])
+            if isinstance(held, Weights):
+                held.fill_copies(module, held)
             output = inner(*args, **kwargs)
         finally:
             taken, scope.taken = scope.taken, outside
-            for path, name in copies:
-                put(module, path, module._parameters.get(name))
+            if isinstance(held, Weights):
+                held.restore_copies(module)
         return leave(taken, output, before) if taken else output
 
     module.forward = forward  # type: ignore[method-assign]
@@ -520,6 +544,17 @@ def put(module: nn.Module, path: tuple[Any, ...], value: Any) -> None:
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
+
+
+def held_at(module: nn.Module, path: tuple[Any, ...]) -> Any:
+    """What stands at ``path`` (:func:`put`); ``None`` where it does not lead anywhere."""
+    place: Any = vars(module)
+    try:
+        for key in path:
+            place = place[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return place
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:

@@ -139,6 +139,25 @@ def test_an_lstms_list_holds_shards_at_rest_and_may_be_renewed() -> None:
     run_ranks(moved, 2)
 
 
+def changed(rank: int, world: int, options: Any) -> None:
+    """Another tensor in such a list would be passed over in silence."""
+    mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
+    twin = Twin(partial(Tiny, Listed), mesh, trigger="qkv", **options)
+    held = twin.ours.layers[1].kept["all"]  # type: ignore[index, union-attr]
+    ours, held[0] = held[0], torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        with pytest.raises(StructureError, match=r"kept of a Listed layers\.1 no longer holds"):
+            twin.ours(*twin.batch()[1])
+    held[0] = ours
+    twin.backward()
+    twin.check_gradients("once it was put back")
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=["alone", "coalesced"])
+def test_a_list_in_which_something_else_was_put_is_refused(options: Any) -> None:
+    run_ranks(changed, 2, options)
+
+
 def refused(rank: int, world: int) -> None:
     mesh = ParallelMesh.create(weight=1, sequence=2, device_type="cpu")
     with pytest.raises(StructureError, match=r"layers\.0\.self_attn is a MultiheadAttention"):
