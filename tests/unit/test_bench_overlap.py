@@ -352,7 +352,12 @@ def test_figures_go_between_the_marks_of_their_preset(tmp_path: Path) -> None:
     put(page, "overlap:even", "newer\n")
     assert page.read_text() == "a\n<!-- overlap:even -->\nnewer\n<!-- /overlap:even -->\nb\n"
     put(tmp_path / "deep" / "alone.md", "overlap:even", "new\n")
-    assert (tmp_path / "deep" / "alone.md").read_text() == "new\n"
+    alone = tmp_path / "deep" / "alone.md"
+    assert alone.read_text() == "new\n"
+    for body in ("new\n", "newer\n"):
+        put(alone, "overlap:even", body)
+        marked = f"<!-- overlap:even -->\n{body}<!-- /overlap:even -->\n"
+        assert alone.read_text() == f"new\n\n{marked}", "nothing of a page without marks is lost"
 
 
 class FakeSession:

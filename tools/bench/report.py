@@ -79,7 +79,7 @@ def write(
 
 
 def put(path: Path, mark: str, body: str) -> None:
-    """Write ``body`` to ``path``: between its marks where it has them, else alone.
+    """Write ``body`` to ``path``: between its marks, else behind what is there, else alone.
 
     The marks are ``<!-- MARK -->`` and ``<!-- /MARK -->``.
     """
@@ -88,5 +88,7 @@ def put(path: Path, mark: str, body: str) -> None:
     if begin in old and end in old:
         before, rest = old.split(begin, 1)
         body = f"{before}{begin}\n{body}{end}{rest.split(end, 1)[1]}"
+    elif old:  # a page without marks keeps what it says
+        body = f"{old.rstrip()}\n\n{begin}\n{body}{end}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(body)
