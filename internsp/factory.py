@@ -9,7 +9,7 @@ from torch import Tensor
 
 import model_zoo
 from internsp.config import Config
-from internsp.plan.units import DTYPES
+from internsp.plan.dtypes import DTYPES
 from model_zoo.common import CausalLM as Model
 
 __all__ = ["Model", "build_model", "device_type", "generate"]

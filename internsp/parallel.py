@@ -18,10 +18,11 @@ from internsp.errors import ConfigError, StructureError
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.mesh import ParallelMesh
-from internsp.plan.assign import Assignment, Owner, assign, block_of, require_experts_matched
+from internsp.plan.assign import Assignment, Owner, assign, block_of, require_patterns_matched
 from internsp.plan.blocks import Structure, read
 from internsp.plan.chunk import ChunkPlan
-from internsp.plan.units import DTYPES, chunk_plan
+from internsp.plan.dtypes import DTYPES
+from internsp.plan.units import chunk_plan
 from internsp.quantize import Quantizer
 from internsp.sequence_parts import require_cut_attention, take_head_output
 from internsp.sp import DistributedAttention, checkpoint_context_fn
@@ -121,7 +122,7 @@ def _examined(
             "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
             "'qkv' (the block's entry) and no prefetch_triggers"
         )
-    require_experts_matched((name for name, _ in model.named_parameters()), config)
+    require_patterns_matched((name for name, _ in model.named_parameters()), config)
     require_cut_attention(model, mesh, config)
     take_head_output(model, mesh, config)
     return structure, recomputed_blocks(checkpoint, len(structure.blocks))
@@ -240,7 +241,8 @@ class _Builder:
         for o in a.owners:
             self.originals[o.module, o.name] = a.parameter
         if a.unit is None:
-            member = ReplicatedParameter(a.name, a.parameter, self.mesh, self.dtype)
+            member = ReplicatedParameter(a.name, a.parameter, self.mesh, a.dtypes.compute)
+            member.parameter.grad_dtype = a.dtypes.grad
             self.replicated.append(member)
             for o in a.owners:
                 o.module._parameters[o.name] = member.parameter
@@ -248,10 +250,10 @@ class _Builder:
         axis = self.mesh.experts if a.expert else self.mesh.dense
         layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, axis.size)
         weight = ShardedParameter(
-            a.name, a.parameter, layout, axis, self.mesh.device, self.dtype, a.autocasts
+            a.name, a.parameter, layout, axis, self.mesh.device, a.dtypes.compute, a.autocasts
         )
-        if self.config.reduce_dtype is not None:
-            weight.sent_as = DTYPES[self.config.reduce_dtype]
+        weight.sent_as = a.dtypes.reduce
+        weight.parameter.grad_dtype = a.dtypes.grad
         self.sharded.append(weight)
         unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(
             a.unit, Unit(a.unit, [])

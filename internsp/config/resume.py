@@ -47,10 +47,10 @@ _SAID: dict[str, dict[Rule, str]] = {
     # What is cut decides how the optimizer's state is cut, and what weight decay leaves out.
     "weight_parallel": {
         Rule.FIXED: "experts min_shard_elements embedding_cut reduction",
-        Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype",
+        Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks keep_unsharded accumulation coalesce_bytes pending_blocks unexpected_order "
-        "head_output compile cuts_own_sequences compare_ranks",
+        "head_output compile cuts_own_sequences compare_ranks grad_dtype",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.

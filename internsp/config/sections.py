@@ -215,6 +215,10 @@ class WeightParallelConfig(Section):
     """Weights with fewer elements, the embedding's and the head's are not quantized."""
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
+    own_dtype: Texts = ()
+    """Glob patterns, as experts, of parameters that compute and travel in their own dtype."""
+    grad_dtype: Dtype | None = None
+    """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
 
 
 class ActivationCheckpointConfig(Section):

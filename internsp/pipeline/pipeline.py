@@ -40,10 +40,10 @@ from internsp.pipeline.schedules import (
     prepared,
 )
 from internsp.pipeline.stage import ISPPipelineStage
-from internsp.plan.assign import require_experts, require_experts_matched, within
+from internsp.plan.assign import PATTERNS, require_experts, require_patterns_matched, within
 from internsp.plan.blocks import matches, require_triggers_matched, trigger_matches
 from internsp.plan.chunk import Schedule
-from internsp.plan.units import DTYPES
+from internsp.plan.dtypes import DTYPES
 from internsp.trace import Trace
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
@@ -349,8 +349,9 @@ def require_patterns(
             f'{layers[-1]}, which are the blocks of a pipeline: leave it empty, or set "layers.*"'
         )
     require_triggers_matched(list(model.layers), config.prefetch_triggers)
-    names = [name for name, _ in model.layers.named_parameters("layers")]
-    require_experts_matched(names, config)
+    parts = {"embed": model.embed, "layers": model.layers, "norm": model.norm, "head": model.head}
+    names = [name for part, module in parts.items() for name, _ in module.named_parameters(part)]
+    require_patterns_matched(names, config)
     if shape.separate:
         require_experts(names, config)
 
@@ -370,7 +371,10 @@ def local_config(
             for trigger in config.prefetch_triggers
             if trigger_matches(trigger, chunk.layers.values())
         ),
-        "experts": tuple(e for e in config.experts if any(within(name, e) for name in own)),
+        **{
+            option: tuple(p for p in getattr(config, option) if any(within(n, p) for n in own))
+            for option in PATTERNS
+        },
     }
     config = config.model_copy(update=update)
     if checkpoint is not None:

@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.plan.blocks import Structure, did_you_mean
+from internsp.plan.dtypes import WeightDtypes
 
 EMBEDDING_CUTS = {"vocabulary": 0, "hidden": 1}
+PATTERNS = ("experts", "own_dtype")
+"""Options of ``weight_parallel`` that name parameters by :func:`within`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Assignment:
         block: index of its block, -1 outside the blocks.
         dim: the dimension that is cut.
         expert: whether it is an expert's, and cut (if it is) along the mesh's axis of experts.
+        dtypes: what it is gathered, reduced and accumulated in.
         autocasts: whether autocast decides its compute dtype (a linear layer's weight, or that of
             a module with the attribute ``autocasts``).
     """
@@ -56,6 +60,7 @@ class Assignment:
     dim: int
     expert: bool
     autocasts: bool
+    dtypes: WeightDtypes
 
     @property
     def name(self) -> str:
@@ -104,9 +109,12 @@ def _assign(
 ) -> Assignment:
     first = owners[0]
     own = _is_expert(owners, config.experts)
+    # Of a shared weight one name is enough: it has one dtype.
+    as_is = any(within(o.full_name, pattern) for o in owners for pattern in config.own_dtype)
+    dtypes = WeightDtypes.of(parameter, config, as_is)
     small = parameter.ndim < 2 or parameter.numel() < config.min_shard_elements
     if small and not (own and expert > 1):
-        return Assignment(parameter, owners, None, -1, 0, own, False)
+        return Assignment(parameter, owners, None, -1, 0, own, False, dtypes)
     if parameter.ndim == 0:
         raise StructureError(
             f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "
@@ -125,7 +133,7 @@ def _assign(
         dim = EMBEDDING_CUTS[config.embedding_cut]
     unit = structure.blocks[block].name if block >= 0 else first.module_name
     autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
-    return Assignment(parameter, owners, unit, block, dim, own, autocasts)
+    return Assignment(parameter, owners, unit, block, dim, own, autocasts, dtypes)
 
 
 def _is_expert(owners: tuple[Owner, ...], patterns: Sequence[str]) -> bool:
@@ -146,23 +154,25 @@ def within(name: str, pattern: str) -> bool:
     return any(all(map(fnmatchcase, parts[i : i + len(wanted)], wanted)) for i in starts)
 
 
-def require_experts_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
-    """Each of ``weight_parallel.experts`` matches something, unless they are the default (WP-7).
+def require_patterns_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
+    """Each pattern of :data:`PATTERNS` matches something, unless it is the default (WP-7).
 
     Raises:
         StructureError: one matches no parameter; lists the modules that may be meant.
     """
-    if config.experts == type(config).model_fields["experts"].default:
-        return
     names = list(names)
-    for pattern in config.experts:
-        if not any(within(name, pattern) for name in names):
-            parts = [part for name in names for part in name.split(".") if not part.isdigit()]
-            meant = did_you_mean(pattern, [*parts, *_owners(names)])
-            raise StructureError(
-                f"weight_parallel.experts: {pattern!r} matches no parameter{meant}; candidates: "
-                f"{', '.join(_owners(names))}"
-            )
+    for option in PATTERNS:
+        given: tuple[str, ...] = getattr(config, option)
+        if given == type(config).model_fields[option].default:
+            continue
+        for pattern in given:
+            if not any(within(name, pattern) for name in names):
+                parts = [part for name in names for part in name.split(".") if not part.isdigit()]
+                meant = did_you_mean(pattern, [*parts, *_owners(names)])
+                raise StructureError(
+                    f"weight_parallel.{option}: {pattern!r} matches no parameter{meant}; "
+                    f"candidates: {', '.join(_owners(names))}"
+                )
 
 
 def require_experts(names: Iterable[str], config: WeightParallelConfig) -> None:

@@ -28,9 +28,10 @@ from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import FEW_PASSES, classes, ranks_label, table
+from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.units import DTYPES, chunk_plan
+from internsp.plan.units import chunk_plan
 from internsp.sp.heads import balanced
 
 _LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times

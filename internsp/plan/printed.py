@@ -17,10 +17,11 @@ from internsp.config.sizes import human, moments
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_model, device_type
 from internsp.mesh import MeshShape
-from internsp.plan.assign import Assignment, assign, require_experts_matched
+from internsp.plan.assign import Assignment, assign, require_patterns_matched
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
 from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines, table
+from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
 from internsp.plan.pipeline import (
     PipelinePlan,
@@ -29,7 +30,7 @@ from internsp.plan.pipeline import (
     tables,
 )
 from internsp.plan.simulate import simulate
-from internsp.plan.units import DTYPES, chunk_plan, quantized_bytes
+from internsp.plan.units import chunk_plan, quantized_bytes
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
 
@@ -70,7 +71,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     shape = MeshShape(world_size, **config.parallel.degrees())
     model = build_model(config)
     structure = read(model, weights.trigger, weights.blocks, weights.prefetch_triggers)
-    require_experts_matched((name for name, _ in model.named_parameters()), weights)
+    require_patterns_matched((name for name, _ in model.named_parameters()), weights)
     assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
     chunk = chunk_plan(

@@ -19,13 +19,6 @@ from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import Policy, fitting, spread
 from internsp.wp.slots import aligned
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
 
 def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
     """The policy that a configuration asks for; :func:`kept` adds which blocks stay unsharded.
@@ -94,9 +87,8 @@ def chunk_plan(
     for assignment in assignments:
         if assignment.unit is not None:
             members.setdefault(assignment.unit, []).append(assignment)
-    dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
     weights_of = {
-        name: tuple(_weight(a, shape, dtype, policy, config) for a in own)
+        name: tuple(_weight(a, shape, policy, config) for a in own)
         for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
@@ -180,15 +172,14 @@ def _head(
 def _weight(
     assignment: Assignment,
     shape: MeshShape,
-    dtype: torch.dtype | None,
     policy: Policy,
     config: WeightParallelConfig,
 ) -> WeightPlan:
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
-    compute = dtype or parameter.dtype
+    compute = assignment.dtypes.compute
     shard_bytes = layout.shard_numel * compute.itemsize
-    sent = DTYPES[config.reduce_dtype] if config.reduce_dtype and size > 1 else compute
+    sent = assignment.dtypes.reduce if assignment.dtypes.reduce and size > 1 else compute
     small = size > 1 and policy.small(layout.padded_numel * compute.itemsize)
     quantized = None
     if config.quantize != "none" and assignment.block >= 0 and size > 1 and not small:

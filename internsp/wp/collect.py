@@ -11,7 +11,7 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Handle, wait_all
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import ShardedParameter, grad_dtype
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.slots import Unit
@@ -150,8 +150,8 @@ def _own(weights: Iterable[ShardedParameter]) -> None:
 
 
 def _accumulate(member: ShardedParameter | ReplicatedParameter, value: Tensor) -> None:
-    """Add ``value`` (like the parameter's storage) to ``.grad``, which keeps its own dtype."""
-    gradient = member.wrap(value if value.dtype == member.dtype else value.to(member.dtype))
+    """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of that."""
+    gradient = member.wrap(value.to(grad_dtype(member.parameter)))
     if member.parameter.grad is None:
         member.parameter.grad = gradient
     else:

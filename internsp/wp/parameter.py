@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import WeightAxis
@@ -19,6 +20,7 @@ Tag = tuple[int, torch.dtype]
 
 _plainly: Any = torch._C._disabled_torch_function_impl
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
 
 
 class ShardedParameter:
@@ -272,13 +274,23 @@ def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
     Not by ``from_local``, which takes ten times as long, for every gradient of every step; nor by
     ``DTensor()``, whose ``__init__`` does nothing but keep the compiler out.
     """
+    return DTensor.__new__(DTensor, local, spec_in(parameter, local.dtype), requires_grad=False)
+
+
+def spec_in(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
+    """What a ``DTensor`` like ``parameter`` is, in another dtype."""
     spec = parameter._spec  # type: ignore[attr-defined]
-    if local.dtype != parameter.dtype:
-        meta = spec.tensor_meta
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
-        )
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    meta = spec.tensor_meta
+    if dtype == meta.dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=dtype))
+
+
+def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What its ``.grad`` is kept in, now: the user may set ``parameter.grad_dtype``."""
+    # Past __torch_function__, as requires_grad; `None` (any dtype) is taken for its own.
+    chosen: torch.dtype | None = _plainly(_grad_dtype, (), (parameter,), {})
+    return chosen or parameter._local_tensor.dtype  # type: ignore[attr-defined]
 
 
 def stale(name: str, rank: int) -> StaleWeightError:

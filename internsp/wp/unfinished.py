@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from internsp.autograd import in_backward
 from internsp.errors import GradientError
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import ShardedParameter, grad_dtype, spec_in
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 
@@ -52,9 +52,10 @@ class UnfinishedGradient(DTensor):
             added: called with what autograd itself adds to it.
         """
         parameter: Any = member.parameter
-        like = parameter._local_tensor
-        local = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-        made = DTensor.__new__(UnfinishedGradient, local, parameter._spec, requires_grad=False)
+        like, dtype = parameter._local_tensor, grad_dtype(parameter)
+        local = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+        spec = spec_in(parameter, dtype)
+        made = DTensor.__new__(UnfinishedGradient, local, spec, requires_grad=False)
         made = cast("UnfinishedGradient", made)
         made._why, made._zeroed, made._added = why, zeroed, added
         return made

@@ -15,7 +15,7 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
-from internsp.plan.assign import assign, require_experts_matched
+from internsp.plan.assign import assign, require_patterns_matched
 from internsp.plan.blocks import read, trigger_position
 from tests.support.models import Block, Tiny
 
@@ -76,7 +76,7 @@ def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
              "(did you mean 'mix'?)"],
         ),
         (
-            partial(require_experts_matched, ["layers.0.mlp.experts.0.w1", "layers.0.wo"],
+            partial(require_patterns_matched, ["layers.0.mlp.experts.0.w1", "layers.0.wo"],
                     WeightParallelConfig(experts=("experts", "expert"))),
             ["weight_parallel.experts: 'expert' matches no parameter (did you mean 'experts'?)",
              "candidates: layers.*, layers.*.mlp.experts.*"],
