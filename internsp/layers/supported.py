@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +102,11 @@ class Copy(NamedTuple):
 
 
 def copies_of(module: nn.Module) -> Iterator[Copy]:
-    """Parameters in attributes of ``module`` itself, within lists and kin down to three."""
+    """Parameters in attributes of ``module`` itself, within lists and kin down to three.
+
+    Functions hold them too (in a closure, as a default, bound by ``functools.partial``), and plain
+    objects in their attributes.
+    """
     for attribute, value in vars(module).items():
         if attribute not in ("_parameters", "_modules", "_buffers"):
             yield from _copies((attribute,), value, 3, True)
@@ -108,11 +115,32 @@ def copies_of(module: nn.Module) -> Iterator[Copy]:
 def _copies(path: tuple[Any, ...], value: Any, depth: int, settable: bool) -> Iterator[Copy]:
     if isinstance(value, nn.Parameter):
         yield Copy(path, value, settable)
-    elif depth and isinstance(value, (list, tuple, set)):
+    elif depth:
+        for key, item, kept in _inside(value):
+            yield from _copies((*path, key), item, depth - 1, settable and kept)
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """What ``value`` holds: key, item, and whether another item can be put there."""
+    if isinstance(value, (list, tuple, set)):
         for index, item in enumerate(value):
-            inside = settable and type(value) is list
-            yield from _copies((*path, index), item, depth - 1, inside)
-    elif depth and isinstance(value, Mapping):
+            yield index, item, type(value) is list
+    elif isinstance(value, Mapping):
         for key, item in value.items():
-            inside = settable and isinstance(value, dict)
-            yield from _copies((*path, key), item, depth - 1, inside)
+            yield key, item, isinstance(value, dict)
+    elif isinstance(value, partial):
+        for index, item in enumerate((value.func, value.args, value.keywords)):
+            yield index, item, False
+    elif isinstance(value, FunctionType):
+        for index, item in enumerate((*_closure(value), value.__defaults__, value.__kwdefaults__)):
+            yield index, item, False
+    elif not isinstance(value, (nn.Module, torch.Tensor, type)):
+        for name, item in getattr(value, "__dict__", {}).items():
+            if isinstance(item, (nn.Parameter, list, tuple, dict)):  # not on to further objects
+                yield name, item, False
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            yield cell.cell_contents

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,35 @@ def with_copies() -> nn.Module:
     return layer
 
 
+def with_closure() -> nn.Module:
+    layer: Any = nn.Linear(2, 2)
+    weight = layer.weight
+    layer.function = lambda x: x @ weight
+    return layer
+
+
+def with_default() -> nn.Module:
+    layer: Any = nn.Linear(2, 2)
+
+    def function(x: Tensor, *, weight: Tensor = layer.weight) -> Tensor:
+        return x @ weight
+
+    layer.functions = [function]
+    return layer
+
+
+def with_partial() -> nn.Module:
+    layer: Any = nn.Linear(2, 2)
+    layer.function = partial(nn.functional.linear, weight=layer.weight)
+    return layer
+
+
+def with_object() -> nn.Module:
+    layer: Any = nn.Linear(2, 2)
+    layer.held = SimpleNamespace(weights=(layer.weight,))
+    return layer
+
+
 def compiled() -> nn.Module:
     layer = nn.Linear(2, 2)
     layer.compile()
@@ -47,6 +78,10 @@ def compiled() -> nn.Module:
         (compiled, "part is compiled by torch.compile"),
         (with_hook, "part.weight has a gradient hook"),
         (with_copies, "part.cached holds the parameter part.weight"),
+        (with_closure, "part.function holds the parameter part.weight"),
+        (with_default, "part.functions holds the parameter part.weight"),
+        (with_partial, "part.function holds the parameter part.weight"),
+        (with_object, "part.held holds the parameter part.weight"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -1,0 +1,101 @@
+"""Weights that a function computes with in place of their module, as ``mamba2`` its convolution's.
+
+Also where data leave them unused on some ranks, and in blocks that checkpoint themselves.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.mesh import ParallelMesh
+from tests.support.compare import close
+from tests.support.models import ALL, ROLLING, Block, Tiny, Twin
+from tests.support.ranks import ranks
+
+FULL = ActivationCheckpointConfig(mode="full")
+REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
+SMALL = {"min_shard_elements": 10**6}
+MODULE = {"granularity": "module"}
+
+
+class Kernel(Block):
+    """Never calls its convolutions; some rows need the second one, and the linear layer.
+
+    Args:
+        own: whether it recomputes its activations by itself, as transformers' blocks do, and in
+            which form of torch's checkpoint.
+    """
+
+    def __init__(self, width: int = 6, own: bool | None = None) -> None:
+        super().__init__(width)
+        self.conv = nn.Conv1d(width, width, 3, groups=width)
+        self.mixing = nn.Conv1d(width, width, 3)
+        self.never = nn.Linear(width, width)
+        self.own = own
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        if self.own is None:
+            return self.compute(x, wanted)
+        return checkpoint(self.compute, x, wanted, use_reentrant=self.own)  # type: ignore[no-any-return]
+
+    def compute(self, x: Tensor, wanted: Tensor) -> Tensor:
+        rows = F.pad(x.transpose(1, 2), (2, 0))
+        taps = self.conv.weight.squeeze(1)  # [channels, 3], as kernels take it
+        h = sum(rows[..., i : i + x.shape[1]] * taps[:, i, None] for i in range(3))
+        h = h + self.conv.bias[:, None]
+        if wanted.any():
+            more = F.conv1d(rows, self.mixing.weight, self.mixing.bias)
+            more = more + F.linear(x, self.never.weight, self.never.bias).transpose(1, 2)
+            h = h + torch.where(wanted[:, None, None], more, 0.0)
+        return super().forward(x + torch.tanh(h.transpose(1, 2)))
+
+
+class Model(Tiny):
+    """Of a row, the first id says which of its blocks want everything."""
+
+    def __init__(self, own: bool | None = None, layers: int = 3) -> None:
+        super().__init__(partial(Kernel, own=own), layers=layers)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, (ids[:, 0] >> number) % 2 == 1)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+CASES: list[tuple[bool | None, Any, dict[str, Any]]] = [
+    *((None, form, config) for config in ({}, ALL) for form in (None, FULL, REENTRANT)),
+    *((own, None, config) for own in (False, True) for config in ({}, ALL, MODULE)),
+    (None, FULL, SMALL), (None, None, ROLLING), (False, None, ROLLING), (False, FULL, {}),
+]  # fmt: skip
+
+
+@ranks(2)
+def test_weights_that_a_kernel_reads_are_right_where_ranks_leave_them_unused() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    for own, form, config in CASES:
+        what = f"own {own}, {form}, {config}"
+        twin = Twin(partial(Model, own), mesh, form, **config)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (twin.plain, twin.ours)]
+        apart = set()
+        for step in range(3):
+            everybody, mine = twin.batch(rows=1)
+            apart.add(bool((everybody[0][0, 0] ^ everybody[0][1, 0]) & 7))
+            twin.plain(*everybody).backward()
+            twin.ours(*mine).backward()
+            twin.check_step(optimizers, f"{what}, step {step}")
+        assert True in apart, "the ranks' data must differ in what they need"
+        everybody, mine = twin.batch(rows=1)
+        with torch.no_grad():
+            wanted = twin.plain.eval()(everybody[0])[mesh.rank : mesh.rank + 1]
+            close(twin.ours.eval()(mine[0]), wanted, f"{what}: evaluation")

@@ -1,0 +1,1 @@
+"""Families of transformers beside one process: see ``python -m tools.families --help``."""

@@ -1,0 +1,114 @@
+"""Families of transformers, cut over ranks, beside one process: loss, gradients, parameters.
+
+    python -m tools.families --family llama mamba2 --mesh 2x1
+
+Each family is a tiny model with random weights, built offline, in fp64 on gloo. The mesh "2x1" cuts
+weights over two ranks and sequences over none; ranks beyond that compute other sequences. Compared
+with one process: the loss and every gradient of two steps of SGD, every parameter after them, and
+the logits of an evaluation. Exit status 1 where something differs, or failed otherwise than by a
+refusal in words.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console
+
+from tools.bench.ranks import RankError, Refused, Session, Setup
+from tools.bench.report import put, say
+from tools.bench.signals import terminate_as_interrupt
+from tools.families.options import Options, Setting
+from tools.families.report import (
+    SINGLE,
+    TOLERANCE,
+    Differences,
+    Found,
+    page,
+    printed,
+    summary,
+    worst,
+)
+
+WORKER = "tools.families.rank:Comparison"
+REFUSALS = ("StructureError", "ConfigError")  # internsp.errors, by name: this side has no torch
+
+
+def run(options: Options) -> Iterator[Found]:
+    """Compare, family by family within each number of ranks."""
+    everything = [
+        (setting, family)
+        for family, ties in _ties(options).items()
+        for setting in options.settings(ties)
+    ]
+    everything.sort(key=lambda one: one[0].ranks)
+    for ranks, group in groupby(everything, key=lambda one: one[0].ranks):
+        left = list(group)
+        while left:
+            with Session(Setup(WORKER, (), ranks, options.timeout)) as session:
+                while left:
+                    setting, family = left.pop(0)
+                    found = _compare(session, family, setting)
+                    if found is None:
+                        continue
+                    say(f"{family}, {setting}: {found.error or f'{worst(found.apart):.1e}'}")
+                    yield found
+                    if found.error and not found.refused:
+                        break  # the ranks may be at different places: take fresh ones
+
+
+def _ties(options: Options) -> dict[str, list[bool]]:
+    with Session(Setup(WORKER, (), 1, options.timeout)) as session:
+        return {family: session.ask("ties", family=family)[0] for family in options.families()}
+
+
+def _compare(session: Session, family: str, setting: Setting) -> Found | None:
+    try:
+        apart = _asked(session, family, setting, False)
+        if TOLERANCE < worst(apart) <= SINGLE:
+            return Found(family, setting, apart, _asked(session, family, setting, True))
+    except Refused as error:
+        kind, _, sentence = error.reason.partition(": ")
+        if kind == "NotOfferedError":
+            return None
+        refused = kind in REFUSALS
+        return Found(family, setting, {}, None, sentence if refused else str(error), refused)
+    except RankError as error:
+        return Found(family, setting, {}, None, str(error))
+    return Found(family, setting, apart)
+
+
+def _asked(
+    session: Session, family: str, setting: Setting, widened: bool
+) -> Differences:
+    answers = session.ask("compare", family=family, setting=setting, widened=widened)
+    return {kind: max(answer[kind] for answer in answers) for kind in answers[0]}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0; 1 when a comparison is not right; 2 when an option is wrong."""
+    terminate_as_interrupt()
+    found: list[Found] = []
+    try:
+        options = Options.read(arguments, __doc__)
+        found.extend(run(options))
+    except (RankError, Refused, ValueError) as error:
+        say(error)
+        return 2
+    except KeyboardInterrupt as error:
+        say(f"stopped ({error or 'SIGINT'})")
+        return 130
+    Console(width=180).print(printed(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(summary(found), indent=1) + "\n")
+    if options.markdown is not None:
+        command = ["python", "-m", "tools.families", *arguments]
+        put(options.markdown, "families", page(found).markdown(command))
+    return 0 if all(one.right for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""What is compared: the options, and the settings that follow from them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import tyro
+
+from internsp.config.errors import nearest
+from tools.families.configs import FAMILIES
+
+CHECKPOINTING = ("none", "full", "half", "reentrant", "own", "own-reentrant")
+MESHES = ("1x1", "2x1", "1x2", "2x2", "4x2")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison of one family.
+
+    Attributes:
+        checkpointing: one of ``CHECKPOINTING``; ``own`` and ``own-reentrant`` are the model's
+            ``gradient_checkpointing_enable``.
+        tied: head and embedding are one weight.
+    """
+
+    weight: int
+    sequence: int
+    checkpointing: str
+    tied: bool
+
+    @property
+    def mesh(self) -> str:
+        """As on the command line."""
+        return f"{self.weight}x{self.sequence}"
+
+    @property
+    def ranks(self) -> int:
+        """Two groups that compute other sequences, where four ranks suffice."""
+        return 2 if self.weight * self.sequence <= 2 else 4
+
+    def __str__(self) -> str:
+        return f"{self.mesh}, {self.checkpointing}, {'tied' if self.tied else 'untied'}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to compare."""
+
+    family: tuple[str, ...] = ()
+    """Families; none: all of the table (tools/families/configs.py)."""
+    mesh: tuple[str, ...] = MESHES
+    """Ranks over which weights are cut, x, ranks over which a sequence is cut."""
+    checkpointing: tuple[str, ...] = CHECKPOINTING
+    """No recomputation, all blocks or half of them by internsp, all in torch's reentrant form, all
+    by the model's own gradient_checkpointing_enable (in either form)."""
+    timeout: float = 120.0
+    """Seconds that one comparison may take."""
+    json: Path | None = None
+    """Write everything found to this file."""
+    markdown: Path | None = None
+    """Write the table to this file, between its marks where it has them."""
+
+    @classmethod
+    def read(cls, arguments: Sequence[str], description: str | None) -> Self:
+        """From a command line.
+
+        Raises:
+            ValueError: a family, mesh or form of checkpointing that is not known; names it.
+        """
+        given = tyro.cli(cls, args=arguments, description=description)
+        for option, values, known in (
+            ("--family", given.family, tuple(FAMILIES)),
+            ("--mesh", given.mesh, None),
+            ("--checkpointing", given.checkpointing, CHECKPOINTING),
+        ):
+            for value in values:
+                if known is None:
+                    degrees(value)
+                elif value not in known:
+                    near = nearest(value, list(known))
+                    meant = f": did you mean {near}?" if near else f": {', '.join(known)}"
+                    raise ValueError(f"{option} {value} is not known{meant}")
+        return given
+
+    def families(self) -> tuple[str, ...]:
+        """Those to compare, in the table's order."""
+        return tuple(name for name in FAMILIES if name in self.family or not self.family)
+
+    def settings(self, ties: Sequence[bool]) -> list[Setting]:
+        """All of one family; with a tied head besides an untied one, two forms of checkpointing.
+
+        Args:
+            ties: whether its model has a tied head, an untied one, or may have both.
+        """
+        return [
+            Setting(*degrees(mesh), checkpointing, tied)
+            for mesh in self.mesh
+            for checkpointing in self.checkpointing
+            for tied in ties
+            if tied == ties[0] or checkpointing in CHECKPOINTING[:2]
+        ]
+
+
+def degrees(mesh: str) -> tuple[int, int]:
+    """Weight and sequence degree of ``"2x1"``.
+
+    Raises:
+        ValueError: it is not written so, or needs more than four ranks.
+    """
+    weight, _, sequence = mesh.partition("x")
+    if weight not in ("1", "2", "4") or sequence not in ("1", "2", "4"):
+        raise ValueError(
+            f"--mesh {mesh} is not known: write two of 1, 2 and 4 (weight x sequence), as in 4x2"
+        )
+    return int(weight), int(sequence)
