@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from internsp.pipeline import SchedulerHook as SchedulerHook
     from internsp.pipeline import SplittableModel as SplittableModel
     from internsp.plan.chunk import Schedule as Schedule
+    from internsp.sequence_parts import supports as supports
     from internsp.sp import DistributedAttention as DistributedAttention
     from internsp.sp import PendingExchange as PendingExchange
     from internsp.sp import SequenceLayout as SequenceLayout
     from internsp.sp import token_loss as token_loss
+    from internsp.sp.mixing import Refused as Refused
     from internsp.trace import Clock as Clock
     from internsp.trace import Trace as Trace
     from internsp.wp.communicator import (

@@ -24,8 +24,12 @@ from internsp.plan.chunk import ChunkPlan
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.units import chunk_plan
 from internsp.quantize import Quantizer
-from internsp.sequence_parts import require_cut_attention, take_head_output
-from internsp.sp import DistributedAttention, checkpoint_context_fn
+from internsp.sequence_parts import (
+    attach_sequences,
+    require_cut_attention,
+    take_head_output,
+)
+from internsp.sp import checkpoint_context_fn
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, ReplicaCollectives
 from internsp.wp.communicator import (
@@ -101,9 +105,7 @@ def parallelize(
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed, collectives, split, communicator)
     made = builder.build(trace, activation_checkpoint)
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedAttention):
-            module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace, name)
+    attach_sequences(model, mesh, trace, made.mean)
     return made
 
 

@@ -8,11 +8,58 @@ from __future__ import annotations
 from torch import nn
 
 from internsp.config import WeightParallelConfig
-from internsp.errors import StructureError
+from internsp.errors import InternspError, StructureError
+from internsp.hf import examine
+from internsp.hf.attach import attach
+from internsp.layers.supported import require_supported
 from internsp.mesh import ParallelMesh
 from internsp.sp import DistributedAttention
+from internsp.sp.mixing import Refused, mixes_positions
+from internsp.trace import Trace
 
 _LISTED = 8
+
+
+def supports(
+    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig | None = None
+) -> list[Refused]:
+    """Why :func:`parallelize` would refuse ``model`` on ``mesh``: **empty** if it would not.
+
+    Changes nothing and sends no message. Under a sequence degree above 1 each attention must be one
+    that can be cut (``docs/bring_your_model.md``): every module that cannot is in the list, with
+    its name and the reason.
+    """
+    config = config or WeightParallelConfig()
+    found = []
+    try:
+        require_supported(model)
+    except InternspError as error:
+        found.append(Refused("", str(error)))
+    return found + uncut(model, mesh, config)
+
+
+def uncut(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> list[Refused]:
+    """The modules that mix tokens and know this rank's only; empty where no sequence is cut, and
+    where the user has said that he sees to it."""
+    if mesh.sequence == 1 or config.cuts_own_sequences:
+        return []
+    if examine.outermost(model) is not None:
+        return examine.refused(model)
+    found = [
+        Refused(name, reason) for name, module in model.named_modules()
+        if not isinstance(module, DistributedAttention)
+        and (reason := mixes_positions(module)) is not None
+    ]  # fmt: skip
+    if found or any(isinstance(module, DistributedAttention) for module in model.modules()):
+        return found
+    composite = {
+        type(module).__name__: name for name, module in reversed(list(model.named_modules()))
+        if name and any(True for _ in module.children())
+    }  # fmt: skip
+    like = {c: n for c, n in composite.items() if "att" in f"{c} {n}".lower()} or composite
+    like = like or {type(model).__name__: ""}
+    reason = "it is no internsp.DistributedAttention and holds none"
+    return [Refused(name, f"{kind}: {reason}") for kind, name in like.items()]
 
 
 def require_cut_attention(
@@ -21,34 +68,29 @@ def require_cut_attention(
     """Where sequences are cut, attention is ours, or the user has said that he sees to it.
 
     Raises:
-        StructureError: there is none; lists the modules that may hold the attention. Or one is
-            torch's own, which knows this rank's tokens only.
+        StructureError: lists the modules that are not, and why.
     """
-    if mesh.sequence == 1 or config.cuts_own_sequences:
+    found = uncut(model, mesh, config)
+    if not found:
         return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            raise StructureError(
-                f"{name} is a {type(module).__name__}, and the mesh cuts sequences over "
-                f"{mesh.sequence} ranks: it would attend to this rank's tokens only. Compute "
-                "attention by an internsp.DistributedAttention, or make the mesh with sequence = 1 "
-                f"(this is rank {mesh.rank})"
-            )
-    if any(isinstance(module, DistributedAttention) for module in model.modules()):
-        return
-    composite = {
-        type(module).__name__: name for name, module in reversed(list(model.named_modules()))
-        if name and any(True for _ in module.children())
-    }  # fmt: skip
-    like = [f"{n} ({c})" for c, n in composite.items() if "att" in f"{c} {n}".lower()]
-    named = like or [f"{n} ({c})" for c, n in composite.items()]
+    lines = [f"  {refused}" for refused in found[:_LISTED]]
+    if len(found) > _LISTED:
+        lines.append(f"  and {len(found) - _LISTED} more (internsp.supports lists them all)")
     raise StructureError(
-        f"the mesh cuts sequences over {mesh.sequence} ranks, but no module of this model is an "
-        "internsp.DistributedAttention: every rank would attend to its own tokens only. Compute "
-        f"attention by one in {', '.join(named[:_LISTED]) or type(model).__name__}; or make the "
-        "mesh with sequence = 1; or, for a model without attention or one that exchanges tokens "
-        f"itself, set weight_parallel.cuts_own_sequences = true (this is rank {mesh.rank})"
+        f"the mesh cuts sequences over {mesh.sequence} ranks, and these modules would compute with "
+        "their own rank's tokens only:\n" + "\n".join(lines) + "\nCompute attention by an "
+        "internsp.DistributedAttention; or make the mesh with sequence = 1; or, for a model "
+        "without attention or one that exchanges tokens itself, set "
+        f"weight_parallel.cuts_own_sequences = true (this is rank {mesh.rank})"
     )
+
+
+def attach_sequences(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> None:
+    """Give attention its sequence group."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedAttention):
+            module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace, name)
+    attach(model, mesh, trace, mean)
 
 
 def take_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> None:

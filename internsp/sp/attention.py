@@ -213,7 +213,7 @@ class DistributedAttention(nn.Module):
             kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
             out = kernel(q, k, v, self.plan.key_value_of(self._rank), mask, self.scale)
         else:
-            out = _NoHeads.apply(q, k, v)
+            out = no_heads(q, k, v)
         if self.channel is None:
             return out
         # Taken from the output's own length: with no layout every rank has as many.
@@ -229,9 +229,15 @@ class DistributedAttention(nn.Module):
         )
 
 
+def no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of no heads, ``[B, S, 0, d of v]``, whose backward reaches every input, so that a
+    rank without heads takes its place in the exchanges of backward too (WP-2)."""
+    out: Tensor = _NoHeads.apply(q, k, v)
+    return out.sum(3, keepdim=True).expand(*q.shape[:3], v.shape[3])
+
+
 class _NoHeads(torch.autograd.Function):
-    """Attention of no heads. Its backward gives every input a gradient, so that a rank without
-    heads takes its place in the exchanges of backward too (WP-2)."""
+    """See :func:`no_heads`."""
 
     @staticmethod
     def forward(ctx: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]

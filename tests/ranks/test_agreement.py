@@ -265,7 +265,7 @@ class Attends(nn.Module):
 def test_a_sequence_degree_needs_an_attention_that_knows_of_it(rank: int) -> None:
     mesh = mesh_of(1, 2)
     foreign = Tiny(Attends)
-    words = ("self_attention (Sequential)", "DistributedAttention", "cuts_own_sequences")
+    words = ("self_attention: Sequential", "DistributedAttention", "cuts_own_sequences")
     refused(rank, foreign, StructureError, *words, mesh=mesh)
     twin = Twin(Tiny, mesh, cuts_own_sequences=True)  # no attention: every token for itself
     twin.backward()

@@ -160,7 +160,7 @@ def test_a_list_in_which_something_else_was_put_is_refused(options: Any) -> None
 
 def refused(rank: int, world: int) -> None:
     mesh = ParallelMesh.create(weight=1, sequence=2, device_type="cpu")
-    with pytest.raises(StructureError, match=r"layers\.0\.self_attn is a MultiheadAttention"):
+    with pytest.raises(StructureError, match=r"layers\.0\.self_attn: MultiheadAttention"):
         parallelize(Tiny(partial(encoder, False)).double(), mesh)
 
 

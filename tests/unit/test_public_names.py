@@ -29,7 +29,7 @@ MADE_BY_PARALLELIZE = {
     "MemoryPool", "WPCommunicator",
 }  # fmt: skip
 # What properties and methods return, never made by a user.
-RETURNED = {"PendingExchange", "Schedule", "WeightAxis"}
+RETURNED = {"PendingExchange", "Refused", "Schedule", "WeightAxis"}
 # In public signatures, and not for users. Each with why.
 UNNAMED = {
     "internsp.wp.collectives.Collectives": "an emulated link's; the docstring has its path",

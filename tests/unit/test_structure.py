@@ -25,7 +25,7 @@ LEVELS = [
      "internsp.failure"],
     ["internsp.plan"],
     ["internsp.wp", "internsp.agreement"],
-    ["internsp.layers", "internsp.wp.hooks", "internsp.optim"],
+    ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf"],
     ["internsp.parallel", "internsp.sequence_parts"],
     ["internsp.pipeline"],
     ["internsp.factory"],

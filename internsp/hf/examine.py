@@ -1,0 +1,159 @@
+"""Which ``transformers`` models can be cut over a sequence group, and why others cannot."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from internsp.hf.attention import eager_function
+from internsp.sp.mixing import Refused, methods, mixes_positions
+
+# A module that takes one of these, and holds no attention that is dispatched, mixes tokens itself.
+_TOKENS_OF_OTHERS = frozenset(
+    {"attention_mask", "alibi", "cache_params", "past_key_values", "layer_past", "past_key_value"}
+)
+
+
+def outermost(model: nn.Module) -> Any:
+    """The ``transformers`` model that ``model`` is or wraps; None where there is none."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether it is an attention that looks its kernel up in ``AttentionInterface``."""
+    from transformers import PreTrainedModel
+
+    return not isinstance(module, PreTrainedModel) and any(
+        "get_interface" in function.__code__.co_names for function in methods(type(module))
+    )
+
+
+def attentions(model: nn.Module) -> dict[nn.Module, str]:
+    """The attention modules that can be attached, with their names."""
+    return {module: name for name, module in model.named_modules() if is_dispatched(module)}
+
+
+def refused(model: nn.Module) -> list[Refused]:
+    """Why the model cannot be cut: a module and a reason each; empty where it can be."""
+    inner = outermost(model)
+    found = [*_around(model, inner), *_head(inner)]
+    names = attentions(model)
+    flagged: set[nn.Module] = set()
+    for name, module in reversed(list(model.named_modules())):  # children before parents
+        below = [m for m in module.modules() if m is not module]
+        if any(m in names or m in flagged for m in below):
+            if module not in names:
+                continue
+        reason = _attention(module) if module in names else _other(module)
+        if reason is not None:
+            flagged.add(module)
+            found.append(Refused(name, reason))
+    return found
+
+
+def _around(model: nn.Module, inner: Any) -> Iterator[Refused]:
+    if inner is not model and not type(model).__module__.startswith("peft."):
+        yield Refused(
+            "",
+            f"{type(model).__name__} wraps a {type(inner).__name__}, and what it computes with "
+            "this rank's part of its output is not known: give parallelize() the model itself",
+        )
+
+
+def _head(inner: Any) -> Iterator[Refused]:
+    """What a model computes after its blocks."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = type(inner).__name__
+    causal = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    bodies = set(auto.MODEL_MAPPING_NAMES.values())
+    if not (kind in causal | bodies or kind.endswith(("ForCausalLM", "LMHeadModel"))):
+        yield Refused("", f"{kind} is no causal language model: its head may look at all positions")
+    parameters = inspect.signature(type(inner).forward).parameters
+    if "position_ids" not in parameters and not any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values()
+    ):
+        yield Refused("", f"the forward of {kind} takes no position_ids")
+    if getattr(inner.config, "is_encoder_decoder", False):
+        yield Refused("", f"{kind} has an encoder and a decoder")
+
+
+def _attention(module: nn.Module) -> str | None:
+    """Why an attention that is dispatched cannot be attached."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    kind = type(module).__name__
+    config = getattr(module, "config", None)
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel is None:
+        return f"{kind} has no config that names its attention"
+    if kernel == "flex_attention" or kernel.startswith("paged"):
+        return f"{kind} uses {kernel}, whose masks are not cut: choose 'sdpa' or flash attention"
+    if kernel not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return f"{kind} uses {kernel}, which has no mask function (AttentionMaskInterface)"
+    if kernel == "eager":
+        if eager_function(module) is None:
+            return f"the eager attention of {kind} cannot be found: choose another implementation"
+        if getattr(module, "reorder_and_upcast_attn", False):
+            return f"{kind} with reorder_and_upcast_attn computes past its kernel: set it to False"
+    return None
+
+
+def _other(module: nn.Module) -> str | None:
+    """Why a module that is no attention mixes tokens, or None."""
+    kind = type(module).__name__
+    if kind.endswith("Pooler"):
+        return f"{kind} looks at chosen positions"
+    if (reason := mixes_positions(module)) is not None:
+        return reason
+    # A table of positions may count them by the mask; it is given position_ids.
+    if type(module).__module__.startswith("torch.") or isinstance(module, nn.Embedding):
+        return None
+    takes = sorted(_TOKENS_OF_OTHERS & set(inspect.signature(type(module).forward).parameters))
+    if takes:
+        return (
+            f"{kind} takes {takes[0]} but does not look its kernel up in transformers' "
+            "AttentionInterface: it would see this rank's tokens only"
+        )
+    return None
+
+
+def own_positions(inner: Any) -> str:
+    """Of what the model makes ``position_ids`` where it is given none: "mask", "tokens" or "".
+
+    All others count from 0; these are found in the source of the model's file.
+    """
+    source = inspect.getsource(sys.modules[type(inner).__module__])
+    if "create_position_ids_from_input_ids" in source:
+        return "tokens"
+    return "mask" if "cumsum(attention_mask" in source else ""
+
+
+def finds_documents(inner: Any) -> bool:
+    """Whether the model hands ``position_ids`` to what makes its masks, which separates documents.
+
+    Some families leave that to flash attention; nothing else tells them apart.
+    """
+    from transformers import PreTrainedModel
+
+    kinds = {type(m) for m in inner.modules() if isinstance(m, PreTrainedModel)}
+    for kind in kinds:
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+            names: set[Any] = set()
+            if isinstance(node, ast.Call):
+                names = {keyword.arg for keyword in node.keywords}
+            elif isinstance(node, ast.Dict):  # given to several such calls
+                names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            if {"config", "attention_mask", "position_ids"} <= names:
+                return True
+    return False

@@ -1,0 +1,228 @@
+"""Models of ``transformers``, unmodified, whose sequences are cut: the numbers of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import LayoutError, StructureError
+from internsp.parallel import parallelize
+from internsp.sequence_parts import supports
+from internsp.sp.heads import balanced, spans
+from tests.support import hf
+from tests.support.compare import check, close, gradients
+from tests.support.hf import HuggingTwin
+from tests.support.meshes import mesh_of
+from tests.support.models import raises
+from tests.support.ranks import ranks
+
+KINDS = {"whole rows": hf.plain_batch, "padding": hf.padded_batch, "packed": hf.packed_batch}
+
+
+@pytest.mark.parametrize(("weight", "world_size"), [(1, 2), (2, 4)], ids=["1x2", "2x2"])
+@ranks()
+def test_losses_gradients_and_steps_are_those_of_one_process(weight: int, world_size: int) -> None:
+    mesh = mesh_of(weight, 2)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {}),
+        ("llama", {"attn_implementation": "eager", "tie_word_embeddings": True}),
+        ("mistral", {}), ("gemma2", {}), ("gpt_oss", {}), ("mixtral", {}), ("gpt2", {}),
+    ]  # fmt: skip
+    for family, changes in cases:
+        twin = HuggingTwin(family, mesh, changes)
+        eager = twin.plain.config._attn_implementation == "eager"
+        more = {} if eager else {"padding on the left": hf.padded_left}
+        for kind, make in (KINDS | more).items():
+            twin.compare(make, f"{family} {changes}, {kind}")
+
+
+@ranks(4)
+def test_heads_that_the_ranks_do_not_divide_and_ranks_without_any() -> None:
+    mesh = mesh_of(2, 4)
+    for family in ("llama", "gemma2", "gpt_oss", "gpt2"):  # 6 over 3 heads, or 3: a rank has none
+        HuggingTwin(family, mesh).compare(hf.packed_batch, f"{family} over four ranks")
+
+
+@ranks(2)
+def test_a_loss_of_the_users_own_from_this_ranks_logits_is_right_to_the_last_bits() -> None:
+    mesh = mesh_of(1, 2)
+    twin = HuggingTwin("gpt2", mesh)
+    for make in KINDS.values():
+        batch = make(0)
+        mine = slice(*spans(balanced(batch["input_ids"].shape[1], 2))[mesh.sequence_rank])
+        hf.sums(twin.plain, batch).backward()
+        hf.sums(twin.ours, batch, mine).backward()
+        check(gradients(twin.ours), gradients(twin.plain), "own loss")
+        twin.plain.zero_grad()
+        twin.ours.zero_grad()
+
+
+def outputs(model: Any, batch: dict[str, Any], **options: Any) -> dict[str, Any]:
+    with torch.no_grad():
+        return dict(model.eval()(**batch, **options))
+
+
+@ranks(2)
+def test_evaluation_and_generation_give_what_one_process_gives() -> None:
+    mesh = mesh_of(1, 2)
+    for family in ("llama", "gemma2", "gpt2", "gpt_oss"):
+        twin = HuggingTwin(family, mesh)
+        twin.compare(hf.plain_batch, family)
+        for kind, make in KINDS.items():
+            batch = make(0)
+            wanted, found = (
+                outputs(m, batch, output_hidden_states=True) for m in (twin.plain, twin.ours)
+            )
+            for name in ("loss", "logits", "hidden_states"):
+                values = (x if isinstance(x, tuple) else (x,) for x in (found[name], wanted[name]))
+                for one, other in zip(*values, strict=True):
+                    close(one, other, f"{family}, {kind}, {name}", hf.SINGLE)
+            del batch["labels"]
+            wanted, found = (outputs(m, batch, logits_to_keep=2) for m in (twin.plain, twin.ours))
+            close(found["logits"], wanted["logits"], f"{family}, {kind}, two logits", hf.SINGLE)
+        eager = twin.plain.config._attn_implementation == "eager"
+        prompt = hf.plain_batch(0) if eager else hf.padded_left(0)
+        del prompt["labels"]
+        for cache in (True, False):
+            texts = [
+                m.eval().generate(**prompt, max_new_tokens=4, do_sample=False, use_cache=cache)
+                for m in (twin.plain, twin.ours)
+            ]
+            assert torch.equal(*texts), f"{family}, cache {cache}"
+        twin.ours.train(), twin.plain.train()
+        twin.compare(hf.packed_batch, f"{family} trained on after generating")
+
+
+@ranks(2)
+def test_recomputed_blocks_find_the_batch_of_their_own_forward() -> None:
+    mesh = mesh_of(1, 2)
+    for family in ("llama", "gpt2"):
+        for reentrant in (False, True):
+            twin = HuggingTwin(family, mesh)
+            for model in (twin.ours, twin.plain):
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            # Two forwards, other lengths and documents, then the backward of both.
+            one, two = hf.packed_batch(0), hf.padded_batch(1)
+            two = {k: v[:, :9] for k, v in two.items()} | {"use_cache": False}
+            for model in (twin.plain, twin.ours):
+                (model(**one).loss + model(**two).loss).backward()
+            check(gradients(twin.ours), gradients(twin.plain), f"{family} {reentrant}", hf.SINGLE)
+    for mode in ("full", "selective"):
+        plain = hf.tiny("llama")
+        ours = copy.deepcopy(plain)
+        checkpoint = ActivationCheckpointConfig(mode=mode)
+        parallelize(ours, mesh, activation_checkpoint=checkpoint)
+        for model in (plain, ours):
+            losses = [model(**make(0)).loss for make in KINDS.values()]
+            sum(losses).backward()  # type: ignore[union-attr]
+        check(gradients(ours), gradients(plain), mode, hf.SINGLE)
+
+
+@ranks(2)
+def test_auxiliary_losses_and_token_counts_of_the_trainer_are_of_the_whole_batch() -> None:
+    mesh = mesh_of(1, 2)
+    for family in ("mixtral", "gpt_oss"):
+        twin = HuggingTwin(family, mesh)
+        for make in (hf.plain_batch, hf.padded_batch):
+            for more in ({"output_router_logits": True}, {"num_items_in_batch": 7}):
+                twin.compare(
+                    lambda data, make=make, more=more: make(data) | more, f"{family} {more}"
+                )
+    nothing = hf.plain_batch(0)
+    nothing["labels"][:] = -100
+    loss = twin.ours(**nothing).loss
+    loss.backward()
+    assert float(loss) == 0.0, "no label counts: no NaN"
+    twin.ours.zero_grad()
+    means = HuggingTwin("llama", mesh, reduction="mean")  # the mean of equal means
+    means.compare(hf.plain_batch, "means")
+    batch = hf.plain_batch(0) | {"logits_to_keep": 0, "use_cache": True}  # not cut, and right
+    means.compare(lambda data: batch, "means, not cut")
+
+
+@ranks(2)
+def test_whole_passes_in_training_count_their_gradient_once() -> None:
+    twin = HuggingTwin("llama", mesh_of(1, 2))
+    twin.compare(lambda data: hf.plain_batch(data) | {"use_cache": True}, "with a cache")
+    short = {k: v[:, :1] for k, v in hf.plain_batch(0).items()}
+    for model in (twin.plain, twin.ours):
+        model(input_ids=short["input_ids"]).logits.square().sum().backward()
+    check(gradients(twin.ours), gradients(twin.plain), "fewer tokens than ranks", hf.SINGLE)
+    twin.plain.zero_grad(), twin.ours.zero_grad()
+    batch = hf.plain_batch(0)
+    for model in (twin.plain.eval(), twin.ours.eval()):  # evaluation mode, with gradients
+        out = model(**batch)
+        (out.loss + out.logits.square().mean()).backward()
+    check(gradients(twin.ours), gradients(twin.plain), "evaluation mode", hf.SINGLE)
+
+
+@ranks(2)
+def test_two_models_of_one_config_one_of_them_parallel_are_both_right() -> None:
+    mesh = mesh_of(1, 2)
+    other = hf.tiny("llama")
+    ours = type(other)(other.config).double()
+    ours.load_state_dict(other.state_dict())
+    plain = copy.deepcopy(other)
+    key = other.config._attn_implementation
+    parallelize(ours, mesh)
+    assert other.config._attn_implementation == key
+    third = type(ours)(ours.config).double()  # made from the parallel model's config
+    third.load_state_dict(plain.state_dict())
+    batch = hf.packed_batch(0)
+    wanted = plain(**batch).loss
+    for model in (ours, other, third, ours):
+        close(model(**batch).loss, wanted, "each beside the others", hf.SINGLE)
+
+
+@ranks(2)
+def test_wrong_input_is_named_on_every_rank(rank: int) -> None:
+    twin = HuggingTwin("llama", mesh_of(1, 2))
+    batch, own = hf.plain_batch(0), hf.plain_batch(rank)
+    ours = twin.ours
+    raises(LayoutError, lambda: ours(**own), "other values", "mesh.data_rank")
+    other_shape = {k: v[:, : 9 + rank] for k, v in batch.items()}
+    raises(LayoutError, lambda: ours(**other_shape), "other shapes", "input_ids [2, ")
+    raises(LayoutError, lambda: ours(), "neither input_ids")
+    wrong: list[tuple[type[Exception], dict[str, Any], str]] = [
+        (LayoutError, {"position_ids": torch.zeros(3, 2, 11, dtype=torch.long)}, "position_ids"),
+        (LayoutError, {"attention_mask": torch.ones(2, 12)}, "attention_mask"),
+        (LayoutError, {"labels": torch.ones(2, 5, dtype=torch.long)}, "labels"),
+        (StructureError, {"pixel_values": torch.ones(2, 5)}, "pixel_values"),
+    ]
+    for kind, more, word in wrong:
+        raises(kind, lambda more=more: ours(**(batch | more)), word)
+    hidden = torch.ones(2, 6, 24, dtype=torch.float64)
+    raises(LayoutError, lambda: ours.model.layers[0].self_attn(
+        hidden, position_embeddings=(torch.ones(1, 6, 8), torch.ones(1, 6, 8)),
+        attention_mask=None), "outside a forward")  # fmt: skip
+    ours.set_attn_implementation("eager")
+    raises(StructureError, lambda: ours(**batch), "attn_implementation before")
+
+
+class OwnMask(torch.nn.Module):
+    """An attention's input that makes a mask of its own of this rank's tokens."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        own = torch.ones(1, 1, hidden_states.shape[1], hidden_states.shape[1]).tril() > 0
+        return self.attention(hidden_states=hidden_states, attention_mask=own, **kwargs)
+
+
+@ranks(2)
+def test_an_attention_with_a_mask_of_its_own_stops_the_forward() -> None:
+    model = hf.tiny("llama")
+    block = model.model.layers[1]
+    block.self_attn = OwnMask(block.self_attn)
+    mesh = mesh_of(1, 2)
+    assert supports(model, mesh) == [], "its source does not show it"
+    parallelize(model, mesh)
+    words = "model.layers.1.self_attn.attention", "not made by the model's mask function"
+    raises(StructureError, lambda: model(**hf.plain_batch(0)), *words)
