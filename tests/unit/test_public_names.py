@@ -22,7 +22,9 @@ TABLE = frozenset(internsp.__all__)
 DOCS = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = ["README.md", "internsp/wp/README.md", *DOCS]
 # Documented by the path of its module: `internsp.train` is the application's folder.
-BY_PATH = {"internsp.train.run.train"}
+BY_PATH = {
+    "internsp.train.run.train", "internsp.clients.trainer", "internsp.clients.trainer.Trainer",
+}  # fmt: skip
 # Layers and hooks speak to these; their methods name a chunk's own parts.
 MADE_BY_PARALLELIZE = {
     "EmbeddingWeightParallelCommunicator", "HeadWeightParallelCommunicator", "ISPCommunicator",

@@ -1,0 +1,108 @@
+"""``transformers.Trainer`` under internsp: an unmodified causal model whose weights are sharded.
+
+    python examples/transformers_trainer.py                                         # plain Trainer
+    torchrun --nproc-per-node 4 examples/transformers_trainer.py --weight 2         # sharded
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py --weight 2 --lora  # PEFT
+    torchrun ... --weight 2 --resume                                                # goes on
+
+The first two print the same losses: the batch of a step is the same, however many processes share
+it. Needs transformers and accelerate (``--lora``: peft); downloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import internsp
+
+LENGTH, BATCH = 32, 16  # tokens a sequence; sequences of a step over all processes
+
+
+def sequences(path: Path, number: int, seed: int) -> list[dict[str, Tensor]]:
+    """Bytes of a text; some labels are masked, and so processes have unequal numbers of tokens."""
+    text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - LENGTH, (number,), generator=generator).tolist()
+    found = []
+    for index, start in enumerate(starts):
+        ids = text[start : start + LENGTH]
+        labels = ids.clone()
+        labels[: 3 * (index % 4)] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def make_model(lora: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A small Llama, the same on every rank; with ``lora`` frozen in bf16, its adapters in fp32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=80, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16 if lora else dtype)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM"))
+
+
+def arguments(output: str, accumulate: int = 2, **changes: Any) -> TrainingArguments:
+    """Two processes or four, or one: the batch of a step stays the same."""
+    rows = BATCH // accumulate // int(os.environ.get("WORLD_SIZE", "1"))
+    settings: dict[str, Any] = {
+        "output_dir": output, "max_steps": 20, "gradient_accumulation_steps": accumulate,
+        "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
+        "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2,
+        "weight_decay": 0.1, "max_grad_norm": 0.5, "logging_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 10,
+        "report_to": [], "disable_tqdm": True, "use_cpu": not torch.cuda.is_available(),
+    }  # fmt: skip
+    return TrainingArguments(**(settings | changes))
+
+
+def make_trainer(model: nn.Module, args: TrainingArguments, weight: int, text: Path) -> Trainer:
+    """The Trainer; ``weight`` above 0: internsp's, with weights sharded over so many ranks."""
+    data = {
+        "train_dataset": sequences(text, 10 * BATCH, seed=1),
+        "eval_dataset": sequences(text, 2 * BATCH, seed=2),
+    }
+    if weight == 0:
+        return Trainer(model, args, **data)
+    from internsp.clients.trainer import Trainer as Sharded
+
+    mesh = internsp.ParallelMesh.create(weight=weight, device_type=args.device.type)
+    config = internsp.WeightParallelConfig(min_shard_elements=512)
+    communicator = internsp.parallelize(model, mesh, config)
+    return Sharded(model, args, communicator=communicator, **data)
+
+
+def main() -> None:
+    """Train, evaluate, predict; checkpoints lie in ``--output``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weight", type=int, default=0, help="ranks that share each weight")
+    parser.add_argument("--lora", action="store_true", help="train adapters of a frozen model")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint")
+    parser.add_argument("--output", default="runs/transformers_trainer")
+    options = parser.parse_args()
+    args = arguments(options.output)
+    text = Path(argparse.__file__)
+    trainer = make_trainer(make_model(options.lora), args, options.weight, text)
+    trainer.train(resume_from_checkpoint=options.resume)
+    found = trainer.predict(sequences(text, BATCH, seed=3))
+    if trainer.is_world_process_zero():
+        right = (found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]).mean()
+        print(f"test loss {found.metrics['test_loss']:.4f}, next byte right: {right:.3f}")
+    trainer.save_model()  # by all ranks: the whole model is gathered
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""``transformers.Trainer`` over a parallel model (extra ``[hf]``; the Trainer needs accelerate).
+
+What differs is only what internsp owns: the model stays as ``parallelize`` left it (no DDP, no
+move, no cast), the optimizer is a :class:`internsp.ZeroOptimizer` of the class and the parameter
+groups that the Trainer's arguments ask for, and a checkpoint is written by all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from internsp.errors import ConfigError
+from internsp.optim import ZeroOptimizer
+from internsp.optim.checkpoint import check_mesh
+from internsp.wp.communicator import ISPCommunicator
+
+_LOG = logging.getLogger("internsp.clients")
+_OPTIMIZER, _SCHEDULER = "optimizer", "scheduler.pt"
+
+
+class Trainer(transformers.Trainer):
+    """The Trainer for a model that :func:`internsp.parallelize` has cut. All ranks make one.
+
+    A class that itself derives from the Trainer (trl's, your own) is made parallel by
+    ``class Parallel(internsp.clients.trainer.Trainer, Theirs): ...``.
+
+    Each rank has batches of its own, as under DDP, and a step's gradient is the mean over ranks of
+    what ``compute_loss`` returns. With ``average_tokens_across_devices`` (the Trainer's default)
+    that is the mean over all valid tokens of all ranks and micro-batches, as one process has it.
+    A step whose gradients are not finite is skipped (:class:`internsp.ZeroOptimizer`).
+
+    A checkpoint holds the whole model for ``from_pretrained`` (of a PEFT model its adapter), which
+    any mesh can go on with, and in the folder ``optimizer`` the state of this mesh's optimizer.
+
+    Args:
+        model: as :func:`internsp.parallelize` left it.
+        args: as for the Trainer. ``bf16`` is autocast; ``compute_dtype = "bfloat16"`` in
+            :class:`internsp.WeightParallelConfig` also halves the traffic.
+        communicator: what ``parallelize`` returned.
+        options: everything else that the Trainer takes.
+
+    Raises:
+        ConfigError: an argument cannot be followed here; all of them are listed.
+    """
+
+    optimizer: Any  # a ZeroOptimizer, while training in accelerate's wrapper
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: transformers.TrainingArguments,
+        *,
+        communicator: ISPCommunicator,
+        **options: Any,
+    ) -> None:
+        _require_supported(args, communicator, options)
+        self._communicator = communicator
+        super().__init__(model=model, args=args, **options)
+
+    # The model is where it belongs: nothing moves, casts or wraps it.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's; what accelerate would do to the model and its gradients is done here."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = self._as_it_is
+        self.accelerator.backward = self._backward
+
+    def _as_it_is(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        if model not in self.accelerator._models:  # where evaluation looks for prepared ones
+            self.accelerator._models.append(model)
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        pass
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        """Accelerate's, which would have put it around the model's forward."""
+        context: AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
+
+    # One step.
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """A :class:`internsp.ZeroOptimizer` of the Trainer's class, settings and groups."""
+        if self.optimizer is None:
+            plain = super().create_optimizer(model)  # without any state yet
+            _, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            groups = [group for group in plain.param_groups if group["params"]]
+            self.optimizer = ZeroOptimizer(
+                self._communicator, type(plain), param_groups=groups, **settings
+            )
+        made: torch.optim.Optimizer = self.optimizer
+        return made
+
+    @property
+    def _zero(self) -> ZeroOptimizer:
+        zero: ZeroOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return zero
+
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """The Trainer's; replicas exchange gradients after the last micro-batch of a step only."""
+        last = self.accelerator.sync_gradients
+        with nullcontext() if last else self._communicator.no_replica_sync():
+            loss: Tensor = super().training_step(*args, **options)
+        return loss
+
+    def _backward(self, loss: Tensor, **options: Any) -> None:
+        # The Trainer counts on DDP's mean over ranks, and multiplies its loss for that; here
+        # gradients are sums (DESIGN 6). What it logs keeps its size.
+        (loss / self._communicator.mesh.shape.stage_size).backward(**options)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None  # in the optimizer's step: no rank has the gradient before
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        # Asked in each step, with clipping or without: the last word before the optimizer's.
+        self._zero.max_grad_norm = self.args.max_grad_norm or None
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, *args: Any, **options: Any
+    ) -> None:
+        super()._maybe_log_save_evaluate(tr_loss, self._zero.grad_norm, *args, **options)
+
+    # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The whole model for ``from_pretrained``, on the first rank. Collective."""
+        adapter = hasattr(self.model, "peft_config")  # saved alone: nothing frozen is gathered
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter
+        )
+        self._save(output_dir, get_model_state_dict(self.model, options=options))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        dcp.save(self._zero.state_dict(), checkpoint_id=Path(output_dir) / _OPTIMIZER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint) / _OPTIMIZER
+        if not folder.is_dir():
+            _LOG.warning("%s is not there: the optimizer starts anew", folder)
+            return
+        state = self._zero.state_dict()
+        saved = {"mesh": dict(state["mesh"])}
+        dcp.load(saved, checkpoint_id=folder)
+        check_mesh(saved, self._communicator.mesh)
+        dcp.load(state, checkpoint_id=folder)
+        self._zero.load_state_dict(state)
+        schedule = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
+        with _taking_whole_tensors(self.model):
+            super()._load_from_checkpoint(*args, **options)
+
+    def _load_best_model(self) -> None:
+        with _taking_whole_tensors(self.model):
+            super()._load_best_model()
+
+
+@contextmanager
+def _taking_whole_tensors(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model.load_state_dict`` cuts whole tensors (``assign=True`` means that here)."""
+    model.load_state_dict = partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.load_state_dict
+
+
+def _require_supported(
+    args: transformers.TrainingArguments, communicator: ISPCommunicator, options: dict[str, Any]
+) -> None:
+    """Raises:
+    ConfigError: see :class:`Trainer`.
+    """
+    mesh = communicator.mesh
+    before = "do it to the model before parallelize()"
+    optimizer = (options.get("optimizers") or (None, None))[0]
+    wrong = {
+        f"the launcher gives {args.world_size} processes, the mesh has {mesh.world_size} ranks: "
+        "start with torchrun, so that each rank has batches of its own":
+            args.world_size != mesh.world_size,
+        f"args.device is {args.device}, the mesh computes on {mesh.device}":
+            args.device.type != mesh.device.type,
+        f"the mesh has sequence = {mesh.sequence}: make it with sequence = 1": mesh.sequence > 1,
+        f"the mesh has pipeline = {mesh.pipeline}: make it with pipeline = 1": mesh.pipeline > 1,
+        "reduction = 'mean' in WeightParallelConfig: the loss is divided here, leave 'sum'":
+            communicator.mean,
+        "fp16: use bf16, or compute_dtype = 'bfloat16'": args.fp16,
+        "fp16_full_eval, bf16_full_eval: a parallel model is not cast": (
+            args.fp16_full_eval or args.bf16_full_eval
+        ),
+        "fsdp, deepspeed, parallelism_config: internsp does what they do": (
+            args.fsdp or args.deepspeed or args.parallelism_config
+        ),
+        "torch_compile: set compile = True in WeightParallelConfig": args.torch_compile,
+        f"use_liger_kernel: {before}": args.use_liger_kernel,
+        "auto_find_batch_size: a rank out of memory ends its group": args.auto_find_batch_size,
+        "save_on_each_node: give all machines one output_dir": args.save_on_each_node,
+        "model_init: give the model that parallelize() has cut": options.get("model_init"),
+        "optimizers: only a ZeroOptimizer of this communicator; or set optim, or "
+        "optimizer_cls_and_kwargs": (
+            optimizer is not None
+            and getattr(optimizer, "_communicator", None) is not communicator
+        ),
+    }  # fmt: skip
+    lines = [line for line, applies in wrong.items() if applies]
+    if lines:
+        raise ConfigError(
+            f"internsp.clients.trainer.Trainer on rank {mesh.rank}: " + "; ".join(lines)
+        )

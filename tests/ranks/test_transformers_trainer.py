@@ -1,0 +1,178 @@
+"""transformers.Trainer over a parallel model: each logged number and weight as on one process.
+
+The example of the documents is what runs. Its labels are masked unevenly, so that ranks have other
+numbers of tokens, and its loss is computed by transformers in fp32, whatever the model's dtype:
+losses that are logged agree to 2e-6, weights and gradient norms of the fp64 model to 1e-10 (of fp32
+adapters over a bf16 model to 1e-6).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import internsp
+from internsp.errors import ConfigError
+from tests.support.compare import check
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+pytest.importorskip("peft", reason="one case trains adapters of peft")
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.unmeasured]
+TEXT = Path(__file__).parents[1] / "data/01_why_cut_sequences.txt"
+LOGGED = 2e-6
+CASES: dict[str, dict[str, Any]] = {
+    "clipped": {"max_grad_norm": 0.5},
+    "not clipped": {"max_grad_norm": 0, "load_best_model_at_end": True, "save_steps": 2},
+    "recomputed": {"activation_checkpointing": True, "max_steps": 2, "warmup_steps": 0},
+}
+LORA = {
+    "max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "warmup_steps": 0, "save_steps": 1,
+    "eval_steps": 1,
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    log: list[dict[str, float]]
+    predictions: Any
+    test_loss: float
+    weights: dict[str, Tensor]
+    saved: dict[str, Tensor]
+
+
+def one(
+    folder: Path, weight: int, lora: bool = False, resume: str | None = None, **changes: Any
+) -> Run:
+    """Train 4 steps by the example, evaluate, predict, save."""
+    from safetensors.torch import load_file
+
+    from examples import transformers_trainer as example
+
+    settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "adam_epsilon": 1e-4} | changes
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    accumulate = 2
+    if lora:  # bf16 rounds as a micro-batch's size has it; an evaluation is a mean over batches
+        accumulate = 8 // world
+        settings["per_device_eval_batch_size"] = 4 // world
+    args = example.arguments(str(folder), accumulate, **settings)
+    model = example.make_model(lora, torch.float64)
+    trainer = example.make_trainer(model, args, weight, TEXT)
+    trainer.train(resume_from_checkpoint=resume)
+    predicted = trainer.predict(example.sequences(TEXT, example.BATCH, seed=3))
+    trainer.save_model()
+    torch.distributed.barrier()  # the first rank has written
+    weights = {
+        name: (p.full_tensor() if weight else p).detach().clone()  # type: ignore[operator]
+        for name, p in model.named_parameters()
+    }
+    file = folder / ("adapter_model.safetensors" if lora else "model.safetensors")
+    return Run(
+        trainer.state.log_history, predicted.predictions, predicted.metrics["test_loss"],
+        weights, load_file(file),
+    )  # fmt: skip
+
+
+def runs(rank: int, world: int, weight: int, folder: Path) -> dict[str, Run] | None:
+    if world > 1:  # as torchrun says it; without, accelerate takes a process for the only one
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    cases = CASES if world < 4 else {"clipped": CASES["clipped"]}
+    found = {name: one(folder / name, weight, **changes) for name, changes in cases.items()}
+    if world < 4:
+        found["lora"] = one(folder / "lora", weight, lora=True, **LORA)
+    if weight:
+        newest = str(folder / "clipped/checkpoint-2")
+        found["resumed"] = one(folder / "resumed", weight, resume=newest)
+    if world == 2:
+        newest = str(folder / "lora/checkpoint-1")
+        found["lora resumed"] = one(folder / "lora2", weight, lora=True, resume=newest, **LORA)
+        refused(folder)
+        another_mesh(folder)
+    return found if rank == 0 else None
+
+
+def refused(folder: Path) -> None:
+    """Every argument that cannot be followed is named, all at once."""
+    from examples import transformers_trainer as example
+    from internsp.clients.trainer import Trainer
+
+    model = example.make_model()
+    mesh = internsp.ParallelMesh.create(weight=2, device_type="cpu")
+    communicator = internsp.parallelize(model, mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = example.arguments(str(folder / "refused"), torch_compile=True, save_on_each_node=True)
+    with pytest.raises(ConfigError, match=r"torch_compile.*save_on_each_node.*optimizers"):
+        Trainer(model, args, communicator=communicator, optimizers=(sgd, None))
+    args = example.arguments(str(folder / "refused"))
+    mean = internsp.WeightParallelConfig(reduction="mean")
+    communicator = internsp.parallelize(example.make_model(), mesh, mean)
+    with pytest.raises(ConfigError, match=r"rank [01]: reduction = 'mean'"):
+        Trainer(model, args, communicator=communicator)
+    cut = internsp.ParallelMesh.create(weight=1, sequence=2, device_type="cpu")
+    own = internsp.WeightParallelConfig(cuts_own_sequences=True)
+    communicator = internsp.parallelize(example.make_model(), cut, own)
+    with pytest.raises(ConfigError, match="sequence = 2: make it with sequence = 1"):
+        Trainer(model, args, communicator=communicator)
+
+
+def another_mesh(folder: Path) -> None:
+    """Weights go on anywhere, an optimizer's state on its own mesh."""
+    with pytest.raises(internsp.errors.MeshError, match="resume with the same degrees"):
+        one(folder / "mesh", weight=1, resume=str(folder / "clipped/checkpoint-2"))
+
+
+@cache
+def plain(folder: Path) -> dict[str, Run]:
+    (found,) = run_ranks(runs, 1, 0, folder)
+    assert found is not None
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plain")
+
+
+def compare(
+    found: Run, wanted: Run, what: str, logged: float, tolerance: float, after: int = 0
+) -> None:
+    """All that is logged after step ``after``, predictions, weights in memory and in the file."""
+    rows, expected = ([r for r in run.log if r["step"] > after] for run in (found, wanted))
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys(), what
+        for key in row:
+            timed = "runtime" in key or "per_second" in key
+            of_this_call = key == "train_loss" and after  # the mean of the steps since it began
+            if not (timed or of_this_call):
+                bound = tolerance if key == "grad_norm" else logged
+                assert abs(row[key] - other[key]) <= bound, (what, key, row, other)
+    assert abs(found.test_loss - wanted.test_loss) <= logged, what
+    assert abs(found.predictions - wanted.predictions).max() <= tolerance, what
+    check(found.weights, wanted.weights, what, tolerance)
+    check(found.saved, wanted.saved, f"{what}, the file", tolerance)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_run_logs_and_becomes_what_one_process_does(
+    world: int, folder: Path, tmp_path: Path
+) -> None:
+    expected = plain(folder)
+    found = run_ranks(runs, world, 2, tmp_path)[0]
+    for name in CASES if world == 2 else ["clipped"]:
+        losses = [row["loss"] for row in expected[name].log if "loss" in row]
+        assert len(set(losses)) == len(losses) >= 2, "the reference logged something"
+        compare(found[name], expected[name], name, LOGGED, 1e-10)
+    compare(found["resumed"], found["clipped"], "resumed", 0.0, 0.0, after=2)
+    if world == 2:
+        compare(found["lora"], expected["lora"], "lora", LOGGED, 1e-6)
+        compare(found["lora resumed"], found["lora"], "lora resumed", 0.0, 0.0, after=1)
+        dtypes = {(("lora_" in n), str(p.dtype)) for n, p in found["lora"].weights.items()}
+        assert dtypes == {(True, "torch.float32"), (False, "torch.bfloat16")}
