@@ -252,9 +252,9 @@ class _Builder:
         axis = self.mesh.experts if a.expert else self.mesh.dense
         layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, axis.size)
         weight = ShardedParameter(
-            a.name, a.parameter, layout, axis, self.mesh.device, a.dtypes.compute, a.autocasts
-        )
-        weight.sent_as = a.dtypes.reduce
+            a.name, a.parameter, layout, axis, self.mesh.device, a.dtypes.compute, a.autocasts,
+            a.dtypes.reduce,
+        )  # fmt: skip
         weight.parameter.grad_dtype = a.dtypes.grad
         self.sharded.append(weight)
         unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(

@@ -131,7 +131,7 @@ class Bucket:
 
     @property
     def weights(self) -> list[ShardedParameter]:
-        """Those that are cut (:class:`internsp.wp.exchanges.Parcel`)."""
+        """Those that are cut (:class:`internsp.wp.reductions.Parcel`)."""
         return [member for member in self.offsets if isinstance(member, ShardedParameter)]
 
     @property

@@ -4,7 +4,7 @@ Every bucket's shard-sized sums go through one exchange over the ZeRO group and 
 reduce-scatter, see ``wp.collectives``), and where there are more replicas than that, the slice is
 summed over the ranks that hold the same one (ZeRO-1.5). When, the queue decides: in the last
 backward before the step, which is known or expected, while it runs
-(:mod:`internsp.wp.exchanges`). Replicated parameters arrive by one flat
+(:mod:`internsp.wp.reductions`). Replicated parameters arrive by one flat
 all-reduce over all ranks of the stage, with a flag for each parameter that some rank used.
 """
 
@@ -153,7 +153,7 @@ class Reducer:
         for weight in self._communicator.replicated.sharded:
             weight.drop_reduced_grad()
 
-    # between replicas (internsp.wp.exchanges.ReplicaExchange)
+    # between replicas (internsp.wp.reductions.ReplicaExchange)
 
     def start(self, bucket: Bucket) -> None:
         """Launch the exchange of a bucket's sums over its ZeRO group."""

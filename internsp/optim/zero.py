@@ -20,7 +20,7 @@ from internsp.optim.guarded import guard_parameter
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
-from internsp.wp.collectives import gather_slices
+from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.unfinished import Member
 
@@ -280,10 +280,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         nbytes = (axis.zero - 1) * owned.nbytes
         state.counters.gathered_bytes += nbytes
         state.counters.gathers += axis.zero > 1
-        handle = state.between[axis].publication.launch(
-            lambda: gather_slices(flat, owned, axis.zero_group),
-            ("PUBLISH", bucket.name, "", "step"), nbytes, (flat, owned), "publish",
-        )  # fmt: skip
+        if axis.zero == 1:
+            gather_slices(flat, owned, axis.zero_group)
+            handle = Handle(None)
+        else:
+            handle = state.between[axis].publication.launch(
+                lambda flat, owned: gather_slices(flat, owned, axis.zero_group),
+                (flat, owned), "PUBLISH", bucket.name, {"": nbytes}, "step", "publish",
+            )  # fmt: skip
         bucket.announce(Publication(state.collectives, handle, bucket.name))
 
     def _settings(self) -> list[dict[str, Any]]:

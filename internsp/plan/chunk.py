@@ -133,9 +133,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a ``ZeroOptimizer``'s replicas exchange at once (:class:`internsp.wp.exchanges.Parcel`).
+    """What replicas of a ``ZeroOptimizer`` exchange at once: a unit's sums, of weights of one axis.
 
-    The sums of a unit's weights of one axis.
+    See :class:`internsp.wp.reductions.Parcel`.
     """
 
     name: str

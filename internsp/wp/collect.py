@@ -19,7 +19,7 @@ from internsp.wp.slots import Unit
 
 @dataclass(frozen=True)
 class WeightParcel:
-    """The reduced gradient of one weight (:class:`internsp.wp.exchanges.Parcel`)."""
+    """The reduced gradient of one weight (:class:`internsp.wp.reductions.Parcel`)."""
 
     weight: ShardedParameter
 
@@ -62,7 +62,7 @@ class ReplicaSums:
         state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
 
     def start(self, parcel: WeightParcel) -> None:
-        """See :class:`internsp.wp.exchanges.ReplicaExchange`.
+        """See :class:`internsp.wp.reductions.ReplicaExchange`.
 
         Also of a weight without a gradient here: the data of another replica may have gone through
         a block that this one left out, and then this one's part is zero.
@@ -80,7 +80,7 @@ class ReplicaSums:
         self._flying.append((weight, mine, handle))
 
     def finish_oldest(self) -> None:
-        """See :class:`internsp.wp.exchanges.ReplicaExchange`."""
+        """See :class:`internsp.wp.reductions.ReplicaExchange`."""
         exchange = self._flying.popleft()
         if exchange is None:
             return
@@ -91,7 +91,7 @@ class ReplicaSums:
         self.sums[weight] = total if before is None else before.add_(total)
 
     def discard(self) -> None:
-        """See :class:`internsp.wp.exchanges.ReplicaExchange`."""
+        """See :class:`internsp.wp.reductions.ReplicaExchange`."""
         while self._flying:
             self.finish_oldest()
         self.sums.clear()

@@ -12,37 +12,32 @@ collectives of a group travel at a time.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch.utils._pytree import tree_leaves
 
 from internsp.failure.standstill import Wait
 from internsp.trace import Trace
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.streams import Stream, current_stream
+from internsp.wp.works import Watcher, Work, when_over
 
 CPU = torch.device("cpu")
+_TAG_BITS = 0x3FFFFFFF
 _NO_TAG = 0x7FFFFFFF  # of no message
+_SPREAD = 0x9E3779B1  # odd and without pattern: counts one apart give tags far apart
 _UNCOUNTED = Wait()
 MOST_DIRECT = 8
 """Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
-
-
-class Work(Protocol):
-    """What is needed of ``dist.Work``."""
-
-    def wait(self) -> Any:
-        """Block (CPU) or make the current stream stand behind the collective."""
 
 
 class Works:
@@ -63,8 +58,8 @@ class Handle:
 
     work: Work | None
     events: list[int] = field(default_factory=list)
-    keep: tuple[Tensor, ...] = field(default=(), repr=False)
-    """Tensors the collective reads or writes: kept until the wait (WP-6)."""
+    keep: tuple[Any, ...] = field(default=(), repr=False)
+    """Tensors the collective reads or writes, and lists of them: kept until the wait (WP-6)."""
     carries: Sequence[Any] = ()
     """The weights that come with it, for its caller."""
     launch: Wait | None = None
@@ -108,6 +103,7 @@ class Collectives:
         self.ledger = ledger or Ledger()
         self._index = self.ledger.register(group.group_name)
         self._tag = 0  # of the launch at hand
+        self._bases: dict[tuple[str, int], int] = {}  # of tags, by weight and bytes
         self._names = (group.group_name,)
         self._device = device
         self._current = current_stream(device)
@@ -132,23 +128,13 @@ class Collectives:
         Does not block unless ``overlap`` is off. ``output`` must be a ``.data`` alias of its slot:
         collectives raise a version counter, which the slot's views must not share (DESIGN 4.1).
         """
-        nbytes = (self.size - 1) * shard.numel() * shard.element_size()
-        self.counters.gathered_bytes += nbytes
-        self.counters.gathers += 1
-        self._tag = self.ledger.launch(self._index, weight, shard.numel())
-        events = []
-        if self.trace.enabled:
-            events = [self.trace.record("AG", unit, weight, phase, nbytes, in_flight=True)]
         if self.size == 1:
             output.copy_(shard)
-            for event in events:
-                self.trace.finish(event)
-            return Handle(None)
-        try:
-            work = self._send_all_gather(output, shard)
-        except RuntimeError as error:  # another rank has closed the connection
-            raise self.ledger.failed(f"{weight} ({phase})", error) from error
-        return self._launched(work, events, (output, shard), unit, weight, phase)
+        nbytes = (self.size - 1) * shard.nbytes
+        self.counters.gathered_bytes += nbytes
+        self.counters.gathers += 1
+        send = self._send_all_gather
+        return self.launch(send, (output, shard), "AG", unit, {weight: nbytes}, phase)
 
     def all_gather_coalesced(
         self,
@@ -160,19 +146,10 @@ class Collectives:
     ) -> Handle:
         """:meth:`all_gather` for several small weights in one launch (DESIGN 8)."""
         others = self.size - 1
-        self.counters.gathered_bytes += others * sum([shard.nbytes for shard in shards])
+        nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
+        self.counters.gathered_bytes += sum(nbytes.values())
         self.counters.gathers += len(shards)
-        events = [
-            self.trace.record("AG", unit, weight, phase, others * shard.nbytes, in_flight=True)
-            for weight, shard in zip(weights, shards, strict=True)
-            if self.trace.enabled
-        ]
-        self._tag = self.ledger.launch(self._index, weights[0], len(shards))
-        try:
-            work = self._send_all_gathers(outputs, shards)
-        except RuntimeError as error:
-            raise self.ledger.failed(f"{weights[0]} ({phase})", error) from error
-        return self._launched(work, events, (*outputs, *shards), unit, weights[0], phase)
+        return self.launch(self._send_all_gathers, (outputs, shards), "AG", unit, nbytes, phase)
 
     def reduce_scatter(
         self, output: Tensor, pieces: Tensor, unit: str, weights: Mapping[str, int], phase: str
@@ -185,73 +162,92 @@ class Collectives:
         After the wait, :meth:`sum_received` is this rank's reduced shard. Does not block unless
         ``overlap`` is off.
         """
-        others = (self.size - 1) * pieces.element_size()
+        others = (self.size - 1) * pieces.itemsize
         self.counters.reduced_bytes += others * (pieces.numel() // self.size)
         self.counters.reductions += 1
-        self._tag = self.ledger.launch(self._index, next(iter(weights)), pieces.numel())
-        events = [
-            self.trace.record("RS", unit, weight, phase, others * numel, in_flight=True)
-            for weight, numel in weights.items()
-            if self.trace.enabled
-        ]
-        if self.size == 1:
-            for event in events:
-                self.trace.finish(event)
-            return Handle(None, keep=(output, pieces))
-        first = next(iter(weights))
-        try:
-            work = self._send_all_to_all(output, pieces)
-        except RuntimeError as error:
-            raise self.ledger.failed(f"{first} ({phase})", error) from error
-        return self._launched(work, events, (output, pieces), unit, first, phase)
+        nbytes = {weight: others * numel for weight, numel in weights.items()}
+        return self.launch(self._send_all_to_all, (output, pieces), "RS", unit, nbytes, phase)
 
     def exchange(self, output: Tensor, pieces: Tensor, unit: str) -> Handle:
         """:meth:`reduce_scatter` between replicas, of what weight groups have reduced."""
+        if self.size == 1:
+            return Handle(None)
         nbytes = (self.size - 1) * pieces.nbytes // self.size
-        if self.size > 1:
-            self.counters.reduced_bytes += nbytes
-            self.counters.reductions += 1
-        return self.launch(
-            lambda: self._send_all_to_all(output, pieces) if self.size > 1 else None,
-            ("EX", unit, "", "backward"), nbytes, (output, pieces), "finish",
-        )  # fmt: skip
+        self.counters.reduced_bytes += nbytes
+        self.counters.reductions += 1
+        send, waits = self._send_all_to_all, "finish"
+        return self.launch(send, (output, pieces), "EX", unit, {"": nbytes}, "backward", waits)
 
     def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
         """Sum ``tensor`` over the group in place. Does not block unless ``overlap`` is off."""
-        return self.launch(
-            lambda: all_reduce(tensor, self.group, self.counters),
-            ("EX", unit, weight, "backward"),
-            2 * (self.size - 1) * tensor.nbytes // self.size,
-            (tensor,),
-            "finish",
-        )
+        if self.size == 1:
+            return Handle(None)
+        nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
+        send, waits = self._send_all_reduce, "finish"
+        return self.launch(send, (tensor,), "EX", unit, {weight: nbytes}, "backward", waits)
 
     def launch(
         self,
-        send: Callable[[], Work | None],
-        event: tuple[str, str, str, str],
-        nbytes: int,
-        keep: tuple[Tensor, ...],
+        send: Callable[..., Work | None],
+        tensors: tuple[Any, ...],
+        kind: str,
+        unit: str,
+        weights: Mapping[str, int],
         phase: str,
+        waits: str = "",
     ) -> Handle:
-        """Count, record and launch what ``send`` sends (nothing, in a group of one).
+        """Count, record and launch ``send(*tensors)``; in a group of one nothing is sent.
 
         Args:
-            event: kind, unit, weight and phase in the trace.
-            phase: of its wait.
+            tensors: kept until the wait, since the collective reads and writes them (WP-6).
+            kind, unit, phase: of its events in the trace, one for each weight.
+            weights: names, and the bytes that others send of each.
+            waits: phase of its wait, where it is another.
         """
+        first = next(iter(weights))
+        self._count(first or unit, sum(weights.values()))
+        trace = self.trace
+        events = []
+        if trace.enabled:
+            events = [
+                trace.record(kind, unit, weight, phase, nbytes, in_flight=True)
+                for weight, nbytes in weights.items()
+            ]
         if self.size == 1:
-            send()
+            for event in events:
+                trace.finish(event)
             return Handle(None)
-        _, unit, weight, _ = event
-        self._tag = self.ledger.launch(self._index, weight or unit, nbytes)
-        events = [self.trace.record(*event, nbytes, in_flight=True)] if self.trace.enabled else []
+        ledger = self.ledger
         try:
-            work = send()
+            work = send(*tensors)
         except RuntimeError as error:  # another rank has closed the connection
-            raise self.ledger.failed(f"{weight or unit} ({phase})", error) from error
+            raise ledger.failed(f"{first or unit} ({waits or phase})", error) from error
         assert work is not None, "several ranks"
-        return self._launched(work, events, keep, unit, weight, phase)
+        if trace.enabled:
+            work = self._stamped(work, events)
+        number = ledger.counts[self._index]
+        launched = Wait(self._names, self._index, number, self._tag)
+        handle = Handle(work, events, tensors, launch=launched)
+        if self._current is not None:
+            handle.stream = self._current()
+        if not self.overlap:
+            self.wait(handle, unit, first, waits or phase)
+        return handle
+
+    def _count(self, weight: str, nbytes: int) -> None:
+        """Count a launch; ``_tag`` is that of its messages, the same on all ranks in step.
+
+        It tells models, weights, sizes and launches apart: a message of another one is never
+        taken for this one's, whatever a rank out of step sends (it waits in vain instead).
+        """
+        ledger, index = self.ledger, self._index
+        count = ledger.counts[index] = ledger.counts[index] + 1
+        base = self._bases.get((weight, nbytes))
+        if base is None:
+            text = f"{ledger.model} {index} {weight} {nbytes}"
+            base = self._bases[weight, nbytes] = crc32(text.encode())
+        self._tag = (base ^ count * _SPREAD) & _TAG_BITS
+        ledger.recent[index].append(self._tag)
 
     def sum_received(
         self, received: Tensor, pieces: Tensor, dtype: torch.dtype | None = None
@@ -304,7 +300,7 @@ class Collectives:
         for event in handle.events:
             self.trace.finish(event, end)
 
-    # What really sends: another link overrides these three. They do not block; the transfer
+    # What really sends: another link overrides the first three. They do not block; the transfer
     # begins behind what the current stream has queued, and so does a stream that waits for it.
 
     def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
@@ -327,6 +323,9 @@ class Collectives:
             return send_pairs(self.group, places, sent, self._tag)
         return self._exchange(output, pieces, [], [], self._exchange_options)
 
+    def _send_all_reduce(self, tensor: Tensor) -> Work | None:
+        return all_reduce(tensor, self.group, self.counters)
+
     def _outlive(self, handle: Handle) -> None:
         """Waited for on another stream than it was launched from: memory must not go back early.
 
@@ -337,8 +336,8 @@ class Collectives:
             return
         here = self._current()
         if here != handle.stream:
-            for tensor in handle.keep:
-                tensor.record_stream(here)  # type: ignore[arg-type]
+            for tensor in tree_leaves(handle.keep):
+                tensor.record_stream(here)
 
     def _stamped(self, work: Work, events: list[int]) -> Work:
         """``work``, noted when it ends by itself, without polling (DESIGN 8)."""
@@ -358,26 +357,6 @@ class Collectives:
         elif isinstance(work, dist.Work):
             when_over(work, stamp)
         return work
-
-    def _launched(
-        self,
-        work: Work,
-        events: list[int],
-        keep: tuple[Tensor, ...],
-        unit: str,
-        weight: str,
-        phase: str,
-    ) -> Handle:
-        if self.trace.enabled:
-            work = self._stamped(work, events)
-        number = self.ledger.counts[self._index]
-        launch = Wait(self._names, self._index, number, self._tag)
-        handle = Handle(work, events, keep, launch=launch)
-        if self._current is not None:
-            handle.stream = self._current()
-        if not self.overlap:
-            self.wait(handle, unit, weight, phase)
-        return handle
 
 
 @dataclass(frozen=True)
@@ -482,73 +461,3 @@ def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> No
 def is_wide(dtype: torch.dtype) -> bool:
     """Whether sums in ``dtype`` need no upcast."""
     return dtype in (torch.float32, torch.float64)
-
-
-# when a collective ends, for a trace
-
-class Watched:
-    """A work that a :class:`Watcher` waits for; others wait for the watcher."""
-
-    def __init__(self, work: Work, ended: Callable[[float], None]) -> None:
-        self._work = work
-        self._ended = ended
-        self._over = threading.Event()
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        """On the watcher's thread: wait, and tell the time."""
-        try:
-            self._work.wait()
-            self._ended(time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for; others go on
-            self._error = error
-        finally:
-            self._over.set()
-
-    def wait(self) -> None:
-        """Block until it is over.
-
-        Raises:
-            Exception: what the work has raised; a ``RuntimeError`` where a peer has gone.
-        """
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class Watcher:
-    """Waits for works, the oldest first, on a thread that lives while there are any.
-
-    For works without a future, and only while a trace asks when they end: the thread needs the
-    interpreter for a moment at each end.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Watched] = deque()
-        self._lock = threading.Lock()
-        self._busy = False
-
-    def watch(self, work: Work, ended: Callable[[float], None]) -> Watched:
-        """Call ``ended`` with the time (``time.perf_counter()``) when ``work`` has ended well."""
-        watched = Watched(work, ended)
-        with self._lock:
-            self._queue.append(watched)
-            idle, self._busy = not self._busy, True
-        if idle:
-            threading.Thread(target=self._run, name="internsp-watcher", daemon=True).start()
-        return watched
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._busy = False
-                    return
-                watched = self._queue.popleft()
-            watched.run()
-
-
-def when_over(work: dist.Work, ended: Callable[[float], None]) -> None:
-    """Let the thread that carries a collective tell its end, in the host's time."""
-    with suppress(RuntimeError):  # it has no future
-        work.get_future().add_done_callback(lambda _: ended(time.perf_counter()))

@@ -725,6 +725,6 @@ def _follow_autocast(weight: ShardedParameter) -> None:
     if weight.autocasts:
         device = weight.device_type
         active = torch.is_autocast_enabled(device)
-        weight.compute_dtype = (
+        weight.use_dtype(
             torch.get_autocast_dtype(device) if active else weight.base_compute_dtype
         )

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import torch.distributed as dist
 
@@ -72,18 +71,6 @@ class Ledger:
         self.recent.append(deque(maxlen=_RECENT))
         self.counts.append(0)
         return len(self.counts) - 1
-
-    def launch(self, index: int, weight: str, numel: int) -> int:
-        """Count a launch; the tag of its messages, the same on all ranks that are in step.
-
-        It tells models, weights, sizes and launches apart: a message of another one is never
-        taken for this one's, whatever a rank out of step sends (it waits in vain instead).
-        """
-        self.counts[index] += 1
-        text = f"{self.model} {index} {self.counts[index]} {weight} {numel}"
-        tag = crc32(text.encode()) >> 1  # a tag has 31 bits
-        self.recent[index].append(tag)
-        return tag
 
     def place(self) -> str:
         """Where a rank is: those that failed with equal places are at the same point (WP-10)."""

@@ -41,7 +41,9 @@ class ShardedParameter:
         borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
-        sent_as: what its gradient is reduced in; ``None``: in the compute dtype.
+        sent_as: what its gradient is reduced in; ``None``: in the compute dtype, as in a group of
+            one always.
+        reduce_dtype, gradient_bytes: what a reduction moves, and the bytes of it, padded.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
         device_type: where it computes.
         travels: whether other ranks hold a part of it.
@@ -65,6 +67,7 @@ class ShardedParameter:
         device: torch.device,
         compute_dtype: torch.dtype | None,
         autocasts: bool,
+        sent_as: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -72,9 +75,9 @@ class ShardedParameter:
         self.rank = axis.rank
         self._valid = layout.valid_rows(axis.rank)
         self.dtype = parameter.dtype
-        self.compute_dtype = compute_dtype or parameter.dtype
+        self.sent_as = sent_as if layout.size > 1 else None
+        self.use_dtype(compute_dtype or parameter.dtype)
         self.base_compute_dtype = self.compute_dtype
-        self.sent_as: torch.dtype | None = None
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
         self.travels = layout.size > 1
         self.moves = self.travels or self.compute_dtype != self.dtype
@@ -139,10 +142,11 @@ class ShardedParameter:
         """See :class:`internsp.wp.schedule.Weight`."""
         return self.requires_grad
 
-    @property
-    def gradient_bytes(self) -> int:
-        """See :class:`internsp.wp.schedule.Weight`."""
-        return self.layout.padded_numel * self.reduce_dtype.itemsize
+    def use_dtype(self, dtype: torch.dtype) -> None:
+        """Gather it in ``dtype`` from now on, and reduce its gradient accordingly."""
+        self.compute_dtype = dtype
+        self.reduce_dtype = self.sent_as or dtype
+        self.gradient_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
 
     def version(self) -> int:
         """A number that changes whenever the shard's values may have.
@@ -164,20 +168,15 @@ class ShardedParameter:
         Raises:
             StaleWeightError: the values have changed since.
         """
-        version, self.compute_dtype = shown
+        version, dtype = shown
+        if dtype is not self.compute_dtype:  # autocast was another there
+            self.use_dtype(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
 
     def invalidate(self) -> None:
         """The shard was written behind autograd's back."""
         self._generation += 1
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """What a reduction moves; in a group of one the gradient stays as it is."""
-        if self.sent_as is None or self.layout.size == 1:
-            return self.compute_dtype
-        return self.sent_as
 
     def to_send(self) -> Tensor:
         """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""

@@ -9,11 +9,11 @@ from internsp.mesh import WeightAxis
 from internsp.quantize import Quantizer
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
-from internsp.wp.exchanges import ReplicaExchange
 from internsp.wp.ledger import Counters
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer
+from internsp.wp.reductions import ReplicaExchange
 from internsp.wp.schedule import (
     ACCUMULATE,
     ALL_GATHER,

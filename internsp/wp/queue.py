@@ -10,15 +10,22 @@ and the bytes of its slot are free. The limit only grows: the trigger of a block
 the next block", say; with prefetch per module each use raises it by one group; "rolling" has none.
 Bytes are released in forward after a group's last use, as earlier forwards have counted, else when
 its block is left; in backward when its reduction takes its turn; never in recompute.
+
+How often a weight is used may differ between ranks, for data decide: not at all where an expert is
+idle, twice where it serves two modules. Each has exactly one reduction in a backward all the same,
+in its *turn*: when those before it have had theirs and all its gradients are ready, as many as this
+rank has ever seen it used in one forward. What is left when the unit's backward is over takes its
+turn then, with the sum that there is, or with zeros.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Generic
 
 from internsp.errors import PoolError
-from internsp.wp.reductions import Reductions, Turn
+from internsp.wp.reductions import Reductions
 from internsp.wp.schedule import (
     ALL_GATHER,
     BACKWARD,
@@ -68,7 +75,7 @@ class GatherQueue(Generic[U, W]):
         limit: bytes of unsharded gradients in flight (WP-6).
 
     Attributes:
-        reductions: their order, and those in flight.
+        reductions: those in flight.
         contents: what the slots hold, of each weight; outlives holds, so that what is still there
             is not gathered again (WP-11).
         held: groups that a pass needs, their unit and what for; nothing else takes their bytes.
@@ -97,7 +104,7 @@ class GatherQueue(Generic[U, W]):
         self._alone = head if head not in root else None  # a head that is not tied
         self._forward: Places[U, W] = Places(FORWARD, [*root, *blocks, *last])
         self._backward: Places[U, W] = Places(BACKWARD, reversed(blocks))
-        self._in_slot: dict[int, list[tuple[U, Group[W]]]] = {}  # whose bytes are whose
+        self._in_slot: dict[int, dict[Group[W], None]] = {}  # whose bytes are whose
         self.held: dict[Group[W], tuple[U, str]] = {}  # needed in this pass
         self._group: dict[W, Group[W]] = {}
         for unit in (*root, *blocks, *last):
@@ -112,6 +119,9 @@ class GatherQueue(Generic[U, W]):
         self._most: dict[W, int] = {}  # in any, where above one
         self._seen: set[W] = set()  # used in a forward that has left their block
         self.open: U | None = None  # the block whose backward runs
+        self._turns: deque[tuple[U, Group[W], list[W]]] = deque()  # of groups; who is trained
+        self._due: set[W] = set()  # whose turn is still to come
+        self._ready: dict[W, int] = {}  # gradients, of those
         self._reaching = False  # its trigger, in the recompute, is still to fire
         self.reduced: set[W] = set()
         self.lowest = len(blocks)  # the block that this backward has come to
@@ -307,9 +317,8 @@ class GatherQueue(Generic[U, W]):
             last: it has no other in this backward, however often it was used.
         """
         out: list[Action] = []
-        if weight in self.reductions.due and (self.split or unit is self.open):
-            for turn in self.reductions.grads_ready((weight,), self._most, last):
-                self._take_turn(turn, out)
+        if weight in self._due and (self.split or unit is self.open):
+            self._gradients_ready((weight,), last, out)
         elif unit.block >= 0 or self.split:
             self.reductions.launch(unit, (weight,), out)
         elif self.in_blocks and unit is self._alone:
@@ -325,9 +334,8 @@ class GatherQueue(Generic[U, W]):
             for weight in weights:
                 out += self.grad_ready(unit, weight, last=True)
             return out
-        rest = [weight for weight in weights if weight not in self.reductions.due]
-        for turn in self.reductions.grads_ready(weights, self._most, last=True):
-            self._take_turn(turn, out)
+        rest = [weight for weight in weights if weight not in self._due]
+        self._gradients_ready(weights, True, out)
         for weight in rest:
             self.reductions.launch(unit, (weight,), out)
         return out
@@ -403,14 +411,13 @@ class GatherQueue(Generic[U, W]):
         if self.head is not None and self.head not in self.root:
             units.append(self.head)
         order = [(unit, group) for unit in units for group in unit.groups]
-        turns = [(unit, group, _trained(group)) for unit, group in reversed(order)]
-        self.reductions.declare([turn for turn in turns if turn[2]] if weights else ())
+        self._declare(reversed(order) if weights else ())
 
     def end_part(self) -> list[Action]:
         """It is over: weights without a gradient take their place with zeros."""
         out: list[Action] = []
-        while (turn := self.reductions.close()) is not None:
-            self.reductions.launch(turn[0], turn[2], out, last=True)
+        while self._turns:
+            self._take_turn(out)
         self.split = ""
         return out
 
@@ -439,7 +446,8 @@ class GatherQueue(Generic[U, W]):
         if self.blocks:
             unit = self.blocks[0 if phase == FORWARD else -1]
             groups = Policy.order(unit.groups, phase, unit.recomputed)
-            if not any(u is not unit for group in groups for u, _ in self._blockers(unit, group)):
+            held = [g for group in groups for g in self._under(unit, group) if g in self.held]
+            if all(self.held[group][0] is unit for group in held):
                 for group in groups[:1] if self.policy.per_module else groups:
                     self._launch(unit, group, phase, out)
         return out
@@ -461,6 +469,7 @@ class GatherQueue(Generic[U, W]):
         self.contents.clear()
         self.flying.clear()
         self.reductions.reset()
+        self._declare(())
         self.held.clear()
         self._in_slot.clear()
         self._uses.clear()
@@ -497,7 +506,7 @@ class GatherQueue(Generic[U, W]):
         places = self._pass.places
         while self._at < min(self._limit, len(places)):
             unit, group = places[self._at]
-            if self._blockers(unit, group):
+            if any(found in self.held for found in self._under(unit, group)):
                 return
             self._at += 1
             self._launch(unit, group, self._phase, out)
@@ -517,16 +526,13 @@ class GatherQueue(Generic[U, W]):
             self._at += 1
             self._launch(owner, group, phase, out)
 
-    def _blockers(self, unit: U, group: Group[W]) -> list[tuple[U, Group[W]]]:
-        """Who needs bytes that ``group`` would take."""
-        return [(other, found) for other, found in self._under(unit, group) if found in self.held]
-
-    def _under(self, unit: U, group: Group[W]) -> list[tuple[U, Group[W]]]:
+    def _under(self, unit: U, group: Group[W]) -> list[Group[W]]:
         """Whose contents lie where ``group``'s would."""
+        start, end = group.start, group.end
         return [
-            (other, found)
-            for other, found in self._in_slot.get(unit.slot, ())
-            if found is not group and found.start < group.end and group.start < found.end
+            found
+            for found in self._in_slot.get(unit.slot, ())
+            if found.start < end and start < found.end and found is not group
         ]
 
     def _launch(self, unit: U, group: Group[W], phase: str, out: list[Action]) -> None:
@@ -538,7 +544,7 @@ class GatherQueue(Generic[U, W]):
             if phase == BACKWARD and not unit.recomputed:
                 missing.reverse()
             self._gather(unit, group, missing, phase, out)
-        elif _moves(group):
+        elif any(w.moves for w in group.weights):
             self._take(unit, group, phase)
 
     def _gather(
@@ -567,8 +573,8 @@ class GatherQueue(Generic[U, W]):
         Raises:
             PoolError: a part of them is held, naming both.
         """
-        lying, under = self._in_slot.setdefault(unit.slot, []), self._under(unit, group)
-        for _, found in under:
+        lying, under = self._in_slot.setdefault(unit.slot, {}), self._under(unit, group)
+        for found in under:
             if found in self.held:
                 holder, why = self.held[found]
                 remedy = "unexpected_order = 'gather'"
@@ -582,13 +588,11 @@ class GatherQueue(Generic[U, W]):
                         f"often as in their first forward, or set weight_parallel.{remedy}"
                     )
                 del self.held[found]
-        if under:
-            lying[:] = [(u, g) for u, g in lying if not any(g is found for _, found in under)]
-        if not any(g is group for _, g in lying):
-            lying.append((unit, group))
+            del lying[found]
+        lying[group] = None
         if unit.block >= 0:  # slots beside the blocks are not shared
             self.held[group] = unit, purpose
-        return [w for _, found in under for w in found.weights]
+        return [w for found in under for w in found.weights]
 
     def _let_go(self, unit: U) -> None:
         for group in unit.groups:
@@ -641,9 +645,8 @@ class GatherQueue(Generic[U, W]):
             self.top(out)
         self._close(out)
         self.open, self.lowest = unit, unit.block
-        order = [(unit, g, _trained(g)) for g in reversed(unit.groups)]
         if not self.split:
-            self.reductions.declare([t for t in order if t[2]], self.policy.one_order)
+            self._declare([(unit, group) for group in reversed(unit.groups)])
         self._gather_block(unit, out)
         self._reaching = unit.recomputed and unit.has_trigger
         if not self._reaching:
@@ -662,8 +665,8 @@ class GatherQueue(Generic[U, W]):
         self._reach(out)
         self.open = None
         if not self.split:
-            while (turn := self.reductions.close()) is not None:
-                self._take_turn(turn, out)
+            while self._turns:
+                self._take_turn(out)
         self.reduced.clear()
         self._let_go(unit)
         self._passed = self._backward.end[unit]
@@ -675,9 +678,32 @@ class GatherQueue(Generic[U, W]):
             self._reaching = False
             self._prefetch(self.open, BACKWARD, out)
 
-    def _take_turn(self, turn: Turn[W], out: list[Action]) -> None:
+    def _declare(self, order: Iterable[tuple[U, Group[W]]]) -> None:
+        """The turns of the backward, or the block, that begins; the last used first."""
+        trained = [(u, g, [w for w in reversed(g.weights) if w.trained]) for u, g in order]
+        self._turns = deque([turn for turn in trained if turn[2]])
+        self._due = {weight for _, _, weights in self._turns for weight in weights}
+        self._ready.clear()
+
+    def _gradients_ready(self, weights: Sequence[W], last: bool, out: list[Action]) -> None:
+        """One more gradient of each of ``weights`` is ready: take the turns that come by it."""
+        ready, most = self._ready, self._most
+        for weight in weights:
+            ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
+        if self.policy.one_order and not self.split:
+            # The block's passes hold exchanges of other groups, whose place among the reductions
+            # must be the same on every rank: no turn before the block is left.
+            return
+        while self._turns:
+            for weight in self._turns[0][2]:
+                if ready.get(weight, 0) < most.get(weight, 1):
+                    return
+            self._take_turn(out)
+
+    def _take_turn(self, out: list[Action]) -> None:
         """A group has all its gradients, or will have none: reduce it and release its bytes."""
-        unit, group, weights = turn
+        unit, group, weights = self._turns.popleft()
+        self._due.difference_update(weights)
         if not self.split:
             self._reach(out)
         self.reductions.launch(unit, weights, out, last=True)
@@ -687,12 +713,3 @@ class GatherQueue(Generic[U, W]):
         if not self.policy.one_order and len(weights) == len(group.weights):
             self.held.pop(group, None)
             self._advance(out)
-
-
-def _trained(group: Group[W]) -> list[W]:
-    """Last used first."""
-    return [weight for weight in reversed(group.weights) if weight.trained]
-
-
-def _moves(group: Group[W]) -> bool:
-    return any(w.moves for w in group.weights)

@@ -1,37 +1,28 @@
-"""Pure: which gradient is reduced when, one order on all ranks, bounded in flight (WP-2, WP-6)."""
+"""Pure: reductions in flight, and what replicas exchange of them, in one order (WP-2, WP-6)."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from internsp.wp.exchanges import Exchanges
 from internsp.wp.schedule import (
     ACCUMULATE,
     BACKWARD,
+    EXCHANGE,
     FINISH,
+    FINISH_EXCHANGE,
     FINISH_OLDEST,
     FREE,
     REDUCE_SCATTER,
     WAIT,
     Action,
-    Group,
     W,
 )
 
-Turn = tuple[Any, Group[W], list[W]]
-"""A unit, one of its groups, and those of the group's weights that are trained."""
-
 
 class Reductions(Generic[W]):
-    """The reductions of a chunk's backwards.
-
-    How often a weight is used may differ between ranks, for data decide: not at all where an expert
-    is idle, twice where it serves two modules. Each has exactly one reduction all the same, in its
-    turn: when those before it have had theirs and all its gradients are ready, as many as this rank
-    has ever seen it used in one forward. What is left when the unit's backward is over takes its
-    turn then, with the sum that there is, or with zeros.
+    """The reductions of a chunk's backwards that are in flight; the queue says whose turn it is.
 
     Args:
         limit: bytes of unsharded gradients in flight; the oldest are finished first.
@@ -39,7 +30,6 @@ class Reductions(Generic[W]):
 
     Attributes:
         accumulating: unsharded gradients are summed instead of being reduced.
-        due: weights whose turn is still to come.
         exchanges: of what was reduced, between replicas.
     """
 
@@ -50,48 +40,6 @@ class Reductions(Generic[W]):
         self._flying: deque[tuple[Any, Sequence[W], int]] = deque()
         self._flying_bytes = 0
         self._unit: Any = None  # whose reduction was launched last
-        self.declare()
-
-    def declare(self, order: Iterable[Turn[W]] = (), at_close: bool = False) -> None:
-        """The turns of the backward, or the block, that begins.
-
-        Args:
-            at_close: no turn comes before :meth:`close`, because the unit's passes hold exchanges
-                of other groups, whose place among the reductions must be the same on every rank.
-        """
-        self._waiting = deque(order)
-        self.due = {weight for _, _, weights in self._waiting for weight in weights}
-        self._at_close = at_close
-        self._ready: dict[W, int] = {}
-
-    def grads_ready(
-        self, weights: Sequence[W], most: Mapping[W, int], last: bool
-    ) -> list[Turn[W]]:
-        """One more gradient of each of ``weights`` is ready: whose turn has come by it.
-
-        Args:
-            most: uses of a weight in one forward, where above one.
-            last: the weights have no other in this backward, however often they were used.
-        """
-        ready = self._ready
-        for weight in weights:
-            ready[weight] = ready.get(weight, 0) + (most.get(weight, 1) if last else 1)
-        turns: list[Turn[W]] = []
-        while self._waiting and not self._at_close:
-            for weight in self._waiting[0][2]:
-                if ready.get(weight, 0) < most.get(weight, 1):
-                    return turns
-            turns.append(self._take())
-        return turns
-
-    def close(self) -> Turn[W] | None:
-        """The next of what is left, when the unit's backward is over."""
-        return self._take() if self._waiting else None
-
-    def _take(self) -> Turn[W]:
-        turn = self._waiting.popleft()
-        self.due.difference_update(turn[2])
-        return turn
 
     def launch(
         self,
@@ -145,16 +93,16 @@ class Reductions(Generic[W]):
         return out
 
     def reset(self) -> None:
-        """After a failure: nothing is due, nothing in flight."""
+        """After a failure: nothing is in flight."""
         self._flying.clear()
         self._flying_bytes, self._unit = 0, None
         self.exchanges.forget()
-        self.declare()
 
     def _finish_oldest(self, out: list[Action]) -> None:
         _, weights, nbytes = self._flying.popleft()
         self._flying_bytes -= nbytes
-        self.exchanges.finished(weights)
+        if self.exchanges.active:
+            self.exchanges.finished(weights)
         out.append(Action(FINISH_OLDEST, FINISH, None, weights))
 
     def _next_unit(self, unit: Any, out: list[Action]) -> None:
@@ -170,3 +118,137 @@ class Reductions(Generic[W]):
             while self._flying and self._flying[0][0] is not before:
                 self._finish_oldest(out)
             self.exchanges.advance(out)
+
+
+Wt = TypeVar("Wt", covariant=True)
+
+
+class Parcel(Protocol[Wt]):
+    """Reduced gradients that replicas exchange in one collective."""
+
+    @property
+    def name(self) -> str:
+        """For the trace and errors."""
+
+    @property
+    def weights(self) -> Sequence[Wt]:
+        """Whose gradients they are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that are held while it is in flight."""
+
+
+class ReplicaExchange(Protocol):
+    """Does what :class:`Exchanges` says: a plain loop's, or a ``ZeroOptimizer``'s."""
+
+    def start(self, parcel: Any) -> None:
+        """Launch the exchange of a parcel's reduced gradients, which are complete. Does not block
+        with overlap."""
+
+    def finish_oldest(self) -> None:
+        """Wait for the exchange that was launched first."""
+
+    def discard(self) -> None:
+        """Let what is in flight arrive, and keep nothing. No message."""
+
+
+class Exchanges(Generic[W]):
+    """The exchanges of a chunk's reduced gradients between replicas, once between two steps.
+
+    Parcels have one declared order, in which a backward completes them, whether they are exchanged
+    while it runs or when it is over: how early is each rank's own affair, the order is all ranks'.
+    A parcel is exchanged in a backward that is ``early``, as soon as the last reduction of each of
+    its weights is finished; what is left, and what got a gradient after its exchange, is exchanged
+    at the end. A backward is early where it is known, or expected, to be the last before the
+    exchange is needed. An expectation that was wrong costs a second exchange, no number.
+
+    Attributes:
+        active: whether anything is exchanged at all.
+        early: whether the backward that runs, or ran last, exchanges while it runs.
+    """
+
+    def __init__(self) -> None:
+        self.declare((), 0)
+
+    def declare(self, parcels: Sequence[Parcel[W]], limit: int) -> None:
+        """What is exchanged, in which order.
+
+        Args:
+            limit: bytes in flight, at least one parcel; the oldest are finished first.
+        """
+        self._parcels, self._limit = list(parcels), limit
+        self.active = bool(parcels)
+        self._parcel_of = {w: i for i, parcel in enumerate(parcels) for w in parcel.weights}
+        self._reducing: Counter[W] = Counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is complete, nothing exchanged, nothing in flight."""
+        self.early = False
+        self._at = 0  # the next parcel
+        self._again: set[int] = set()  # exchanged, and reduced since
+        self._settled: set[W] = set()  # had their last reduction of the backward launched
+        self._flying: deque[int] = deque()
+
+    def begin(self, early: bool) -> None:
+        """A backward begins."""
+        self.early = early and self.active
+        self._settled.clear()
+
+    def reduced(self, weights: Sequence[W], last: bool) -> None:
+        """A reduction was launched.
+
+        Args:
+            last: ``weights`` have no other in this backward.
+        """
+        self._reducing.update(weights)
+        if last:
+            self._settled.update(weights)
+        for weight in weights:
+            if self._parcel_of.get(weight, self._at) < self._at:
+                self._again.add(self._parcel_of[weight])
+
+    def finished(self, weights: Sequence[W]) -> None:
+        """A reduction was finished."""
+        self._reducing.subtract(weights)
+
+    def advance(self, out: list[Action], over: bool = False) -> None:
+        """Exchange what is complete, in its turn.
+
+        Args:
+            over: no gradient comes before the exchange is needed.
+        """
+        while (self.early or over) and self._at < len(self._parcels):
+            weights = self._parcels[self._at].weights
+            if any(self._reducing[w] for w in weights):
+                return
+            if not over and any(w.trained and w not in self._settled for w in weights):
+                return
+            self._at += 1
+            self._start(self._at - 1, out)
+
+    def complete(self, out: list[Action]) -> None:
+        """When every reduction is finished: exchange the rest, and wait for all."""
+        self.advance(out, over=True)
+        for index in sorted(self._again):
+            self._start(index, out)
+        while self._flying:
+            self._finish_oldest(out)
+        self.reset()
+
+    def forget(self) -> None:
+        """After a failure: :meth:`reset`, and no reduction is in flight either."""
+        self._reducing.clear()
+        self.reset()
+
+    def _start(self, index: int, out: list[Action]) -> None:
+        parcel = self._parcels[index]
+        while self._flying and sum(self._flying) + parcel.nbytes > self._limit:
+            self._finish_oldest(out)
+        self._flying.append(parcel.nbytes)
+        out.append(Action(EXCHANGE, BACKWARD, parcel, parcel.weights))
+
+    def _finish_oldest(self, out: list[Action]) -> None:
+        self._flying.popleft()
+        out.append(Action(FINISH_EXCHANGE, FINISH, None, ()))

@@ -114,7 +114,7 @@ class Action(NamedTuple):
     gradients in one launch, zeros where there is none. ``ACCUMULATE``: add their unsharded
     gradients to their sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange the
     reduced gradients of ``weights`` between replicas (``unit`` is what they are a
-    :class:`internsp.wp.exchanges.Parcel` of); ``FINISH_EXCHANGE``: wait for the oldest of these.
+    :class:`internsp.wp.reductions.Parcel` of); ``FINISH_EXCHANGE``: wait for the oldest of these.
     ``NEXT``: the pass gathers nothing more, so that a pipeline may begin the next one's gathers.
     """
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internsp.plan.chunk import WeightPlan
-from internsp.wp.exchanges import Exchanges
-from internsp.wp.reductions import Reductions
+from internsp.wp.reductions import Exchanges, Reductions
 from internsp.wp.schedule import EXCHANGE, FINISH_EXCHANGE, FINISH_OLDEST, REDUCE_SCATTER, Action
 
 UNITS = 5

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import ChunkPlan, WeightPlan
+from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
 from internsp.plan.simulate import simulate
 from internsp.plan.unused import Data
-from internsp.wp.reductions import Reductions
-from internsp.wp.schedule import Group
+from internsp.wp.queue import GatherQueue
+from internsp.wp.schedule import FORWARD, Action, Policy
 from tests.unit.test_wp_schedule import PARTS, chunk, chunks
 
 LAUNCHES = ("AG", "RS", "A2A")
@@ -115,20 +115,30 @@ def test_without_that_order_an_idle_weight_does_change_what_comes_first(how: Any
 def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
     order: list[int], readied: list[int], at_close: bool
 ) -> None:
-    weights = {number: WeightPlan(f"w{number}", 0, 0, 0, 0) for number in order}
+    """As many as the forward has used it, or what there is when the block's backward is over."""
+    weights = {n: WeightPlan(f"w{n}", 0, 20, 0, 64, moves=False) for n in order}
+    block = UnitPlan("b0", tuple(weights.values()), 0, 0)
+    queue = GatherQueue[UnitPlan, WeightPlan](Policy(1, one_order=at_close), [block], limit=10**6)
     ready = [weights[number] for number in readied if number in weights]
-    most = {weight: max(ready.count(weight), 1) for weight in weights.values()}
-    turns: Reductions[WeightPlan] = Reductions()
-    turns.declare([(None, Group([w], 0, 0), [w]) for w in weights.values()], at_close)
+    queue.begin_forward(False)
+    queue.enter(block)
+    for weight in ready:
+        queue.use(block, weight, FORWARD)
+    queue.leave(block)
+    queue.begin_backward()
+    queue.enter_backward(block, everywhere=True)
     found: list[str] = []
     seen: list[WeightPlan] = []
     for weight in ready:
-        assert weight in turns.due
         seen.append(weight)
-        for turn in turns.grads_ready((weight,), most, last=False):
-            found.append(turn[1].name)
+        for reduced in reduced_by(queue.grad_ready(block, weight)):
+            found.append(reduced.name)
             assert not at_close
-            assert seen.count(turn[2][0]) == ready.count(turn[2][0]), "all its gradients"
-    while (turn := turns.close()) is not None:
-        found.append(turn[1].name)
-    assert found == [weight.name for weight in weights.values()]
+            assert seen.count(reduced) == ready.count(reduced), "all its gradients"
+    found += [reduced.name for reduced in reduced_by(queue.end_backward(everywhere=True))]
+    assert found == [weight.name for weight in reversed(weights.values())]
+
+
+def reduced_by(actions: list[Action]) -> list[WeightPlan]:
+    """The weights whose reductions ``actions`` launch."""
+    return [weight for action in actions if action.kind == "RS" for weight in action.weights]

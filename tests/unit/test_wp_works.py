@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from internsp.wp.collectives import Watcher, Works
+from internsp.wp.collectives import Works
+from internsp.wp.works import Watcher
 
 
 class Gate:
