@@ -45,7 +45,7 @@ from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.queue import GatherQueue
-from internsp.wp.reduce import GradientReducer
+from internsp.wp.reduce import Buffers, GradientReducer
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
@@ -323,7 +323,8 @@ class _Builder:
             ))
             for axis in self.mesh.axes
         }  # fmt: skip
-        reducer = GradientReducer(reductions, trace, pool)
+        buffers = Buffers(self.mesh.device, self.config.memory_pool)
+        reducer = GradientReducer(reductions, trace, buffers)
         collectives = gathers[self.mesh.dense]
         state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from internsp.errors import ConfigError
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.slots import MemoryPool
+from internsp.wp.reduce import Buffers
 from internsp.wp.streams import SlotStreams
 
 BLOCK = 128
@@ -145,7 +145,7 @@ class Quantizer:
     ) -> None:
         self.dtype, self.largest = CODES[kind]
         self.weights = weights
-        self.buffers = MemoryPool((), device, reuse)
+        self.buffers = Buffers(device, reuse)
         self._flying: dict[
             ShardedParameter, tuple[QuantizedShard, Tensor, Tensor, Tensor, SlotStreams]
         ]

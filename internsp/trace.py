@@ -58,6 +58,7 @@ class Trace:
 
     Attributes:
         now: gives the time for an event: seconds, or the clock's mark.
+        exposed: seconds of waits; without a clock a wait adds its own, past :meth:`waited`.
     """
 
     def __init__(self, enabled: bool = False, clock: Clock | None = None) -> None:
@@ -66,12 +67,12 @@ class Trace:
         self.now: Callable[[], Any] = time.perf_counter if clock is None else clock.mark
         self.events: list[Event] = []
         self._waits: list[tuple[Any, Any]] = []
-        self._exposed = 0.0
+        self.exposed = 0.0
 
     def waited(self, start: Any, end: Any) -> None:
         """Count a wait between two results of :meth:`now`."""
         if self.clock is None:
-            self._exposed += end - start
+            self.exposed += end - start
         else:
             self._waits.append((start, end))
 
@@ -81,17 +82,17 @@ class Trace:
 
         With a clock, reading it blocks until the last wait is over.
         """
-        self._exposed += self.seconds(self._waits)
+        self.exposed += self.seconds(self._waits)
         self._waits = []
-        return self._exposed
+        return self.exposed
 
     @exposed_seconds.setter
     def exposed_seconds(self, seconds: float) -> None:
-        self._waits, self._exposed = [], seconds
+        self._waits, self.exposed = [], seconds
 
     def begin_step(self) -> None:
         """Count exposed seconds anew."""
-        self._waits, self._exposed = [], 0.0
+        self._waits, self.exposed = [], 0.0
         if self.clock is not None:
             self.clock.restart()
 

@@ -157,9 +157,9 @@ class Reducer:
 
     def start(self, bucket: Bucket) -> None:
         """Launch the exchange of a bucket's sums over its ZeRO group."""
-        zero, pool = bucket.axis.zero, self._state.pool
+        zero, buffers = bucket.axis.zero, self._state.reducer.buffers
         dtype = self._dtype or bucket.master.dtype
-        packed = pool.take(bucket.flat.numel(), dtype)
+        packed = buffers.take(bucket.flat.numel(), dtype)
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "a small bucket is no parcel"
             place = packed[start : start + member.storage.numel()]
@@ -170,7 +170,7 @@ class Reducer:
                 member.drop_reduced_grad()
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
-        received = packed if zero == 1 else pool.take(packed.numel(), dtype)
+        received = packed if zero == 1 else buffers.take(packed.numel(), dtype)
         collectives = self._state.between[bucket.axis].zero
         handle = collectives.exchange(received, packed, bucket.name)
         exchange = _Exchange(bucket, received, packed, handle)
@@ -199,9 +199,9 @@ class Reducer:
         self._backwards, self._expected, self._put_off = 0, 0, False
 
     def _give_back(self, exchange: _Exchange) -> None:
-        self._state.pool.give(exchange.packed)
+        self._state.reducer.buffers.give(exchange.packed)
         if exchange.received is not exchange.packed:
-            self._state.pool.give(exchange.received)
+            self._state.reducer.buffers.give(exchange.received)
 
     def _sum(self, exchange: _Exchange) -> None:
         bucket = exchange.bucket

@@ -16,7 +16,7 @@ def components(session: Session) -> list[tuple[str, int]]:
             ("weight shards", shards),
             ("replicated parameters", whole),
             ("unsharded weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
-            ("reduction buffers", pool.buffer_nbytes),
+            ("reduction buffers", communicator.state.reducer.buffers.nbytes),
         ]
         for name, nbytes in (*rows, *optimizer.memory()):
             total[name] = total.get(name, 0) + nbytes

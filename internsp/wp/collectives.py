@@ -281,8 +281,8 @@ class Collectives:
         if handle.work is None:
             return
         work, handle.work = handle.work, None
-        ledger = self.ledger
-        start = self.trace.now()
+        ledger, trace = self.ledger, self.trace
+        start = trace.now()
         ledger.waiting = handle.launch or _UNCOUNTED, unit, weight, phase
         try:
             work.wait()
@@ -290,15 +290,17 @@ class Collectives:
             raise ledger.failed(f"{weight or unit} ({phase})", error) from error
         finally:
             ledger.waiting = None
-        end = self.trace.now()
-        self.trace.waited(start, end)
+        end = trace.now()
+        if trace.clock is None:  # at every wait of a step: no call
+            trace.exposed += end - start
+        else:
+            trace.waited(start, end)
         if handle.stream is not None:
             self._outlive(handle)
-        if not self.trace.enabled:
-            return
-        self.trace.record("WAIT", unit, weight, phase, start=start, end=end)
-        for event in handle.events:
-            self.trace.finish(event, end)
+        if trace.enabled:
+            trace.record("WAIT", unit, weight, phase, start=start, end=end)
+            for event in handle.events:
+                trace.finish(event, end)
 
     # What really sends: another link overrides the first three. They do not block; the transfer
     # begins behind what the current stream has queued, and so does a stream that waits for it.

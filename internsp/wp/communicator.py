@@ -28,7 +28,7 @@ from internsp.wp.contents import Contents
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
-from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
+from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Action
 from internsp.wp.slots import Slot, Unit
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
@@ -161,8 +161,10 @@ class EmbeddingWeightParallelCommunicator(WPCommunicator):
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`; kept until the unit's reductions are due."""
         self._chunk.began()
-        self._chunk.reducer.on_grad_ready(weight, gradient)
-        self._chunk.perform(self._queue.grad_ready(self.unit, weight))
+        _add(self._chunk.reducer.ready, weight, gradient)
+        actions = self._queue.grad_ready(self.unit, weight)
+        if actions:
+            self._chunk.perform(actions)
 
 
 OUTPUTS = ("local", "gather", "vocabulary")
@@ -275,7 +277,7 @@ class ISPCommunicator(WPCommunicator):
             phase = RECOMPUTE
             self._note_recompute(unit)
         _follow_autocast(weight)
-        self.state.perform(self.queue.use(unit, weight, phase))
+        self._use(self.queue.use(unit, weight, phase))
         return self.state.pool.view(weight)
 
     def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
@@ -314,7 +316,7 @@ class ISPCommunicator(WPCommunicator):
         if not unit.recomputed or (
             self._recomputed and unit is self.queue.open and not self.queue.holds(weight)
         ):
-            self.state.perform(self.queue.use(unit, weight, BACKWARD))
+            self._use(self.queue.use(unit, weight, BACKWARD))
 
     def before_nodes(self, weight: ShardedParameter) -> None:
         """:meth:`before_backward` for a function that keeps a weight by itself.
@@ -350,8 +352,10 @@ class ISPCommunicator(WPCommunicator):
         """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2)."""
         self.state.began()
         self._refuse_other_way(weight.unit)
-        self.state.reducer.on_grad_ready(weight, gradient)
-        self.state.perform(self.queue.grad_ready(weight.unit, weight))
+        _add(self.state.reducer.ready, weight, gradient)
+        actions = self.queue.grad_ready(weight.unit, weight)
+        if actions:
+            self.state.perform(actions)
 
     def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
         """See :meth:`WPCommunicator.on_grads_ready`."""
@@ -359,8 +363,14 @@ class ISPCommunicator(WPCommunicator):
         self.state.began()
         self._refuse_other_way(unit)
         for weight, gradient in ready:
-            self.state.reducer.on_grad_ready(weight, gradient)
+            _add(self.state.reducer.ready, weight, gradient)
         self.state.perform(self.queue.grads_ready(unit, [weight for weight, _ in ready]))
+
+    def _use(self, actions: list[Action]) -> None:
+        """Perform what a use has brought about, unless it is there and nothing wants to know."""
+        state = self.state
+        if len(actions) > 1 or state.trace.enabled or state.streams:
+            state.perform(actions)
 
     def _refuse_other_way(self, unit: Unit) -> None:
         if unit.at_entry and unit is not self.queue.open and not self.queue.split:
@@ -634,6 +644,8 @@ class ISPCommunicator(WPCommunicator):
     def _count_forward(self) -> None:
         self.forwards += 1
         self._graphs += torch.is_grad_enabled()
+        for weight in self.replicated.sharded:
+            weight.trained = weight.requires_grad
 
     def _exchanges(self) -> bool:
         """Whether replicas exchange what the backward that begins completes, while it runs.
@@ -664,12 +676,12 @@ class ISPCommunicator(WPCommunicator):
         """The block at which every rank's backward ends: a frozen one below is nowhere entered."""
         if not self.queue.lowest:
             return 0
-        if any(w.requires_grad for beside in self.root() for w in beside.unit.weights):
+        if any(w.trained for beside in self.root() for w in beside.unit.weights):
             return 0
         names = [m.name for m in self.replicated.members if m.requires_grad]
         for unit in self.blocks:
             small = any(name.startswith(f"{unit.name}.") for name in names)
-            if small or any(weight.requires_grad for weight in unit.weights):
+            if small or any(weight.trained for weight in unit.weights):
                 return unit.block
         return len(self.blocks)
 
@@ -714,6 +726,14 @@ class ISPCommunicator(WPCommunicator):
     def _queue_end(self) -> None:
         end = EndOfBackward(self.end_backward, self.recovery.backward_failed)
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _add(
+    ready: dict[ShardedParameter, Tensor], weight: ShardedParameter, gradient: Tensor
+) -> None:
+    """One use's unsharded gradient is ready; several uses' are summed before they travel."""
+    before = ready.get(weight)
+    ready[weight] = gradient if before is None else before + gradient
 
 
 def _follow_autocast(weight: ShardedParameter) -> None:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from internsp.errors import StaleWeightError
-from internsp.wp.dtensors import same_bits
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.slots import Slot, Unit
+from internsp.wp.slots import Unit
 
 Member = ShardedParameter | ReplicatedParameter
 
@@ -89,29 +88,19 @@ class Contents:
         """
         if self._state.pool.device.type != "cpu":
             return
-        held = self._state.queue.contents
+        state, held = self._state, self._state.queue.contents
+        rounded = state.quantizer.weights if state.quantizer is not None else ()
         for unit in self._units():
-            slot = self._state.pool.slots[unit.slot]
+            slot = state.pool.slots[unit.slot]
             for weight in unit.weights:
-                reused = held.get(weight) == weight.compute_dtype and self._comparable(weight)
-                reused = reused and weight.shown == weight.tag()
-                if reused and not _holds(slot, unit, weight):
+                if held.get(weight) != weight.compute_dtype or weight in rounded:
+                    continue
+                if weight in state.handles or weight.ready is not None:
+                    continue  # on its way, to its slot or from an optimizer
+                if not weight.agrees_with(slot.flat(unit, weight)):
                     raise StaleWeightError(
                         f"{weight.name} was written on rank {self._rank} between a forward and its "
                         "backward, or within unchanged(), by a way that no version counter shows "
                         "(torch._foreach_*, numpy): write weights between a backward and the next "
                         "forward"
                     )
-
-    def _comparable(self, weight: ShardedParameter) -> bool:
-        """Not one that is on its way, to its slot or from an optimizer, nor one that is rounded."""
-        state = self._state
-        rounded = state.quantizer is not None and weight in state.quantizer.weights
-        return not rounded and weight not in state.handles and weight.ready is None
-
-
-def _holds(slot: Slot, unit: Unit, weight: ShardedParameter) -> bool:
-    count = weight.layout.shard_numel
-    own = slot.flat(unit, weight)[weight.rank * count : (weight.rank + 1) * count]
-    shard = weight.fresh()
-    return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))

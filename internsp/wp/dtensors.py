@@ -8,7 +8,6 @@ shard. What operations outside of a forward make of it keeps its name (:mod:`int
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -147,13 +146,6 @@ def own(parameter: nn.Parameter, member: Member) -> nn.Parameter:
     return parameter
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
-    kind = _BITS[math.gcd(one.element_size(), 8)]
-    return torch.equal(one.view(kind), other.view(kind))
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # As torch does for DTensor itself, so that its optimizers take their foreach path on a device.
 for _module in (torch_optimizer, _foreach_utils):

@@ -105,13 +105,6 @@ class ShardLayout:
         """Whether ``gradient``'s rows are, as they lie, those of the shards."""
         return self.dim == 0 and gradient.is_contiguous()
 
-    def packed_as_is(self, gradient: Tensor) -> Tensor | None:
-        """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
-        if self.padded:
-            return None
-        front = gradient.movedim(self.dim, 0) if self.dim else gradient
-        return front.view(-1) if front.is_contiguous() else None
-
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous tensor, in elements."""

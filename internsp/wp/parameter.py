@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from internsp.wp.layout import ShardLayout, strides
 
 Tag = tuple[int, torch.dtype]
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _plainly: Any = torch._C._disabled_torch_function_impl
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
@@ -43,6 +45,7 @@ class ShardedParameter:
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
         sent_as: what its gradient is reduced in; ``None``: in the compute dtype, as in a group of
             one always.
+        trained: whether it was when the last forward began: all ranks have agreed on that.
         reduce_dtype, gradient_bytes: what a reduction moves, and the bytes of it, padded.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
         device_type: where it computes.
@@ -107,6 +110,7 @@ class ShardedParameter:
             stride=strides(shape),
         )
         self._counter = whole  # has the parameter's version counter, and is read at once
+        self.trained = parameter.requires_grad
         self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
 
     def wrap(self, storage: Tensor) -> DTensor:
@@ -136,11 +140,6 @@ class ShardedParameter:
         """Whether it is trained, now: a user may freeze and thaw it."""
         # Past __torch_function__, by which every read of a parameter's attribute goes.
         return bool(_plainly(_requires_grad, (), (self.parameter,), {}))
-
-    @property
-    def trained(self) -> bool:
-        """See :class:`internsp.wp.schedule.Weight`."""
-        return self.requires_grad
 
     def use_dtype(self, dtype: torch.dtype) -> None:
         """Gather it in ``dtype`` from now on, and reduce its gradient accordingly."""
@@ -173,6 +172,17 @@ class ShardedParameter:
             self.use_dtype(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
+
+    def agrees_with(self, gathered: Tensor) -> bool:
+        """Whether this rank's rows of ``gathered`` (flat, padded) still are those of the shard.
+
+        True also where the version tells that they are not: that is found where they are used.
+        """
+        if self.shown != self.tag():
+            return True
+        count = self.layout.shard_numel
+        own, shard = gathered[self.rank * count : (self.rank + 1) * count], self.fresh()
+        return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
     def invalidate(self) -> None:
         """The shard was written behind autograd's back."""
@@ -238,6 +248,12 @@ class ShardedParameter:
     def drop_reduced_grad(self) -> None:
         """Forget the sum."""
         self.reduced_grad, self.borrowed = None, False
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
+    kind = _BITS[math.gcd(one.element_size(), 8)]
+    return torch.equal(one.view(kind), other.view(kind))
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:

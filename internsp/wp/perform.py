@@ -44,6 +44,7 @@ class Chunk:
         quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
             runs.
+        streams: whether a use must be told to the slot's streams.
         at_next_pass: called when a pass gathers nothing more: a pipeline prefetches for the next.
     """
 
@@ -57,9 +58,13 @@ class Chunk:
     trace: Trace
     replicas: ReplicaExchange = field(init=False)
     quantizer: Quantizer | None = None
+    streams: bool = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
     at_next_pass: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.streams = any(slot.streams.active for slot in self.pool.slots)
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Do what an event has brought about, in order: the only interpreter of actions."""

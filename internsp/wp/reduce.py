@@ -9,7 +9,7 @@ of every unsharded gradient in fp32 or wider).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +19,11 @@ from torch import Tensor
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.layout import ShardLayout
 from internsp.wp.parameter import ShardedParameter, unflatten
 from internsp.wp.schedule import runs_of
-from internsp.wp.slots import MemoryPool, Unit
+from internsp.wp.slots import Unit
+from internsp.wp.streams import Stream, current_stream
 
 
 @dataclass
@@ -39,37 +41,74 @@ class PendingGradient:
     handle: Handle
 
 
+class Buffers:
+    """Pooled flat buffers for reductions: each serves again and again (WP-6).
+
+    Args:
+        reuse: ``weight_parallel.memory_pool``; without it what is given back is freed.
+
+    Attributes:
+        nbytes: of all that exist.
+        allocations: ever made.
+    """
+
+    def __init__(self, device: torch.device, reuse: bool = True) -> None:
+        self._device, self._reuse = device, reuse
+        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Stream | None]]]
+        self._free = defaultdict(list)
+        self._current = current_stream(device)
+        self.nbytes = self.allocations = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer with undefined contents; give it back with :meth:`give`."""
+        free = self._free[(numel, dtype)]
+        if free:
+            buffer, stream = free.pop()
+            if stream is not None and self._current is not None:
+                here = self._current()
+                if here != stream:  # what was queued there may still read it
+                    here.wait_stream(stream)
+            return buffer
+        self.allocations += 1
+        self.nbytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer of :meth:`take` that no collective uses any more."""
+        if self._reuse:
+            stream = None if self._current is None else self._current()
+            self._free[(buffer.numel(), buffer.dtype)].append((buffer, stream))
+        else:
+            self.nbytes -= buffer.nbytes
+
+
 class GradientReducer:
     """The gradients of a chunk's sharded parameters, from ready to reduced (WP-6).
 
     Args:
         collectives: of the gradient group of each axis.
-        pool: where received and packed pieces lie.
+        buffers: where received and packed pieces lie.
 
     Attributes:
+        ready: unsharded gradients that no reduction has taken yet; several uses' are summed.
         touched: weights with a reduction in this backward, in launch order; whether this rank had
             a gradient.
         whole: sums of unsharded gradients that no reduction has taken yet.
     """
 
     def __init__(
-        self, collectives: Mapping[WeightAxis, Collectives], trace: Trace, pool: MemoryPool
+        self, collectives: Mapping[WeightAxis, Collectives], trace: Trace, buffers: Buffers
     ) -> None:
         self._collectives = collectives
         self._trace = trace
-        self._pool = pool
+        self.buffers = buffers
         self._queue: deque[list[PendingGradient]] = deque()
-        self._ready: dict[ShardedParameter, Tensor] = {}
+        self.ready: dict[ShardedParameter, Tensor] = {}
         self.touched: dict[ShardedParameter, bool] = {}
-        self.whole = UnshardedSums(pool)
+        self.whole = UnshardedSums(buffers)
 
     def __len__(self) -> int:
         return len(self._queue)
-
-    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
-        """One use's unsharded gradient is ready; several uses' are summed before they travel."""
-        before = self._ready.get(weight)
-        self._ready[weight] = gradient if before is None else before + gradient
 
     def accumulate(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
         """Add what is ready of ``weights`` to their sums. No message."""
@@ -89,7 +128,7 @@ class GradientReducer:
         else:
             pieces = packed = self._packed(weights, [self._taken(weight) for weight in weights])
         size = weights[0].layout.size
-        received = pieces if size == 1 else self._pool.take(pieces.numel(), pieces.dtype)
+        received = pieces if size == 1 else self.buffers.take(pieces.numel(), pieces.dtype)
         collectives = self._collectives[weights[0].axis]
         handle = collectives.reduce_scatter(received, pieces, unit.name, shares, "backward")
         return PendingGradient(unit, weights, received, packed, pieces, handle)
@@ -122,7 +161,7 @@ class GradientReducer:
 
     def discard(self) -> None:
         """After a failure that all ranks met: let everything arrive, keep nothing (WP-10)."""
-        self._ready.clear()
+        self.ready.clear()
         self.touched.clear()
         self.whole.discard()
         flying = [pending for launched in self._queue for pending in launched]
@@ -135,7 +174,7 @@ class GradientReducer:
             self._give_back(pending)
 
     def _taken(self, weight: ShardedParameter) -> Tensor | None:
-        gradient = self._ready.pop(weight, None)
+        gradient = self.ready.pop(weight, None)
         self.touched[weight] = gradient is not None or self.touched.get(weight, False)
         return gradient
 
@@ -145,7 +184,7 @@ class GradientReducer:
         """Gradients that travel together, flat: in the piece of each rank one after another."""
         size, dtype = weights[0].layout.size, weights[0].reduce_dtype
         shard = sum([weight.layout.shard_numel for weight in weights])
-        packed = self._pool.take(size * shard, dtype)
+        packed = self.buffers.take(size * shard, dtype)
         out = packed.view(size, shard)
         pairs = list(zip(weights, gradients, strict=True))
         ready = [g for w, g in pairs if g is not None and w.layout.in_rows(g) and g.dtype == dtype]
@@ -156,7 +195,7 @@ class GradientReducer:
         torch.cat([pieces.view(size, -1) for pieces, _ in parts], 1, out=out)
         for _, temporary in parts:
             if temporary is not None:
-                self._pool.give(temporary)
+                self.buffers.give(temporary)
         return packed
 
     def _pieces(
@@ -164,17 +203,17 @@ class GradientReducer:
     ) -> tuple[Tensor, Tensor | None]:
         """An unsharded gradient as it travels, flat.
 
-        And the pool's buffer where it needed a copy.
+        And the pooled buffer where it needed a copy.
         """
         if weight in self.whole:
             total = self.whole.take(weight, gradient)
             if total is not None:
                 return total, total
         if gradient is not None and gradient.dtype == weight.reduce_dtype:
-            pieces = weight.layout.packed_as_is(gradient)
+            pieces = packed_as_is(weight.layout, gradient)
             if pieces is not None:
                 return pieces, None
-        packed = self._pool.take(weight.layout.padded_numel, weight.reduce_dtype)
+        packed = self.buffers.take(weight.layout.padded_numel, weight.reduce_dtype)
         if gradient is None:
             packed.zero_()
         else:
@@ -183,9 +222,17 @@ class GradientReducer:
 
     def _give_back(self, pending: PendingGradient) -> None:
         if pending.weights[0].layout.size > 1:
-            self._pool.give(pending.received)
+            self.buffers.give(pending.received)
         if pending.packed is not None:
-            self._pool.give(pending.packed)
+            self.buffers.give(pending.packed)
+
+
+def packed_as_is(layout: ShardLayout, gradient: Tensor) -> Tensor | None:
+    """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
+    if layout.padded:
+        return None
+    front = gradient.movedim(layout.dim, 0) if layout.dim else gradient
+    return front.view(-1) if front.is_contiguous() else None
 
 
 class UnshardedSums:
@@ -196,11 +243,11 @@ class UnshardedSums:
     its place too.
 
     Args:
-        pool: where the sums lie; its buffers serve every step anew.
+        buffers: where the sums lie; they serve every step anew.
     """
 
-    def __init__(self, pool: MemoryPool) -> None:
-        self._pool = pool
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
         self._sums: dict[ShardedParameter, tuple[Unit, Tensor | None]] = {}
 
     def __contains__(self, weight: ShardedParameter) -> bool:
@@ -224,7 +271,7 @@ class UnshardedSums:
         if gradient is not None:
             if total is None:
                 wide = torch.promote_types(weight.compute_dtype, torch.float32)
-                total = self._pool.take(weight.layout.padded_numel, wide)
+                total = self.buffers.take(weight.layout.padded_numel, wide)
                 weight.layout.pack(gradient, total)
             else:
                 weight.layout.add(gradient, total)
@@ -233,15 +280,15 @@ class UnshardedSums:
     def take(self, weight: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
         """The sum with ``gradient`` added, as it travels: flat, padded, as it is sent.
 
-        A buffer of the pool, which the caller gives back; ``None``: there was no gradient.
+        A pooled buffer, which the caller gives back; ``None``: there was no gradient.
         """
         self.add(self._sums[weight][0], weight, gradient)
         total = self._sums.pop(weight)[1]
         if total is None or total.dtype == weight.reduce_dtype:
             return total
-        packed = self._pool.take(total.numel(), weight.reduce_dtype)
+        packed = self.buffers.take(total.numel(), weight.reduce_dtype)
         packed.copy_(total)  # rounded once, as a gradient of one micro-batch is
-        self._pool.give(total)
+        self.buffers.give(total)
         return packed
 
     def drop(self, weight: ShardedParameter) -> None:
@@ -249,12 +296,12 @@ class UnshardedSums:
         if weight in self._sums:
             unit, total = self._sums[weight]
             if total is not None:
-                self._pool.give(total)
+                self.buffers.give(total)
             self._sums[weight] = (unit, None)
 
     def discard(self) -> None:
         """Forget every sum."""
         for _, total in self._sums.values():
             if total is not None:
-                self._pool.give(total)
+                self.buffers.give(total)
         self._sums.clear()

@@ -41,7 +41,7 @@ class Weight(Protocol):
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient, now: a user may freeze and thaw it."""
+        """Whether it has a gradient, as of the last forward: a user may freeze and thaw it."""
 
     @property
     def compute_dtype(self) -> Hashable:

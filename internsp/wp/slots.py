@@ -1,4 +1,4 @@
-"""Where a weight is unsharded: slots of bytes, and buffers for reductions (WP-1, WP-4, WP-6).
+"""Where a weight is unsharded: slots of bytes (WP-1, WP-4).
 
 A slot holds the unsharded weights of one unit, or of several that share it by turns. Which group
 has which bytes, and until when, is decided in :mod:`internsp.wp.queue`; here is the memory. With
@@ -8,7 +8,6 @@ another group takes them: the same moments, the same messages.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.schedule import Group
-from internsp.wp.streams import SlotStreams, Stream, current_stream
+from internsp.wp.streams import SlotStreams, current_stream
 
 ALIGNMENT = 256  # bytes: what allocators and vector loads like
 
@@ -153,7 +152,7 @@ class Slot:
 
 
 class MemoryPool:
-    """The slots of one model chunk, and pooled buffers for its reductions.
+    """The slots of one model chunk.
 
     Args:
         sizes: bytes of each slot.
@@ -168,11 +167,6 @@ class MemoryPool:
         self.device = device
         self.reuse = reuse
         self.poison = poison
-        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Stream | None]]]
-        self._free = defaultdict(list)
-        self._current = current_stream(device)
-        self.buffer_nbytes = 0
-        self.buffer_allocations = 0
 
     @property
     def slot_nbytes(self) -> int:
@@ -190,25 +184,3 @@ class MemoryPool:
     def live_nbytes(self) -> int:
         """Bytes of unsharded weights that exist now."""
         return sum(s.live_nbytes() for s in self.slots)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer with undefined contents; give it back with :meth:`give`."""
-        free = self._free[(numel, dtype)]
-        if free:
-            buffer, stream = free.pop()
-            if stream is not None and self._current is not None:
-                here = self._current()
-                if here != stream:  # what was queued there may still read it
-                    here.wait_stream(stream)
-            return buffer
-        self.buffer_allocations += 1
-        self.buffer_nbytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer of :meth:`take` that no collective uses any more."""
-        if self.reuse:
-            stream = None if self._current is None else self._current()
-            self._free[(buffer.numel(), buffer.dtype)].append((buffer, stream))
-        else:
-            self.buffer_nbytes -= buffer.numel() * buffer.element_size()

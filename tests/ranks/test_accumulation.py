@@ -65,7 +65,7 @@ def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
             twin.check_gradients(f"{config}, step {number}")
             if number == 0:
                 assert twin.lines(*kinds) == planned, config
-            allocations.append(pool.buffer_allocations)
+            allocations.append(communicator.state.reducer.buffers.allocations)
             assert not communicator.state.reducer.whole.nbytes
             twin.zero_grad()
             communicator.invalidate()
@@ -209,9 +209,9 @@ def summed(rank: int, world_size: int) -> list[float]:
     weight = unit.weights[0]
     one = torch.ones(weight.layout.shape, dtype=torch.bfloat16)
     for value in (256 * one, one):
-        state.reducer.on_grad_ready(weight, value)
+        state.reducer.ready[weight] = value
         state.reducer.accumulate(unit, [weight])
-    state.reducer.on_grad_ready(weight, one)
+    state.reducer.ready[weight] = one
     state.perform(state.queue.reduce(unit, weight))
     state.finish_reductions()
     assert weight.reduced_grad is not None

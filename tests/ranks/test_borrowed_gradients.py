@@ -85,13 +85,13 @@ def test_a_lent_gradient_is_not_copied() -> None:
     twin = Twin(Tiny, mesh)
     ready: dict[str, int] = {}
     communicator = twin.communicator
-    taken = communicator.state.reducer.on_grad_ready
 
-    def spy(weight: ShardedParameter, gradient: Tensor) -> None:
-        ready[weight.name] = gradient.data_ptr()
-        taken(weight, gradient)
+    class Spy(dict[ShardedParameter, Tensor]):
+        def __setitem__(self, weight: ShardedParameter, gradient: Tensor) -> None:
+            ready[weight.name] = gradient.data_ptr()
+            super().__setitem__(weight, gradient)
 
-    communicator.state.reducer.on_grad_ready = spy  # type: ignore[method-assign]
+    communicator.state.reducer.ready = Spy()
     twin.backward()
     twin.check_gradients("spied")
     kept = {

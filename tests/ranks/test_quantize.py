@@ -135,13 +135,13 @@ def test_gathers_and_buffers_are_those_of_the_plan() -> None:
                 assert twin.trace.lines(KINDS) == wanted.lines(), f"{kind} {config} {overlap}"
                 assert state.counters.gathered_bytes == wanted.nbytes("AG")
                 if step == 0:
-                    allocated = state.quantizer.buffers.buffer_allocations
+                    allocated = state.quantizer.buffers.allocations
             if config.get("memory_pool", True):
                 stated = quantized_bytes(plan, wanted, mesh.shape)
-                assert state.quantizer.buffers.buffer_nbytes == stated
-                assert state.quantizer.buffers.buffer_allocations == allocated
+                assert state.quantizer.buffers.nbytes == stated
+                assert state.quantizer.buffers.allocations == allocated
             else:
-                assert state.quantizer.buffers.buffer_nbytes == 0
+                assert state.quantizer.buffers.nbytes == 0
             one = next(w for u in plan.units for w in u.weights if w.name == "layers.0.w1.weight")
             numel = 23 * 22  # of 45 rows
             blocks = -(-numel // 128)
@@ -233,8 +233,8 @@ def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
                 twin.check_gradients(f"{dtype} {options}", tolerance)
                 twin.zero_grad()
                 if step == 1:
-                    allocated = twin.communicator.state.pool.buffer_allocations
-            assert twin.communicator.state.pool.buffer_allocations == allocated
+                    allocated = twin.communicator.state.reducer.buffers.allocations
+            assert twin.communicator.state.reducer.buffers.allocations == allocated
             sent = sum(e.nbytes for e in twin.trace.events if e.kind == "RS")
             assert sent == simulate(twin.communicator.plan).nbytes("RS")
             usual = Twin(WIDE, mesh).communicator.plan

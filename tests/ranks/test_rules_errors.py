@@ -84,8 +84,9 @@ def test_the_step_after_an_exception_that_all_ranks_met_is_right(world_size: int
                 twin.backward()
                 twin.check_gradients(f"{config} after {where} of block {block}")
                 twin.zero_grad()
-            pool = twin.communicator.state.pool
-            buffers.append(pool.buffer_allocations if pool.reuse else pool.buffer_nbytes)
+            state = twin.communicator.state
+            pooled = state.reducer.buffers
+            buffers.append(pooled.allocations if state.pool.reuse else pooled.nbytes)
         assert buffers[-1] == buffers[-2], "a failed backward gives its buffers back"
         # A second backward right after a failed one, with no forward between.
         everybody, mine = twin.batch()

@@ -226,14 +226,14 @@ def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
             most = max(most, sum(reduction.received.nbytes for reduction in flying))
 
         pending.reduce_scatter = spy  # type: ignore[method-assign]
-        pool = twin.communicator.state.pool
+        pooled = twin.communicator.state.reducer.buffers
         for step in range(4):
             twin.backward()
             twin.check_gradients(f"limit {limit}")
             twin.zero_grad()
             if step == 1:
-                buffers = pool.buffer_allocations
+                buffers = pooled.allocations
         gradients = [w.layout.padded_numel * 8 for w in twin.communicator.blocks[0].weights]  # fp64
         assert limit * sum(gradients) - max(gradients) < most <= limit * sum(gradients)
-        assert pool.buffer_allocations == buffers, "later steps take buffers from the pool"
+        assert pooled.allocations == buffers, "later steps take buffers from the pool"
         assert len(pending) == 0

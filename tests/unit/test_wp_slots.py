@@ -11,6 +11,7 @@ import torch
 from internsp.errors import PoolError
 from internsp.wp.layout import ShardLayout
 from internsp.wp.queue import GatherQueue
+from internsp.wp.reduce import Buffers
 from internsp.wp.schedule import Group, Policy
 from internsp.wp.slots import ALIGNMENT, MemoryPool, Unit, aligned
 
@@ -193,14 +194,14 @@ def test_stated_bytes_are_the_bytes_that_exist(reuse: bool) -> None:
 
 
 def test_buffers_are_used_again_by_size_and_dtype() -> None:
-    pool = MemoryPool([], CPU)
+    pool = Buffers(CPU)
     first = pool.take(10, torch.float32)
     other = pool.take(10, torch.float32)
     assert first.data_ptr() != other.data_ptr()
     pool.give(first)
     assert pool.take(10, torch.float64).data_ptr() != first.data_ptr()
     assert pool.take(10, torch.float32).data_ptr() == first.data_ptr()
-    assert (pool.buffer_allocations, pool.buffer_nbytes) == (3, 40 + 40 + 80)
-    without = MemoryPool([], CPU, reuse=False)
+    assert (pool.allocations, pool.nbytes) == (3, 40 + 40 + 80)
+    without = Buffers(CPU, reuse=False)
     without.give(without.take(10, torch.float32))
-    assert without.buffer_nbytes == 0
+    assert without.nbytes == 0

@@ -12,7 +12,7 @@ import torch
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.ledger import Ledger
-from internsp.wp.slots import MemoryPool
+from internsp.wp.reduce import Buffers
 from internsp.wp.streams import SlotStreams, current_stream, device_clock
 
 
@@ -94,7 +94,7 @@ def test_who_stands_behind_one_overwriter_stands_behind_the_readers_before_it() 
 
 
 def test_a_pooled_buffer_taken_on_another_stream_stands_behind_its_last_use() -> None:
-    device, pool = Device(), MemoryPool([], torch.device("cpu"))
+    device, pool = Device(), Buffers(torch.device("cpu"))
     pool._current = device.current
     buffer = pool.take(4, torch.float32)
     on(device, device.b, pool.give, buffer)

@@ -133,7 +133,8 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
             for _ in range(2):
                 made.seconds(device)
             pool = communicator.state.pool
-            allocations = pool.buffer_allocations
+            buffers = communicator.state.reducer.buffers
+            allocations = buffers.allocations
             held, batch = allocated(device), made.x.nbytes + made.target.nbytes
             peak = peak_of(device, lambda: made.seconds(device))
             made.seconds(device)
@@ -143,10 +144,10 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
         flat = communicator.replicated.flat
         result: dict[str, Any] = {
             "slots": pool.slot_nbytes,
-            "buffers": pool.buffer_nbytes,
+            "buffers": buffers.nbytes,
             "predicted": kept + (0 if flat is None else flat.nbytes)
-            + pool.slot_nbytes + pool.buffer_nbytes + batch,
-            "late_allocations": pool.buffer_allocations - allocations,
+            + pool.slot_nbytes + buffers.nbytes + batch,
+            "late_allocations": buffers.allocations - allocations,
         }  # fmt: skip
         if before is not None and held is not None and peak is not None:
             result["held"] = held - before
