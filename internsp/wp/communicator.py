@@ -239,6 +239,7 @@ class ISPCommunicator(WPCommunicator):
         self.contents = Contents(state, self.units, replicated.everyone, mesh.rank)
         state.began = replicated.began = self._ensure_callback
         self._sums: ReplicaSums | None = None  # of a plain loop
+        self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
         self._next = 0  # the block that a forward must run next
         self.forwards = 0  # that have begun; one backward may go through the graphs of several
         self._graphs = 0  # made by forwards since a backward ended
@@ -472,8 +473,9 @@ class ISPCommunicator(WPCommunicator):
 
     def expect_last_block(self) -> None:
         """Backward enters at the model's output: the last block comes first (usually there)."""
-        if not self.weight_part:
-            self.state.perform(self.queue.at_output())
+        actions = self.queue.at_output() if not self.weight_part else []
+        if actions:  # not at the second of the output's hooks
+            self.state.perform(actions)
 
     def enter_backward(self, unit: Unit) -> None:
         """The gradient of a block's output has arrived (or its recompute begins)."""
@@ -655,7 +657,7 @@ class ISPCommunicator(WPCommunicator):
         """
         if self.queue.reductions.accumulating or self.more_to_come or not self.strict_order:
             return False
-        if all(axis.replicas == 1 for axis in self.mesh.axes):
+        if not self._has_replicas:
             return False
         if not all(weight.trained for _, weight in self.state.reducer.whole):
             return False  # their sums are reduced when the backward is over
