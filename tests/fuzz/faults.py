@@ -26,14 +26,15 @@ def put_in(name: str, rank: int) -> None:
 
 def scaled_gradient(rank: int) -> None:
     """One weight's gradient is 1.001 times too large, on rank 0 alone."""
-    ready = GradientReducer.on_grad_ready
+    taken = GradientReducer._taken
 
-    def wrong(self: Any, weight: Any, gradient: Any) -> None:
-        if rank == 0 and weight.name.endswith("fc2.weight"):
+    def wrong(self: Any, weight: Any) -> Any:
+        gradient = taken(self, weight)
+        if gradient is not None and rank == 0 and weight.name.endswith("fc2.weight"):
             gradient = gradient * 1.001
-        ready(self, weight, gradient)
+        return gradient
 
-    GradientReducer.on_grad_ready = wrong  # type: ignore[method-assign]
+    GradientReducer._taken = wrong  # type: ignore[method-assign]
 
 
 def skipped_regather(rank: int) -> None:
