@@ -1,4 +1,4 @@
-"""The ZeRO optimizer: sums, slices, the step, and new parameters on their way home."""
+"""The ZeRO optimizer: sums, slices, the step, and new parameters on their way to every rank."""
 
 from internsp.optim.norm import clip_grad_norm_
 from internsp.optim.scaler import LossScaler

@@ -1,4 +1,4 @@
-"""``ZeroOptimizer``: the step, and the weights' way home (DESIGN 4, "finish" and "step")."""
+"""``ZeroOptimizer``: the step, and new weights on their way to every rank (DESIGN 4)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 of the heads, in one ``all_to_all_single`` (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 Two custom operators carry it, ``internsp_sp::start`` and ``internsp_sp::finish``. ``start`` packs
-and launches and returns a *ticket*, a tensor of one element that only stands for the exchange in
+and launches and returns a *token*, a tensor of one element that only stands for the exchange in
 flight; ``finish`` waits and returns the result. Thus
 
 - several exchanges can be in flight, and they are waited for in the order of need. In backward
@@ -40,13 +40,13 @@ from internsp.trace import Trace
 
 @dataclass(eq=False)
 class _Flight:
-    """What must outlive the launch: the work, its buffers, and the memory of the ticket, whose
-    address is the key and must not be given to another ticket meanwhile."""
+    """What must outlive the launch: the work, its buffers, and the memory of the token, whose
+    address is the key and must not be given to another token meanwhile."""
 
     work: Any
     send: Tensor
     received: Tensor
-    ticket: torch.UntypedStorage
+    token: torch.UntypedStorage
     event: int
     phase: str
 
@@ -178,36 +178,36 @@ def _start(
     unit: str,
     label: str,
 ) -> Tensor:
-    home = _channel(channel)
+    link = _channel(channel)
     batch, depth = x.shape[0], x.shape[3]
-    mine = _counts(cut, home.size)
-    rows = [length * batch * depth * mine[home.rank] for length in lengths]
-    columns = [lengths[home.rank] * batch * depth * count for count in mine]
-    send = _pack(x, cut, home.size) if to_heads else x.transpose(0, 1).contiguous().view(-1)
+    mine = _counts(cut, link.size)
+    rows = [length * batch * depth * mine[link.rank] for length in lengths]
+    columns = [lengths[link.rank] * batch * depth * count for count in mine]
+    send = _pack(x, cut, link.size) if to_heads else x.transpose(0, 1).contiguous().view(-1)
     sent, got = (columns, rows) if to_heads else (rows, columns)
     received = send.new_empty(sum(got))
     phase = _phase(adjoint)
     event = -1
-    if home.trace is not None:
-        nbytes = (sum(sent) - sent[home.rank]) * x.element_size()
-        event = home.trace.record(
+    if link.trace is not None:
+        nbytes = (sum(sent) - sent[link.rank]) * x.element_size()
+        event = link.trace.record(
             "A2A", unit=unit, weight=label, phase=phase, nbytes=nbytes, in_flight=True
         )
-    work = dist.all_to_all_single(received, send, got, sent, group=home.group, async_op=True)
-    # The ticket lives where x lives, so that autograd runs both operators on one thread and one
+    work = dist.all_to_all_single(received, send, got, sent, group=link.group, async_op=True)
+    # The token lives where x lives, so that autograd runs both operators on one thread and one
     # stream, in the same order on all ranks (WP-2); its address, not its value, is the key.
-    ticket = x.new_zeros(1, dtype=torch.float32)
-    while len(home.flights) >= _MOST_IN_FLIGHT:
-        home.flights.pop(next(iter(home.flights)))
-    home.flights[ticket.data_ptr()] = _Flight(
-        work, send, received, ticket.untyped_storage(), event, phase
+    token = x.new_zeros(1, dtype=torch.float32)
+    while len(link.flights) >= _MOST_IN_FLIGHT:
+        link.flights.pop(next(iter(link.flights)))
+    link.flights[token.data_ptr()] = _Flight(
+        work, send, received, token.untyped_storage(), event, phase
     )
-    return ticket
+    return token
 
 
 @torch.library.custom_op("internsp_sp::finish", mutates_args=())
 def _finish(
-    ticket: Tensor,
+    token: Tensor,
     channel: int,
     lengths: Sequence[int],
     cut: Sequence[int],
@@ -217,14 +217,14 @@ def _finish(
     label: str,
     shape: Sequence[int],
 ) -> Tensor:
-    home = _channel(channel)
-    flight = home.flights.pop(ticket.data_ptr(), None)
+    link = _channel(channel)
+    flight = link.flights.pop(token.data_ptr(), None)
     if flight is None:
         raise CollectiveError(
-            f"Rank {home.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
+            f"Rank {link.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
             "waited for, or dropped after an exception. Start it again and wait for it once."
         )
-    trace = home.trace
+    trace = link.trace
     begin = None if trace is None else trace.now()
     flight.work.wait()
     if trace is not None:
@@ -234,8 +234,8 @@ def _finish(
         trace.finish(flight.event, end)
     batch, _, _, depth = shape
     if not to_heads:
-        return _unpack(flight.received, cut, home.size, tuple(shape))
-    mine = _counts(cut, home.size)[home.rank]
+        return _unpack(flight.received, cut, link.size, tuple(shape))
+    mine = _counts(cut, link.size)[link.rank]
     return flight.received.view(sum(lengths), batch, mine, depth).transpose(0, 1)
 
 
@@ -249,8 +249,8 @@ def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.spec = (handle, lengths, cut, not to_heads, True, unit, label, shape)
 
 
-def _start_backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-    return _finish(ticket, *ctx.spec), *(None,) * 7
+def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+    return _finish(token, *ctx.spec), *(None,) * 7
 
 
 def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -275,16 +275,16 @@ def _width(cut: Sequence[int]) -> int:
 class PendingExchange:
     """An exchange that has been launched. :meth:`wait` gives its result, once or again."""
 
-    def __init__(self, ticket: Tensor | None, spec: tuple[Any, ...], result: Tensor | None) -> None:
-        self._ticket, self._spec, self._result = ticket, spec, result
+    def __init__(self, token: Tensor | None, spec: tuple[Any, ...], result: Tensor | None) -> None:
+        self._token, self._spec, self._result = token, spec, result
 
     @torch.compiler.disable
     def wait(self) -> Tensor:
         """Block the computing stream (the calling thread on gloo) until the result is there."""
         if self._result is None:
-            assert self._ticket is not None, "a pending exchange has a ticket or a result"
-            self._result = _finish(self._ticket, *self._spec)
-            self._ticket = None
+            assert self._token is not None, "a pending exchange has a token or a result"
+            self._result = _finish(self._token, *self._spec)
+            self._token = None
         return self._result
 
 
@@ -332,9 +332,9 @@ def start_exchange(
             f"d] over {channel.size} ranks, got {list(x.shape)} and lengths {lengths}."
         )
     shape = (x.shape[0], lengths[rank], width, x.shape[3])
-    ticket = _start(x, channel.handle, lengths, cut, to_heads, adjoint, unit, label)
+    token = _start(x, channel.handle, lengths, cut, to_heads, adjoint, unit, label)
     spec = (channel.handle, lengths, cut, to_heads, adjoint, unit, label, shape)
-    return PendingExchange(ticket, spec, None)
+    return PendingExchange(token, spec, None)
 
 
 def exchange(

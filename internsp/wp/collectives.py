@@ -386,7 +386,7 @@ def send_pairs(
     This rank's own piece stays where it is.
 
     Args:
-        tag: of the launch (:meth:`Ledger.launch`), the same on all ranks: ranks out of step wait
+        tag: of the launch (:meth:`Collectives.launch`), the same on all ranks: ranks out of step wait
             for each other in vain instead of taking one weight for another (WP-2).
     """
     rank, size = group.rank(), group.size()
