@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from internsp.wp.communicator import ISPCommunicator as ISPCommunicator
     from internsp.wp.communicator import WPCommunicator as WPCommunicator
+    from internsp.wp.parameter import ShardedParameter as ShardedParameter
     from internsp.wp.slots import MemoryPool as MemoryPool
 else:  # hidden from type checkers, to which any name would exist otherwise
 

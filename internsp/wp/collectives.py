@@ -386,8 +386,8 @@ def send_pairs(
     This rank's own piece stays where it is.
 
     Args:
-        tag: of the launch (:meth:`Collectives.launch`), the same on all ranks: ranks out of step wait
-            for each other in vain instead of taking one weight for another (WP-2).
+        tag: of the launch (:meth:`Collectives.launch`), the same on all ranks: ranks out of step
+            wait for each other in vain instead of taking one weight for another (WP-2).
     """
     rank, size = group.rank(), group.size()
     others = [(rank + i) % size for i in range(1, size)]
@@ -460,6 +460,3 @@ def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> No
         ledger.waiting = None
 
 
-def is_wide(dtype: torch.dtype) -> bool:
-    """Whether sums in ``dtype`` need no upcast."""
-    return dtype in (torch.float32, torch.float64)

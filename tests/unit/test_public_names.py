@@ -28,7 +28,7 @@ BY_PATH = {
 # Layers and hooks speak to these; their methods name a chunk's own parts.
 MADE_BY_PARALLELIZE = {
     "EmbeddingWeightParallelCommunicator", "HeadWeightParallelCommunicator", "ISPCommunicator",
-    "MemoryPool", "WPCommunicator",
+    "MemoryPool", "ShardedParameter",
 }  # fmt: skip
 # What properties and methods return, never made by a user.
 RETURNED = {"PendingExchange", "Refused", "Schedule", "WeightAxis"}
