@@ -23,6 +23,7 @@ from internsp.failure.last_words import EndOfBackward
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
 from internsp.plan.chunk import ChunkPlan
+from internsp.wp.autocast import Autocast, follow
 from internsp.wp.collect import ReplicaSums, collect
 from internsp.wp.contents import Contents
 from internsp.wp.parameter import ShardedParameter
@@ -107,7 +108,7 @@ class UsersCommunicator(WPCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        _follow_autocast(weight)
+        follow(weight)
         weight.shown = weight.tag()
         return self.own.unshard(weight)
 
@@ -140,7 +141,7 @@ class EmbeddingWeightParallelCommunicator(WPCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        _follow_autocast(weight)
+        follow(weight)
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         self._chunk.perform(self._queue.use(self.unit, weight, phase))
         return self._chunk.pool.view(weight)
@@ -236,6 +237,7 @@ class ISPCommunicator(WPCommunicator):
         self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
         self.recovery = Recovery(mesh, state.collectives.ledger)
         self.unfinished = UnfinishedGradients(partial(discard_sums, state, replicated), mesh.rank)
+        self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(state, self.units, replicated.everyone, mesh.rank)
         state.began = replicated.began = self._ensure_callback
         self._sums: ReplicaSums | None = None  # of a plain loop
@@ -277,7 +279,7 @@ class ISPCommunicator(WPCommunicator):
         if graph_task() != NO_TASK:
             phase = RECOMPUTE
             self._note_recompute(unit)
-        _follow_autocast(weight)
+        follow(weight)
         self._use(self.queue.use(unit, weight, phase))
         return self.state.pool.view(weight)
 
@@ -288,7 +290,7 @@ class ISPCommunicator(WPCommunicator):
             phase = RECOMPUTE
             self._note_recompute(unit)
         for weight in weights:
-            _follow_autocast(weight)
+            follow(weight)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
         self._slot(unit).streams.read(*unit.weights)
         return [self.state.pool.view(weight) for weight in weights]
@@ -399,6 +401,7 @@ class ISPCommunicator(WPCommunicator):
         self._forward_open = self._inside = True
         self._next = 0
         self._count_forward()
+        self._autocast.enter_model()
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
 
     def recover(self) -> None:
@@ -437,7 +440,10 @@ class ISPCommunicator(WPCommunicator):
             self.enter_backward(unit)
         else:
             self._check_order(unit)
+            changed = self._autocast.enter_block(unit)
             self.state.perform(self.queue.enter(unit))
+            if changed:
+                self.state.perform(self.queue.renew(unit))
 
     def leave_block(self, unit: Unit) -> None:
         """A block's forward is over: its bytes may be overwritten. Not called in recompute."""
@@ -467,6 +473,7 @@ class ISPCommunicator(WPCommunicator):
         self._backward_task, self._forward = task, forward
         self._nested = self._recomputed = False
         self.unfinished.look()
+        self._autocast.begin_backward()
         self.queue.begin_backward(self._exchanges())
         self.contents.check()
         self._queue_end()
@@ -736,17 +743,3 @@ def _add(
     """One use's unsharded gradient is ready; several uses' are summed before they travel."""
     before = ready.get(weight)
     ready[weight] = gradient if before is None else before + gradient
-
-
-def _follow_autocast(weight: ShardedParameter) -> None:
-    """Before a use: under autocast a linear layer's weight travels in its dtype (WP-1).
-
-    Decided where the weight is used, because autocast may surround a part of the model only; what
-    is gathered ahead takes the dtype of the last use.
-    """
-    if weight.autocasts:
-        device = weight.device_type
-        active = torch.is_autocast_enabled(device)
-        weight.use_dtype(
-            torch.get_autocast_dtype(device) if active else weight.base_compute_dtype
-        )

@@ -174,6 +174,14 @@ class GatherQueue(Generic[U, W]):
             self._raise(len(self._forward.places), out)
         return out
 
+    def renew(self, unit: U) -> list[Action]:
+        """A block's weights are wanted in another dtype than they may have been gathered in."""
+        out: list[Action] = []
+        for group in unit.groups:
+            if any(weight in self.contents for weight in group.weights):  # others: in their turn
+                self._launch(unit, group, FORWARD, out)
+        return out
+
     def trigger(self, unit: U, recompute: bool) -> list[Action]:
         """The prefetch trigger of a block fires, in forward or in the recompute."""
         out: list[Action] = []

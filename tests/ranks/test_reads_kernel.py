@@ -99,3 +99,40 @@ def test_weights_that_a_kernel_reads_are_right_where_ranks_leave_them_unused() -
         with torch.no_grad():
             wanted = twin.plain.eval()(everybody[0])[mesh.rank : mesh.rank + 1]
             close(twin.ours.eval()(mine[0]), wanted, f"{what}: evaluation")
+
+
+class Lowering(Model):
+    """Autocasts its blocks itself, where it is entered without."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids)
+
+
+@ranks(2)
+def test_autocast_reaches_weights_that_some_ranks_leave_unused() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+        (Model, None, {}), (Model, FULL, ALL), (partial(Model, True), None, ROLLING),
+        (Lowering, REENTRANT, {}), (Lowering, None, MODULE),
+    ]  # fmt: skip
+    for make, form, config in cases:
+        twin = Twin(make, mesh, form, dtype=torch.float32, **config)
+        for step, half in enumerate((True, False, True)):
+            everybody, mine = twin.batch(rows=1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                wanted, logits = twin.plain(everybody[0]), twin.ours(mine[0])
+            lowered = half or make is Lowering
+            what = f"{make}, {form}, {config}, step {step}"
+            rows = slice(mesh.rank, mesh.rank + 1)
+            assert logits.dtype == (torch.bfloat16 if lowered else torch.float32)
+            close(logits, wanted[rows], f"{what}: logits", 2e-2 if lowered else 1e-5)
+            with torch.no_grad():  # in full precision, before the backward
+                other = twin.batch(rows=1)[0][0]
+                bound = 2e-2 if make is Lowering else 1e-5
+                close(twin.ours(other[rows]), twin.plain(other)[rows], f"{what}: other", bound)
+            for found in (wanted, logits):
+                found.square().sum().backward()
+            # Products of rows in bf16 are summed over ranks: its rounding.
+            twin.check_gradients(what, 5e-2 if lowered else 1e-4)
+            twin.zero_grad()

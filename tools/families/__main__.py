@@ -27,13 +27,16 @@ from tools.families.report import (
     TOLERANCE,
     Differences,
     Found,
+    facts,
     page,
     printed,
+    remarks,
     summary,
     worst,
 )
 
 WORKER = "tools.families.rank:Comparison"
+WIDTH = 160
 REFUSALS = ("StructureError", "ConfigError")  # internsp.errors, by name: this side has no torch
 
 
@@ -101,7 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         say(f"stopped ({error or 'SIGINT'})")
         return 130
-    Console(width=180).print(printed(found))
+    console = Console(width=WIDTH, markup=False, highlight=False)
+    console.print(*facts(found), printed(found), *remarks(found), sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps(summary(found), indent=1) + "\n")
     if options.markdown is not None:

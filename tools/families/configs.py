@@ -215,3 +215,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 12},
 }
+
+# Blocks in which no module has a usual name of an out-projection: what the refusal says to set.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "jetmoe": {"trigger": "qkv"},
+    "modernbert-decoder": {"prefetch_triggers": ("Wo",)},
+    "nemotron_h": {"trigger": "qkv"},
+}

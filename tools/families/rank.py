@@ -23,7 +23,7 @@ from internsp import (
     parallelize,
 )
 from tests.support.compare import gap, gaps, gradients, parameters
-from tools.families.configs import BASE, FAMILIES, LENGTH, VOCABULARY
+from tools.families.configs import BASE, FAMILIES, LENGTH, SETTINGS, VOCABULARY
 from tools.families.options import Setting
 
 transformers.logging.set_verbosity_error()
@@ -149,7 +149,7 @@ class Comparison:
 
     def _compare(self, family: str, setting: Setting, widened: bool) -> Differences:
         ours = build(family, setting.tied)
-        mesh = self._parallel(ours, setting)
+        mesh = self._parallel(ours, family, setting)
         wanted = self._reference(family, setting.tied, ROWS * mesh.data, widened)
         mine = slice(ROWS * mesh.data_rank, ROWS * (mesh.data_rank + 1))
         found = dict.fromkeys(KINDS, (0.0, ""))
@@ -189,7 +189,7 @@ class Comparison:
             logits = model.eval()(input_ids=ids, use_cache=False).logits
         return Reference(losses, found, parameters(model), logits)
 
-    def _parallel(self, model: nn.Module, setting: Setting) -> ParallelMesh:
+    def _parallel(self, model: nn.Module, family: str, setting: Setting) -> ParallelMesh:
         degrees = (setting.weight, setting.sequence)
         if degrees not in self._meshes:
             self._meshes[degrees] = ParallelMesh.create(*degrees, device_type="cpu")
@@ -201,7 +201,7 @@ class Comparison:
         communicator = parallelize(
             model,
             self._meshes[degrees],
-            WeightParallelConfig(**WEIGHTS),  # type: ignore[arg-type]
+            WeightParallelConfig(**{**WEIGHTS, **SETTINGS.get(family, {})}),
             activation_checkpoint=CHECKPOINTS.get(setting.checkpointing),
         )
         communicator.state.pool.poison = True  # a slot that changes hands is full of NaN

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tools.bench.report import Page
 from tools.bench.report import Table as Rows
+from tools.families.configs import SETTINGS
 from tools.families.options import CHECKPOINTING, MESHES, Setting
 
 TOLERANCE, SINGLE = 1e-10, 1e-5
@@ -126,6 +127,11 @@ def facts(found: Sequence[Found]) -> list[str]:
         "a column is the largest over all settings of that mesh (weight x sequence), form of "
         "checkpointing, or head; * where some of them were refused, - where there are none",
     ]
+    lines += [
+        f"{family} with weight_parallel {settings}, as its refusal says"
+        for family, settings in SETTINGS.items()
+        if family in families
+    ]
     if kinds:
         lines.append(
             "the model's own fp32 in gradients, too (last column: the same with every fp32 made "
@@ -140,10 +146,9 @@ def page(found: Sequence[Found]) -> Page:
 
 
 def printed(found: Sequence[Found]) -> Table:
-    """For the terminal."""
+    """The rows for the terminal."""
     head, *lines = rows(found)
-    table = Table(title="\n".join(facts(found)), title_justify="left", caption_justify="left")
-    table.caption = "\n".join(remarks(found))
+    table = Table()
     for number, name in enumerate(head):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for line in lines:
