@@ -37,6 +37,8 @@ def checkpoint_block(
     inner = block.forward if recomputed is None else _telling(block.forward, recomputed)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse_cache(block, (*args, *kwargs.values()))
         versions = _versions((args, kwargs))
         output = run(*args, **kwargs)
         for tensor, version in versions:
@@ -64,6 +66,17 @@ def checkpoint_block(
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _refuse_cache(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A cache of keys and values (transformers') is written into: a recompute would write again."""
+    for value in inputs:
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            raise StructureError(
+                f"a {type(block).__name__} that recomputes its activations was given a "
+                f"{type(value).__name__} in training, into which its recompute would write once "
+                "more: call the model with use_cache=False (or set model.config.use_cache = False)"
+            )
 
 
 def _versions(inputs: Any) -> list[tuple[Tensor, int]]:

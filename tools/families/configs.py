@@ -221,4 +221,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "jetmoe": {"trigger": "qkv"},
     "modernbert-decoder": {"prefetch_triggers": ("Wo",)},
     "nemotron_h": {"trigger": "qkv"},
+    "recurrent_gemma": {"trigger": "qkv"},
+    "rwkv": {"prefetch_triggers": ("attention.output",)},
+    "xlnet": {"trigger": "qkv"},
 }

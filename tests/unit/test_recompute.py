@@ -1,0 +1,57 @@
+"""A block that recomputes its activations, without ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import StructureError
+from internsp.layers.recompute import checkpoint_block
+from tests.support.models import raises
+
+
+class Cache:
+    """As transformers' caches: each forward appends to it."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def update(self, x: Tensor) -> Tensor:
+        self.kept.append(x)
+        return torch.cat(self.kept)
+
+    def get_seq_length(self) -> int:
+        return sum(len(x) for x in self.kept)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, past_key_values: Cache | None = None) -> Tensor:
+        h = self.layer(x)
+        return (h if past_key_values is None else past_key_values.update(h)).tanh()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_recomputes_refuses_a_cache_in_training_and_takes_it_otherwise(
+    reentrant: bool,
+) -> None:
+    block: Any = Caching()
+    x = torch.randn(2, 3, requires_grad=True)
+    block(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    checkpoint_block(block, reentrant)
+    for call in (partial(block, x, Cache()), partial(block, x, past_key_values=Cache())):
+        raises(StructureError, call, "a Caching that", "given a Cache", "use_cache = False")
+    block(x).sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
+    cache = Cache()
+    with torch.no_grad():
+        block(x, cache)
+        assert len(block(x, cache)) == 4
