@@ -91,10 +91,11 @@ def take_at_entry(
     held: list[Any] = [m._parameters for m in modules]
     own = [weight for weights in held for weight in weights.weights.values()]
     parameters = [weight.parameter for weight in own]
+    copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        for module, weights in zip(modules, held, strict=True):
+        for module, weights in copied:
             weights.require_copies(module)
         before = given((args, kwargs))
         use = BlockUse(own)
@@ -102,13 +103,15 @@ def take_at_entry(
         plain = _plain(held, taken)
         handed = [dict(inside) for inside in plain]
         try:
-            for module, weights, inside in zip(modules, held, plain, strict=True):
+            for module, inside in zip(modules, plain, strict=True):
                 module.__dict__["_parameters"] = inside
-                weights.fill_copies(module, inside)
+            for module, weights in copied:
+                weights.fill_copies(module, module._parameters)
             output = inner(*args, **kwargs)
         finally:
             for module, weights in zip(modules, held, strict=True):
                 module.__dict__["_parameters"] = weights
+            for module, weights in copied:
                 weights.restore_copies(module)
         _keep_what_was_put_in(held, plain, handed)
         for weight, tensor in zip(own, taken, strict=True):

@@ -74,7 +74,8 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int, dict[int, int]]]
 
         pool = twin.communicator.state.pool
         first = allocated(step)
-        ours = {numel * dtype.itemsize for numel, dtype in pool._free} if pool.reuse else set()
+        buffers = twin.communicator.state.reducer.buffers._free if pool.reuse else {}
+        ours = {numel * dtype.itemsize for numel, dtype in buffers}
         ours |= {slot.nbytes for slot in pool.slots}
         if not pool.reuse:  # each weight has memory of its own
             weights = [w for unit in twin.communicator.blocks for w in unit.weights]
