@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from internsp.sp.mixing import Refused as Refused
     from internsp.trace import Clock as Clock
     from internsp.trace import Trace as Trace
+    from internsp.whole import full_params as full_params
+    from internsp.whole import iterate_full_params as iterate_full_params
     from internsp.wp.communicator import (
         EmbeddingWeightParallelCommunicator as EmbeddingWeightParallelCommunicator,
     )

@@ -207,6 +207,11 @@ class _Builder:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
             if self.own is not None:
                 weight.communicator = UsersCommunicator(communicator.state, self.own)
+        for i, scope in self.scopes.items():
+            block = self.structure.blocks[i] if i >= 0 else None
+            scope.module = self.model if block is None else block.module
+            scope.name = "" if block is None else block.name
+            scope.communicator = communicator
         copies = {m: list(copies_of(m)) for m in self.model.modules()}
         for owner, member in places:
             scope = self.scopes[block_of(owner.module_name, self.structure)]
@@ -367,6 +372,7 @@ class _Builder:
         guard_reads(self.sharded, name, mesh.timeout_seconds, lookout)
         ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
         meeting = Meeting(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds, lookout)
+        communicator.meeting = meeting
         frozen = FrozenSet(self.replicated.everyone(), meeting, mesh.rank)
         additions = Additions(self.model, communicator.places)
         counts = equal_counts(mesh) if communicator.mean else None

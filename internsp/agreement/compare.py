@@ -166,12 +166,13 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _values(model: nn.Module) -> list[int | None]:
     """A checksum of each parameter's and buffer's bytes; ``None`` for those on the meta device."""
     return [
-        None if t.device.type == "meta" or t.layout != torch.strided else _checksum(t)
+        None if t.device.type == "meta" or t.layout != torch.strided else checksum(t)
         for _, t in _tensors(model)
     ]
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
+    """Of the bytes of a tensor's values."""
     on_host = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(on_host.view(torch.uint8).numpy().data)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from internsp.errors import CollectiveError, StructureError
 from internsp.failure.lookout import Lookout
@@ -41,6 +42,26 @@ class Meeting:
         """
         with self._lookout.meets(value, self._ranks):
             return self._meet(topic, value)
+
+    def same(self, topic: str, what: str, refused: Exception | None = None) -> None:
+        """Come to ``what``, which all ranks must do alike. Blocks until all have come.
+
+        Args:
+            refused: why this rank will not: raised once the other ranks know of it.
+
+        Raises:
+            CollectiveError: see :meth:`meet`; or another rank came to something else, or refused.
+        """
+        mine = what if refused is None else f"{what}, which it refused: {refused}"
+        found = self.meet(topic, mine)
+        if refused is not None:
+            raise refused
+        other = next((rank for rank, said in found.items() if said != what), None)
+        if other is not None:
+            raise CollectiveError(
+                f"rank {self._rank} came to {what}, rank {other} to {found[other]}: all ranks "
+                "must do the same in the same order"
+            )
 
     def _meet(self, topic: str, value: str) -> dict[int, str]:
         store, number = default_store(), self._held[topic]
@@ -83,20 +104,7 @@ def guard_reads(
             rank = ranks[axis.expert_rank * axis.size + axis.rank]
             place = f"internsp/{name}/{axis.name}/{axis.replica_rank}"
             meetings[axis] = Meeting(place, rank, ranks, seconds, lookout)
-        weight.meet = _reader(meetings[axis])
-
-
-def _reader(meeting: Meeting) -> Callable[[str], None]:
-    def meet(what: str) -> None:
-        found = meeting.meet("reads", what)
-        other = next((rank for rank, said in found.items() if said != what), None)
-        if other is not None:
-            raise CollectiveError(
-                f"rank {meeting._rank} came to {what}, rank {other} to {found[other]}: all ranks "
-                "must do the same in the same order"
-            )
-
-    return meet
+        weight.meet = partial(meetings[axis].same, "reads")
 
 
 class FrozenSet:

@@ -202,7 +202,9 @@ class Recovery:
 
 
 @contextlib.contextmanager
-def unbroken(recoveries: Sequence[Recovery]) -> Iterator[None]:
+def unbroken(
+    recoveries: Sequence[Recovery], what: str = "the optimizer's step"
+) -> Iterator[None]:
     """What is done between passes: an exception leaves no pass open, but others may wait.
 
     Raises:
@@ -218,7 +220,7 @@ def unbroken(recoveries: Sequence[Recovery]) -> Iterator[None]:
         for recovery in recoveries:
             recovery.refused(error)
         if isinstance(error, RuntimeError) and is_consequence(error):
-            raise recoveries[0]._ledger.failed("the optimizer's step", error) from error
+            raise recoveries[0]._ledger.failed(what, error) from error
         raise
 
 

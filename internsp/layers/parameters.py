@@ -197,9 +197,15 @@ class Scope:
             matter by which way backward enters.
         recomputed: whether backward runs it again, long after it was called.
         members: what the modules in it hold.
+        module, name: whose forward it is (name: empty for the model).
+        communicator: of the chunk (:class:`internsp.wp.communicator.ISPCommunicator`).
     """
 
-    __slots__ = ("block", "members", "recomputed", "taken")
+    __slots__ = ("block", "communicator", "members", "module", "name", "recomputed", "taken")
+
+    module: nn.Module
+    name: str
+    communicator: Any
 
     def __init__(self, block: bool = True, recomputed: bool = False) -> None:
         self.taken: Taken | None = None
@@ -275,6 +281,7 @@ class Weights(dict[str, Any]):
             StructureError: it is a parameter, or a ``DTensor``.
         """
         parameter = self.get(name)
+        self.scope.communicator.require_shards()
         if isinstance(parameter, (nn.Parameter, DTensor)):
             raise StructureError(
                 f"parameter {self.weights[name].name} (of a {self.owner}) was replaced after "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
-from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Ready, ShardedParameter
 from internsp.wp.unfinished import Member
@@ -187,6 +187,28 @@ class Bucket:
             segment.tensor.grad = None
         if self.has_master:
             self.owned.copy_(self.master)
+
+    def gathered(self, own: Tensor) -> dict[Member, Tensor]:
+        """The members' parts of a slice like ``gradient``, each like its storage.
+
+        Collective over the ZeRO group; blocks.
+        """
+        whole = torch.empty(self.flat.numel(), dtype=own.dtype, device=own.device)
+        work = gather_slices(whole, own, self.axis.zero_group)
+        if work is not None:
+            work.wait()
+        return {
+            member: whole[start : start + member.storage.numel()].view(member.storage.shape)
+            for member, start in self.offsets.items()
+        }
+
+    def put(self, own: Tensor, member: Member, values: Tensor) -> None:
+        """Write into ``own``, a slice like ``gradient``, its part of ``values`` (like storage)."""
+        flat = values.view(-1)
+        for segment in self.segments:
+            if segment.member is member:
+                part = flat[segment.offset : segment.offset + segment.tensor.numel()]
+                own[segment.start : segment.stop].copy_(part)
 
     def drop_gradient(self, member: Member) -> None:
         """Make zeros of what this rank's slice has of ``member``'s gradient."""

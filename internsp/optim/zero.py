@@ -184,19 +184,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         will use stays as it is.
         """
         self.finish_reductions()
-        mesh, found = self._communicator.mesh, {}
+        found = {}
         for bucket in self._buckets:
-            mine = bucket.gradient
-            assert mine is not None, "finish_reductions gives every bucket a gradient"
-            whole = torch.empty(bucket.flat.numel(), dtype=mine.dtype, device=mesh.device)
-            work = gather_slices(whole, mine, bucket.axis.zero_group)
-            if work is not None:
-                work.wait()
-            for member, start in bucket.offsets.items():
+            assert bucket.gradient is not None, "finish_reductions gives every bucket a gradient"
+            for member, part in bucket.gathered(bucket.gradient).items():
                 if member in self._used:
-                    part = whole[start : start + member.storage.numel()]
-                    full = member.wrap(part.view(member.storage.shape)).full_tensor()
-                    found[member.name] = full * self._unit()
+                    found[member.name] = member.wrap(part).full_tensor() * self._unit()
         return found
 
     # state

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,6 +211,9 @@ class ISPCommunicator(WPCommunicator):
         expects_exchange: asked as a backward begins of which nothing is known: whether it is
             expected to be the last before replicas exchange their sums.
         strict_order: whether blocks must run in the declared order.
+        meeting: where the ranks of the stage agree on what is done at rest.
+        whole_in: what has made parameters whole outside of training
+            (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
     """
 
     def __init__(
@@ -228,6 +232,8 @@ class ISPCommunicator(WPCommunicator):
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
         self.others: list[EmbeddingWeightParallelCommunicator] = []
         self.hooks: object | None = None
+        self.meeting: Any = None
+        self.whole_in = ""
         self.plan: ChunkPlan | None = None
         self.places: dict[tuple[nn.Module, str], ShardedParameter | ReplicatedParameter] = {}
         self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)
@@ -404,8 +410,33 @@ class ISPCommunicator(WPCommunicator):
         self._autocast.enter_model()
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
 
+    @property
+    def busy(self) -> str:
+        """What runs now, in words; empty at rest."""
+        if self.whole_in:
+            return f"inside {self.whole_in}"
+        if self._inside:
+            return "in the model's forward"
+        if graph_task() != NO_TASK:
+            return "in a backward"
+        return "within unchanged(), which a step opens" if self.contents.promised else ""
+
+    def require_shards(self) -> None:
+        """Before a pass, a step or the like.
+
+        Raises:
+            OrderError: parameters are whole outside of training.
+        """
+        if self.whole_in:
+            raise OrderError(
+                f"a forward, a step or zero_grad() of this model was called on rank "
+                f"{self.mesh.rank} inside {self.whole_in}, where its parameters are whole plain "
+                "tensors without communication: leave the context first"
+            )
+
     def recover(self) -> None:
         """No effect unless a pass has failed: then rest, or raise the first cause (WP-10)."""
+        self.require_shards()
         self.recovery.check()
         ledger, doom = self.state.collectives.ledger, self.recovery.lookout.doom
         if ledger.failure or doom or self._forward_open or self._backward_task >= 0:

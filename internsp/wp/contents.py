@@ -63,6 +63,11 @@ class Contents:
         finally:
             self._promised = None
 
+    @property
+    def promised(self) -> bool:
+        """Whether the program is within :meth:`unchanged`."""
+        return self._promised is not None
+
     def begin_pass(self) -> bool:
         """Whether this pass may use what the slots hold.
 

@@ -261,9 +261,11 @@ def _stepping(
     refuse_optimizer(optimizer, (member.parameter for member in members))
     if communicator.unfinished:
         communicator.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
-    if communicator.state.handles:  # another model's optimizer writes none of the shards they read
+    if communicator.state.handles or communicator.whole_in:
+        # Another model's optimizer writes none of the shards that gathers in flight read.
         ours = {id(member.parameter) for member in members}
         if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+            communicator.require_shards()
             communicator.settle_gathers()
 
 
@@ -284,6 +286,8 @@ def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
 
     Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
     """
+    if communicator.whole_in:  # what was loaded are whole parameters, written back later
+        return
     for name in weights_of(module):
         member = communicator.places[module, name]
         given = module._parameters.get(name)

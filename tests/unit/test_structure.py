@@ -26,7 +26,7 @@ LEVELS = [
     ["internsp.plan"],
     ["internsp.wp", "internsp.agreement"],
     ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf"],
-    ["internsp.parallel", "internsp.sequence_parts", "internsp.clients"],
+    ["internsp.parallel", "internsp.sequence_parts", "internsp.clients", "internsp.whole"],
     ["internsp.pipeline"],
     ["internsp.factory"],
     ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.data", "internsp.report"],
