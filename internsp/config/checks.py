@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from internsp.config import hf_folder
 from internsp.config.errors import Problem
 from internsp.config.sizes import too_large
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from internsp.config import Config
 
 _MOST_PATHS = 10  # of those that are wrong
+# Of the section model: what only the zoo's models read.
+_OF_THE_ZOO = ("rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std")
 
 
 def combinations(config: Config) -> Iterator[Problem]:
@@ -34,6 +37,12 @@ def machine(config: Config, world_size: int) -> Iterator[Problem]:
 
 def _model(config: Config) -> Iterator[Problem]:
     model = config.model
+    if model.family == "hf":
+        yield from _hf(config)
+        return
+    if model.path is not None:
+        text = f'unused with family = "{model.family}"; set family = "hf"'
+        yield Problem(("model.path", "model.family"), text)
     heads_keys = ("model.heads", "model.hidden_size", "model.head_dim")
     if model.head_dim is None and model.hidden_size % model.heads:
         text = f"{model.heads} heads do not divide hidden_size = {model.hidden_size}"
@@ -46,6 +55,46 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.kv_heads is not None and model.heads % model.kv_heads:
         text = f"{model.kv_heads} key/value heads do not divide heads = {model.heads}"
         yield Problem(("model.kv_heads", "model.heads"), text)
+
+
+def _hf(config: Config) -> Iterator[Problem]:
+    model, fields = config.model, type(config.model).model_fields
+    if model.path is None:
+        text = 'model.family = "hf" needs a folder with config.json'
+        yield Problem(("model.path", "model.family"), text)
+    for key in _OF_THE_ZOO:
+        if getattr(model, key) != fields[key].default:
+            text = 'of the model zoo alone; with family = "hf" config.json says it'
+            yield Problem((f"model.{key}", "model.family"), text)
+    if config.parallel.pipeline > 1:
+        text = f'{config.parallel.pipeline} is not supported with model.family = "hf"; use 1'
+        yield Problem(("parallel.pipeline", "model.family"), text)
+    if config.weight_parallel.head_output != "local":
+        text = 'only "local" with model.family = "hf", whose head computes its logits itself'
+        yield Problem(("weight_parallel.head_output", "model.family"), text)
+
+
+def _folder(config: Config) -> Iterator[Problem]:
+    """The folder of a model of transformers: readable, and not contradicted."""
+    model = config.model
+    if model.family != "hf" or model.path is None:
+        return
+    found, mistake = hf_folder.sizes(model.path)
+    if mistake is not None:
+        yield Problem(("model.path",), mistake)
+        return
+    for key, names in hf_folder.missing(found).items():
+        if key not in model.model_fields_set:
+            text = f"{hf_folder.FILE} does not say {names}: set model.{key}"
+            yield Problem(("model.path",), text)
+    for key, value in found.items():
+        if getattr(model, key) != value:
+            text = f"{hf_folder.FILE} of model.path says {value}; leave it out"
+            yield Problem((f"model.{key}", "model.path"), f"{getattr(model, key)}, but {text}")
+    folder = Path(model.path)
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        text = f"{folder} has weights as *.bin, which are not read: convert them to safetensors"
+        yield Problem(("model.path",), text)
 
 
 def _data(config: Config) -> Iterator[Problem]:
@@ -193,6 +242,7 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _files(config: Config) -> Iterator[Problem]:
+    yield from _folder(config)
     data, resume = config.data, config.checkpoint.resume
     unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
     if len(unfit) > _MOST_PATHS:

@@ -27,11 +27,12 @@ class Rule(Enum):
 
 
 _SAID: dict[str, dict[Rule, str]] = {
-    # norm and attention choose between implementations of the same function.
+    # norm and attention choose between implementations of the same function. A folder may have
+    # moved, and its weights are the checkpoint's now; its sizes are compared.
     "model": {
         Rule.FIXED: "family vocab_size hidden_size layers heads kv_heads head_dim "
         "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std",
-        Rule.FREE: "norm attention",
+        Rule.FREE: "norm attention path",
     },
     # A file may have moved: what it holds is compared by the digest of its tokens.
     "data": {

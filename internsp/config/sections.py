@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from internsp.config import hf_folder
 from internsp.config.kept import MOST_BLOCKS, checked
 
 # Every number has both bounds. The upper ones lie well above what anyone trains with, and below
@@ -73,10 +74,12 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The shape of the model."""
+    """The model: its shape, or the folder of one of transformers' models."""
 
-    family: Literal["llama", "internlm2"] = "llama"
-    """Family of the model zoo."""
+    family: Literal["llama", "internlm2", "hf"] = "llama"
+    """Family of the model zoo; hf: the causal model of transformers in path."""
+    path: Text | None = None
+    """Of hf: a folder with config.json, which decides all sizes, and perhaps safetensors."""
     vocab_size: Size = 257
     """Number of token ids; 257 is 256 bytes and the end of a document."""
     hidden_size: Size = 256
@@ -107,6 +110,14 @@ class ModelConfig(Section):
     """Attention kernel; auto takes the fastest one present and logs its choice."""
     init_std: Annotated[float, Field(ge=1e-12, le=100)] = 0.02
     """Standard deviation of the initial weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_of_folder(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("family") != "hf":
+            return data
+        found, _ = hf_folder.sizes(str(data.get("path")))  # what is wrong, the checks say
+        return {**found, **data}
 
 
 class DataConfig(Section):

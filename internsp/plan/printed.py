@@ -15,7 +15,7 @@ from rich.table import Table
 from internsp.config import Config
 from internsp.config.sizes import human, moments
 from internsp.errors import ConfigError
-from internsp.factory import Model, build_model, device_type
+from internsp.factory import build_model, device_type
 from internsp.mesh import MeshShape
 from internsp.plan.assign import Assignment, assign, require_patterns_matched
 from internsp.plan.blocks import read
@@ -83,7 +83,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         chunk,
         schedule,
         tuple(_memory(config, shape, chunk, assignments, schedule)),
-        _exchange_bytes(config, shape, model),
+        _exchange_bytes(config, shape),
         KeptBlocks.of(
             [chunk],
             schedule,
@@ -135,15 +135,16 @@ def _memory(
     ]
 
 
-def _exchange_bytes(config: Config, shape: MeshShape, model: Model) -> int:
+def _exchange_bytes(config: Config, shape: MeshShape) -> int:
     """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute."""
     if shape.sequence == 1:
         return 0
-    sizes = model.sizes
-    heads = 2 * sizes.heads + 2 * sizes.kv_heads
+    model = config.model
+    heads = 2 * model.heads + 2 * (model.kv_heads or model.heads)
+    features = heads * (model.head_dim or model.hidden_size // model.heads)
     rows = config.train.global_batch // shape.data
     tokens = rows * config.data.sequence_length // shape.sequence
-    one = tokens * heads * sizes.head_dim * DTYPES[config.train.dtype].itemsize
+    one = tokens * features * DTYPES[config.train.dtype].itemsize
     one = one * (shape.sequence - 1) // shape.sequence
     again = 0
     if config.activation_checkpoint.mode == "full":

@@ -77,6 +77,7 @@ class SequenceLayout:
         sizes: tokens of each rank; they differ by at most one and may be zero.
         start, stop: this rank's half-open range of the sequence; ``s = stop - start``.
         input_ids: ``[B, s]`` int64, this rank's tokens.
+        all_ids: ``[B, S]`` int64, those of all ranks, for a model that cuts them itself.
         positions: ``[B, s]`` int64, position of each token within its document.
         labels: ``[B, s]`` int64, ``ignore_index`` where there is nothing to predict.
         valid_tokens: labels of this rank that count.
@@ -92,6 +93,7 @@ class SequenceLayout:
     start: int
     stop: int
     input_ids: Tensor = field(repr=False)
+    all_ids: Tensor = field(repr=False)
     positions: Tensor = field(repr=False)
     labels: Tensor = field(repr=False)
     valid_tokens: int
@@ -150,6 +152,7 @@ class SequenceLayout:
             start=start,
             stop=stop,
             input_ids=ids[:, start:stop].to(torch.int64).contiguous(),
+            all_ids=ids.to(torch.int64),
             positions=positions[:, start:stop].contiguous(),
             labels=mine.contiguous(),
             valid_tokens=int((mine != ignore_index).sum()),
@@ -161,11 +164,17 @@ class SequenceLayout:
             ignore_index=ignore_index,
         )
 
+    @property
+    def all_positions(self) -> Tensor:
+        """``[B, S]`` int64, those of all ranks; made anew."""
+        return _positions(self.documents, self.input_ids.device)
+
     def to(self, device: torch.device | str) -> SequenceLayout:
         """The same layout with its tensors on ``device``."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),
+            all_ids=self.all_ids.to(device),
             positions=self.positions.to(device),
             labels=self.labels.to(device),
             documents=self.documents.to(device),

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from internsp.factory import build_model, generate
+from internsp.factory import build_to_load, generate
 from internsp.train.session import Session
 
 _TEMPERATURE, _TOP_K = 0.8, 40
@@ -30,8 +30,7 @@ def sample(session: Session) -> str:
     whole: dict[str, torch.Tensor] = {}
     for module, communicator in zip(session.modules, session.communicators, strict=True):
         communicator.publish()
-        for name, value in module.named_parameters(remove_duplicate=False):
-            kept = value.detach()
+        for name, kept in module.state_dict().items():
             tensor = kept.full_tensor() if isinstance(kept, DTensor) else kept
             if first:
                 whole[name] = tensor.cpu()
@@ -41,20 +40,19 @@ def sample(session: Session) -> str:
         whole = {name: value for part in parts if part for name, value in part.items()}
     if not main:
         return ""
-    model = build_model(session.config)
+    model = build_to_load(session.config)
     model.load_state_dict(whole, assign=True)
     tokenizer = session.source.tokenizer
     # A prompt without tokens starts as every document does: after the end of another one.
     begin = tokenizer.encode(train.sample_prompt) or [tokenizer.end_of_document]
     prompt = torch.tensor(begin, dtype=torch.int64)
-    generator = torch.Generator().manual_seed(train.seed)
     ids = generate(
         model,
         prompt,
         train.sample_bytes,
         temperature=_TEMPERATURE,
         top_k=_TOP_K,
-        generator=generator,
+        seed=train.seed,
         stop_id=tokenizer.end_of_document,
     )
     return str(tokenizer.decode(ids.tolist()))

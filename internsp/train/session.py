@@ -11,10 +11,10 @@ import torch
 
 from internsp.config import Config
 from internsp.data.batches import DataSource, vocabulary_mistake
-from internsp.factory import Model, build_model
+from internsp.factory import build_to_train, first_values, to_parallelize
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
-from internsp.parallel import initialize, parallelize
+from internsp.parallel import parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
 from internsp.sp.heads import balanced
 from internsp.trace import Trace
@@ -67,7 +67,7 @@ class Session:
         """Build everything. Collective.
 
         Raises:
-            ConfigError: when the text has ids that the model's vocabulary lacks.
+            ConfigError: when the text has ids that the model's vocabulary lacks; see ``factory``.
             InternspError: see :func:`internsp.parallelize` and :class:`ParallelMesh`.
         """
         parallel = config.parallel
@@ -81,7 +81,7 @@ class Session:
         )
         if source.vocab_size > config.model.vocab_size:
             raise vocabulary_mistake(config, source)
-        model = build_model(config)
+        model: Any = build_to_train(config)
         parameters = sum(p.numel() for p in model.parameters())
         trace = Trace(clock=device_clock(mesh.device))
         everyone = list(hooks)
@@ -92,15 +92,14 @@ class Session:
         else:
             communicators = [
                 parallelize(
-                    model,
+                    to_parallelize(model),
                     mesh,
                     config.weight_parallel,
                     activation_checkpoint=config.activation_checkpoint,
                     trace=trace,
                 )
             ]
-        for communicator in communicators:
-            initialize(communicator, model.initialize, config.train.seed)
+        first_values(config, model, communicators, mesh.device)
         scaler = _scaler(config)
         optimizers = [_optimizer(config, communicator, scaler) for communicator in communicators]
         schedules = [
@@ -114,7 +113,7 @@ class Session:
 
 
 def _pipeline(
-    config: Config, mesh: ParallelMesh, model: Model, hooks: list[SchedulerHook], trace: Trace
+    config: Config, mesh: ParallelMesh, model: Any, hooks: list[SchedulerHook], trace: Trace
 ) -> Pipeline | None:
     if mesh.pipeline == 1:
         return None

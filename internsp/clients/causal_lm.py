@@ -1,0 +1,124 @@
+"""A causal model of ``transformers`` as ``internsp train`` calls a model (extra ``[hf]``)."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from internsp.errors import ConfigError, MissingDependencyError, StructureError
+from internsp.sp import SequenceLayout, token_loss
+
+_PROBE = 4  # tokens of each of two documents
+
+
+class HFCausalLM(nn.Module):
+    """The model itself is ``model``, unmodified; its parameters' names begin so.
+
+    Auxiliary losses that a model adds to its own loss (a mixture's router) are left out.
+
+    Args:
+        folder: with ``config.json``; its weights (``*.safetensors``) are read on ``"cpu"``. Where
+            there are none the model's own initialization is used, from ``seed``, the same on every
+            rank and mesh.
+        device: ``"cpu"`` holds the whole model with its values, ``"meta"`` its shapes alone.
+        weights: whether to read those of the folder.
+
+    Raises:
+        ConfigError: transformers cannot make a causal model of the folder.
+        MissingDependencyError: transformers is not installed.
+    """
+
+    def __init__(
+        self, folder: str, dtype: torch.dtype, seed: int, device: str = "cpu", weights: bool = True
+    ) -> None:
+        super().__init__()
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"model.family = \"hf\" needs transformers ({error}): pip install 'internsp[hf]'"
+            ) from error
+        path = Path(folder)
+        saved = weights and device != "meta" and any(path.glob("*.safetensors"))
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            with torch.random.fork_rng(devices=[]), torch.device(device):
+                torch.manual_seed(seed)
+                self.model = (
+                    AutoModelForCausalLM.from_pretrained(
+                        path, config=config, dtype=dtype, use_safetensors=True,
+                        local_files_only=True,
+                    )
+                    if saved
+                    else AutoModelForCausalLM.from_config(config, dtype=dtype)
+                )  # fmt: skip
+        except (ValueError, OSError, KeyError) as error:
+            raise ConfigError(f"model.path: transformers cannot load {folder}: {error}") from error
+        self.model.train()
+        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+
+    def forward(
+        self, input_ids: Tensor, *, layout: SequenceLayout, labels: Tensor, loss_chunk: int = 1024
+    ) -> tuple[Tensor, Tensor]:
+        """The summed token loss of this rank's positions and its count, as the zoo's models.
+
+        The logits are the model's own, whole; in fp32 or wider they exist chunk by chunk.
+        """
+        # Under a sequence degree the model cuts its inputs itself (`internsp.hf`); its logits are
+        # this rank's in training, and all in evaluation.
+        logits = self._logits(layout.all_ids, layout.all_positions)
+        if logits.shape[1] == layout.length:
+            logits = logits[:, layout.start : layout.stop]
+        return token_loss(logits, _same, labels, chunk_tokens=loss_chunk, layout=layout)
+
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        # Documents begin where positions do: transformers masks its attention by them.
+        given = {"position_ids": positions} if self._takes_positions else {}
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, **given).logits
+        return logits
+
+    @torch.no_grad()
+    def require_documents_apart(self, device: torch.device) -> None:
+        """Try whether a token changes the logits of another document of its row. Collective.
+
+        Raises:
+            StructureError: it does, or the model takes no ``position_ids``.
+        """
+        ids = torch.arange(2 * _PROBE, device=device)[None]
+        other = ids.clone()
+        other[:, :_PROBE] += _PROBE + 1
+        positions = torch.arange(_PROBE, device=device).repeat(2)[None]
+        was = self.training
+        self.eval()
+        try:
+            one, two = (self._logits(x, positions)[:, _PROBE:].float() for x in (ids, other))
+        finally:
+            self.train(was)
+        apart = float((one - two).abs().max())
+        bound = 4 * torch.finfo(self.model.dtype).eps * float(one.abs().max())
+        if not self._takes_positions or not apart <= bound:
+            raise StructureError(
+                f"{type(self.model).__name__} does not keep packed documents apart (a token of one "
+                f"changes the logits of the next by {apart:.1e}): set data.pack = false"
+            )
+
+    def generate(
+        self, prompt: Tensor, tokens: int, *, seed: int, stop_id: int, **options: Any
+    ) -> Tensor:
+        """The model's own generation: ``prompt`` ``[n]`` and at most ``tokens`` more."""
+        self.eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            ids: Tensor = self.model.generate(
+                prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=True,
+                max_new_tokens=tokens, eos_token_id=stop_id, pad_token_id=stop_id, **options,
+            )[0]  # fmt: skip
+        return ids
+
+
+def _same(logits: Tensor) -> Tensor:
+    return logits

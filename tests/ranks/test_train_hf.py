@@ -1,0 +1,184 @@
+"""``internsp train`` of models of transformers: as one process, and as documents one by one."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from internsp.config import Config
+from internsp.data.batches import DataSource
+from internsp.errors import StructureError
+from internsp.report.metrics import read_metrics
+from internsp.train.run import train
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
+from tests.ranks.test_train import TEXT
+from tests.support.compare import check
+from tests.support.ranks import run_ranks
+from tests.support.zero import whole
+
+pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.unmeasured]
+STEPS = 3
+SMALL = {"vocab_size": 260, "tie_word_embeddings": True}
+
+
+def write(folder: Path) -> None:
+    """Folders of models: with weights, or config.json alone."""
+    from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MambaConfig
+
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, **SMALL,
+    )  # fmt: skip
+    LlamaForCausalLM(llama).to(torch.float64).save_pretrained(folder / "llama")
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2Config(n_embd=32, n_layer=2, n_head=4, **none, **SMALL).save_pretrained(folder / "gpt2")
+    mamba = MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, **SMALL)
+    mamba.num_attention_heads = 4  # its own config.json has none
+    mamba.save_pretrained(folder / "mamba")
+    words = (TEXT / "01_why_cut_sequences.txt").read_text().split()
+    lines = [json.dumps({"text": " ".join(words[i : i + 4])}) for i in range(0, len(words), 4)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+
+
+def config(
+    folder: Path, name: str, world: int, sequence: int = 1, **changes: dict[str, Any]
+) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"family": "hf", "path": str(folder / name)},
+        "data": {
+            "source": "jsonl", "paths": [str(folder / "text.jsonl")], "sequence_length": 64,
+            "held_out": 0.1,
+            "pack": name != "gpt2",
+        },
+        "parallel": {"weight": world, "sequence": sequence},
+        "weight_parallel": {"min_shard_elements": 128},
+        "activation_checkpoint": {"mode": "full", "fraction": 0.5},
+        "optimizer": {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 0},
+        "train": {
+            "steps": STEPS, "global_batch": 4, "micro_batches": 2, "dtype": "float64",
+            "eval_batches": 1, "sample_bytes": 5, "loss_chunk": 20,
+        },
+    }  # fmt: skip
+    for section, values in changes.items():
+        sections[section] = sections.get(section, {}) | values
+    return Config.model_validate(sections)
+
+
+Trained = tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[float, float]], float | None]
+
+
+def trained(settings: Config) -> Trained:
+    """Parameters before and after some steps; loss and norm of each; the held-out loss."""
+    session = Session.create(settings)
+    session.communicators[0].state.pool.poison = True
+    before, runner = whole(session.modules[0]), StepRunner(session)
+    rows = [runner.step(step, StopRequest())[0] for step in range(STEPS)]
+    held_out = runner.evaluate()
+    session.communicators[0].publish()
+    after = whole(session.modules[0])
+    return before, after, [(row.loss, row.grad_norm) for row in rows], held_out
+
+
+def one_by_one(settings: Config) -> tuple[float, float]:
+    """Loss and gradient norm of the first step: plain transformers, a document at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float64)
+    source = DataSource.create(settings.data, global_batch=4, seed=settings.train.seed)
+    batch = source.train_batch(0, slice(0, 4))
+    total, count, documents = torch.zeros((), dtype=torch.float64), 0, 0
+    for ids, starts in zip(batch.ids, batch.boundaries, strict=True):
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            document = ids[start:end][None].long()
+            logits = model(input_ids=document, use_cache=False).logits[0, :-1]
+            total = total + F.cross_entropy(logits, document[0, 1:], reduction="sum")
+            count, documents = count + end - start - 1, documents + 1
+    assert documents > len(batch.ids), "the batch is packed"
+    (total / count).backward()
+    norms = [p.grad.norm() for p in model.parameters()]
+    return float(total / count), float(torch.stack(norms).norm())
+
+
+def runs(rank: int, world: int, folder: Path, output: Path) -> dict[str, Any]:
+    if world == 1:
+        write(folder)
+    found: dict[str, Any] = {
+        name: trained(config(folder, name, world)) for name in ("llama", "gpt2")
+    }
+    if world == 2:
+        found["cut"] = trained(config(folder, "llama", world, sequence=2))
+    if world == 1:
+        found["one by one"] = one_by_one(config(folder, "llama", 1))
+        return found
+    with pytest.raises(StructureError, match=r"MambaFor.* does not keep .*data\.pack = false"):
+        Session.create(config(folder, "mamba", world))
+    found["command"] = command(rank, folder, output)
+    return found
+
+
+def command(rank: int, folder: Path, output: Path) -> dict[str, Any] | None:
+    """A whole run, and another that goes on from the second step's checkpoint."""
+    from transformers import GenerationMixin
+
+    calls, own = [], GenerationMixin.generate
+
+    def generate(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(options["max_new_tokens"])
+        return own(self, *args, **options)
+
+    GenerationMixin.generate = generate
+    train(config(folder, "llama", 2, checkpoint={"every": 2}), output / "run")
+    whole_run = read_metrics(output / "run/metrics.jsonl")
+    resume = {"resume": str(output / "run/checkpoints/step-000002"), "save": False}
+    train(config(folder, "llama", 2, checkpoint=resume), output / "again")
+    dist.barrier()
+    again = read_metrics(output / "again/metrics.jsonl")
+    if rank:
+        assert not calls
+        return None
+    rows = [[(r.step, r.loss, r.grad_norm) for r in found] for found in (whole_run, again)]
+    report = (output / "run/report.html").read_text()
+    return {"rows": rows, "calls": calls, "path": f"path = &#34;{folder / 'llama'}" in report}
+
+
+@cache
+def alone(folder: Path) -> dict[str, Any]:
+    (found,) = run_ranks(runs, 1, folder, folder, timeout=240)
+    return found  # type: ignore[no-any-return]
+
+
+def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_path: Path) -> None:
+    wanted = alone(tmp_path)
+    loss, norm = wanted["one by one"]
+    assert wanted["llama"][2][0] == pytest.approx((loss, norm), rel=1e-9)
+    first, other = run_ranks(runs, 2, tmp_path, tmp_path, timeout=240)
+    for found in (first, other):
+        for name, same in (("llama", "llama"), ("gpt2", "gpt2"), ("cut", "llama")):
+            before, after, rows, held_out = found[name]
+            start, end, expected, expected_held_out = wanted[same]
+            check(before, start, f"{name} before", 0.0)
+            check(after, end, f"{name} after", 1e-10)
+            assert max(float((end[n] - start[n]).abs().max()) for n in end) > 1e-3, "it moved"
+            for row, of_one in zip(rows, expected, strict=True):
+                assert row == pytest.approx(of_one, rel=1e-9), name
+            assert held_out == pytest.approx(expected_held_out, rel=1e-9), name
+    done = first["command"]
+    run, again = done["rows"]
+    assert [step for step, *_ in run] == [1, 2, 3]
+    assert again == run[2:], "the resumed run goes on with the same bits"
+    assert [(loss, norm) for _, loss, norm in run] == first["llama"][2]
+    assert done["calls"] == [5, 5], "the model's own generation, once a run, on the first rank"
+    assert done["path"], "the report shows the configuration"

@@ -1,0 +1,100 @@
+"""``model.family = "hf"``: sizes come from the folder's config.json, and nothing contradicts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.config import Config, load_config
+from internsp.errors import ConfigError
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write(folder: Path, content: Any, more: str = "") -> Path:
+    """A model's folder and a configuration that names it."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(content))
+    path = folder / "run.toml"
+    path.write_text(f'[model]\nfamily = "hf"\npath = "{model}"\n{more}')
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LLAMA,
+        {"text_config": LLAMA, "vision_config": {"hidden_size": 5}},
+        {**LLAMA, "num_key_value_heads": [2, 1], "head_dim": None},
+    ],
+    ids=["flat", "nested", "a list for each layer"],
+)
+def test_sizes_are_those_of_config_json_and_survive_the_resolved_file(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    config = load_config(write(tmp_path, content))
+    model = config.model
+    assert (model.vocab_size, model.hidden_size, model.layers, model.heads) == (300, 32, 3, 4)
+    assert model.tie_embeddings
+    assert model.kv_heads == (None if "head_dim" in content else 2)
+    again = tmp_path / "again.toml"
+    again.write_text(config.to_toml())
+    assert load_config(again) == config
+
+
+def test_other_names_of_sizes_are_read(tmp_path: Path) -> None:
+    gpt2 = {"vocab_size": 300, "n_embd": 24, "n_layer": 5, "n_head": 3, "n_inner": None}
+    model = load_config(write(tmp_path, gpt2)).model
+    assert (model.hidden_size, model.layers, model.heads) == (24, 5, 3)
+    assert model.intermediate_size is None
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "says"),
+    [
+        (LLAMA, "hidden_size = 64", r"model\.hidden_size: 64, but config\.json .* says 32"),
+        (LLAMA, "qkv_bias = true", r"model\.qkv_bias: of the model zoo alone"),
+        (LLAMA, "[parallel]\npipeline = 2", r"parallel\.pipeline: 2 is not supported"),
+        (LLAMA, '[weight_parallel]\nhead_output = "gather"', 'only "local"'),
+        ({"vocab_size": 300}, "", r"does not say num_hidden_layers or .*: set model\.layers"),
+        ([], "", "no JSON object"),
+        ({**LLAMA, "vocab_size": 40}, "", "bytes need 257 ids"),
+    ],
+    ids=["size", "zoo", "pipeline", "head", "lacking", "list", "vocabulary"],
+)
+def test_what_does_not_fit_is_named(content: Any, more: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, content, more), world_size=2)
+
+
+def test_a_size_that_config_json_lacks_may_be_given(tmp_path: Path) -> None:
+    content = {k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}
+    assert load_config(write(tmp_path, content, "layers = 7")).model.layers == 7
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, LLAMA)
+    (tmp_path / "model/pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match="convert them to safetensors"):
+        load_config(path)
+    (tmp_path / "model/config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is no JSON"):
+        load_config(path)
+    (tmp_path / "model/config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be read: No such"):
+        load_config(path)
+
+
+def test_a_path_belongs_to_hf_and_hf_to_a_path() -> None:
+    with pytest.raises(ValueError, match=r"model\.path: unused with family"):
+        Config.model_validate({"model": {"path": "x"}})
+    with pytest.raises(ValueError, match=r"needs a folder with config\.json"):
+        Config.model_validate({"model": {"family": "hf"}})
