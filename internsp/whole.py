@@ -34,6 +34,7 @@ from internsp.optim.zero import ZeroOptimizer
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import ShardedParameter, grad_dtype, same_bits
 from internsp.wp.unfinished import Member, UnfinishedGradient
+from internsp.wp.values import like_storage, own_part
 
 Write = Literal["none", "shards", "rank0"]
 
@@ -379,7 +380,7 @@ class _Masters:
             if part is None:
                 parameter.grad = None
             elif parameter.grad is None:
-                made = _like_storage(member, part.to(grad_dtype(parameter)))
+                made = like_storage(member, part.to(grad_dtype(parameter)))
                 parameter.grad = member.wrap(made)
             else:
                 parameter.grad._local_tensor.copy_(part)  # type: ignore[attr-defined]
@@ -388,7 +389,7 @@ class _Masters:
             parameter.grad = None
             return
         assert bucket.gradient is not None, "gradients were handed out, so they are in slices"
-        wide = _like_storage(member, part.to(bucket.gradient.dtype) / optimizer._unit())
+        wide = like_storage(member, part.to(bucket.gradient.dtype) / optimizer._unit())
         bucket.put(bucket.gradient, member, wide)
 
     def forget(self) -> None:
@@ -401,20 +402,6 @@ def _merged(old: Tensor, new: Tensor) -> Tensor:
     if new.dtype == old.dtype:
         return new
     return torch.where(new == old.to(new.dtype), old, new.to(old.dtype))
-
-
-def _like_storage(member: Member, part: Tensor) -> Tensor:
-    """``part``, like the local tensor, as a tensor like ``member.storage``."""
-    made = torch.zeros(member.storage.shape, dtype=part.dtype, device=member.storage.device)
-    member.local(made).copy_(part)
-    return made
-
-
-def _part_of(member: Member, whole: Tensor) -> Tensor:
-    """This rank's part of whole values, like its local tensor."""
-    if isinstance(member, ShardedParameter):
-        return member.rows_of(whole).movedim(0, member.layout.dim)
-    return whole
 
 
 def _copy(values: Tensor, offload: bool = False) -> Tensor:
@@ -660,7 +647,7 @@ class _Access:
         device = self.part.mesh.device
         if self.write == "shards":
             assert whole is not None, "every rank has reported the same checksum"
-            return _part_of(entry.member, whole.to(device))
+            return own_part(entry.member, whole.to(device))
         parameter: Any = entry.member.parameter
         given = torch.empty(parameter.shape, dtype=dtype, device=device)
         if self.part.first:

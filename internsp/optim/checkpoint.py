@@ -16,6 +16,7 @@ from internsp.errors import MeshError
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.whole_state import first_state
 
 StateDict = dict[str, Any]
 
@@ -108,11 +109,7 @@ def _first(bucket: Bucket, segment: Segment, cls: OptimizerClass) -> dict[str, A
     """The state that a first step would make, from a step of a stand-in."""
     assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
     settings = bucket.inner.param_groups[bucket.groups.index(segment.group)]
-    stand_in = torch.zeros_like(segment.tensor)
-    stand_in.grad = torch.zeros_like(stand_in)
-    inner = cls([{**settings, "params": [stand_in]}])
-    inner.step()
-    return inner.state.get(stand_in, {})
+    return first_state(segment.tensor, cls, settings)
 
 
 def _check(segment: Segment, entry: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from internsp.failure.recovery import unbroken
-from internsp.optim import checkpoint
+from internsp.optim import checkpoint, whole_state
 from internsp.optim.bucket import Bucket, Publication, make_buckets
 from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
 from internsp.optim.finite import NotFinite, broken_gradients
@@ -20,6 +20,7 @@ from internsp.optim.guarded import guard_parameter
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
+from internsp.optim.whole_state import Names, States
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.unfinished import Member
@@ -95,6 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups, place = assign(communicator, param_groups)
         super().__init__(groups, default_settings(optimizer_class, defaults))
         self._sealed = True
+        self._place = place
         self._communicator = communicator
         self._class = optimizer_class
         self.max_grad_norm = max_grad_norm
@@ -194,12 +196,89 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # state
 
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it."""
+        settings, like = self._settings(), torch.zeros(2, device=self._communicator.mesh.device)
+        names = {i: Names(like, self._class, s) for i, s in enumerate(settings)}
+        return States(self._buckets, names, self._place)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        pass  # torch's own dictionary, which has nothing to hold
+
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """State and settings in the form of torch's optimizers. Collective; blocks.
+
+        ``{"state": {index: {name: value}}, "param_groups": [...]}``: what has a value for each
+        element is a ``DTensor`` like the parameter (``"master"``: the fp32 values of a 16-bit one),
+        gathered from the replicas' slices, so that it needs their memory; other meshes and
+        optimizers can load it. Unused parameters have the state before a first step. It serves
+        ``torch.distributed.checkpoint`` and its ``get_optimizer_state_dict`` and kin.
+        :meth:`local_state_dict` takes no memory and no message.
+
+        Raises:
+            CollectiveError: not all ranks of the stage call it.
+        """
+        communicator = self._communicator
+        communicator.recover()
+        communicator.meeting.same("optimizer", "ZeroOptimizer.state_dict()")
+        communicator.publish()
+        with unbroken([communicator.recovery], "the optimizer's state_dict()"):
+            for bucket in self._buckets:
+                bucket.adopt()
+            states = whole_state.collect(
+                self._buckets, self._class, self._settings(), self._place, communicator.mesh
+            )
+        index = {id(p): i for i, p in enumerate(self._parameters())}
+        groups, start = self._settings(), 0
+        for settings, group in zip(groups, self.param_groups, strict=True):
+            settings["params"] = list(range(start, start + len(group["params"])))
+            start += len(group["params"])
+        state: dict[str, Any] = {
+            "state": {index[id(member.parameter)]: own for member, own in states.items()},
+            "param_groups": groups,
+        }
+        if self.loss_scaler is not None:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue from :meth:`state_dict`, of any mesh and of torch's own optimizer of the class.
+
+        Parameters are matched by their order, whatever they are called (indices, names). Values:
+        ``DTensor``, whole tensors, or this rank's part; they are copied. Load the model's own
+        values too. Gradients that were not stepped with are dropped. All ranks call it.
+
+        Raises:
+            LayoutError: a value of another shape.
+            ValueError: other numbers of groups or of parameters in one.
+        """
+        self._communicator.recover()
+        saved = state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in each] for each in (saved, self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the state is of groups of {sizes[0]} parameters, this optimizer has {sizes[1]}"
+            )
+        names = [name for group in saved for name in group["params"]]
+        of = {id(m.parameter): m for m in self._place}
+        states = {
+            of[id(p)]: state_dict["state"].get(name, {})
+            for name, p in zip(names, self._parameters(), strict=True)
+        }
+        self._communicator.publish()
+        whole_state.restore(self._buckets, states)
+        self._continue(saved, state_dict)
+
+    def local_state_dict(self) -> dict[str, Any]:
         """This rank's slices of the state, settings, masters and loss scale. Not collective.
 
         Keys are unique for each slice, and there before the first step too, so that
         ``torch.distributed.checkpoint`` saves every slice once and can fill a new optimizer's
-        dictionary. Tensors are the live ones.
+        dictionary. Tensors are the live ones. Only the same mesh can load it.
         """
         mesh = self._communicator.mesh
         with torch.no_grad():
@@ -211,8 +290,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Continue from :meth:`state_dict` of the same rank of the same mesh. Not collective.
+    def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`local_state_dict` of the same rank and mesh. Not collective.
 
         Load the model's own values too. Gradients that were not stepped with are dropped.
 
@@ -228,8 +307,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{len(self.param_groups)}"
             )
         checkpoint.restore(self._buckets, state_dict, self._communicator.mesh)
+        self._continue(saved, state_dict)
+
+    def _continue(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+        """With these settings, without gradients."""
         for group, settings in zip(self.param_groups, saved, strict=True):
-            group.update(settings)
+            left_out = ("params", "param_names")
+            group.update({name: v for name, v in settings.items() if name not in left_out})
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self.zero_grad()
@@ -282,6 +366,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 (flat, owned), "PUBLISH", bucket.name, {"": nbytes}, "step", "publish",
             )  # fmt: skip
         bucket.announce(Publication(state.collectives, handle, bucket.name))
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _settings(self) -> list[dict[str, Any]]:
         """Each group's settings as they are now (a schedule may have changed them)."""

@@ -221,7 +221,7 @@ def _take(session: Session, state: dict[str, Any], content: Manifest, path: Path
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"checkpoint.resume: {path} has no random state: {error}") from None
     for optimizer, part in zip(session.optimizers, _parts(session, state), strict=True):
-        optimizer.load_state_dict(part)
+        optimizer.load_local_state_dict(part)
     scaler = session.optimizer.loss_scaler
     if scaler is not None and content.loss_scaler is not None:
         _check_scale(content.loss_scaler, path)
@@ -261,7 +261,7 @@ def _wind(
 def _state(session: Session) -> dict[str, Any]:
     """Nested dictionaries of live tensors, and few other values, by names that fit all ranks."""
     model = {k: v for module in session.modules for k, v in module.state_dict().items()}
-    parts = [optimizer.state_dict() for optimizer in session.optimizers]
+    parts = [optimizer.local_state_dict() for optimizer in session.optimizers]
     if session.pipeline is None:
         optimizers: dict[str, Any] = parts[0]
     else:

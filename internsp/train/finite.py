@@ -56,7 +56,7 @@ def require_finite(session: Session, consequence: str) -> None:
         communicator.publish()
         members = communicator.replicated.everyone()
         held: dict[str, list[Tensor]] = {member.name: [member.storage] for member in members}
-        for key, entry in optimizer.state_dict()["state"].items():
+        for key, entry in optimizer.local_state_dict()["state"].items():
             # The key of a slice is the parameter's name and, in brackets, whose slice it is.
             parts = held[key.rpartition(" [")[0]]
             parts += [value for value in entry.values() if isinstance(value, Tensor)]

@@ -43,8 +43,9 @@ from internsp.layers.parameters import Scope, enclose, weights_of, wrap
 from internsp.layers.recompute import ContextFn, checkpoint_block
 from internsp.layers.watch import refuse_optimizer, require_no_gradient_hooks
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import not_to_be_copied
+from internsp.wp.parameter import dtensor_like, not_to_be_copied
 from internsp.wp.slots import Unit
+from internsp.wp.values import own_part
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
@@ -118,6 +119,7 @@ def register_hooks(
     scopes = {id(root), *(id(block.module) for block in blocks)}
     for module in root.modules():
         if weights_of(module):
+            keep(module.register_load_state_dict_pre_hook(partial(_loading, communicator)))
             # ``assign=True`` puts other parameters in place of ours: their values are taken.
             keep(module.register_load_state_dict_post_hook(partial(_loaded, communicator)))
             if id(module) not in scopes:  # those of blocks and of the model are wrapped below
@@ -279,6 +281,23 @@ def _stepped(
     for member in communicator.replicated.everyone():
         if id(member.parameter) in written:
             member.invalidate()
+
+
+def _loading(
+    communicator: ISPCommunicator, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Make ``DTensor`` like the parameters of what a module is about to be loaded with.
+
+    Raises:
+        LayoutError: values of another shape.
+    """
+    if communicator.whole_in:
+        return
+    for name in weights_of(module):
+        values = state.get(prefix + name)
+        if isinstance(values, Tensor):
+            member = communicator.places[module, name]
+            state[prefix + name] = dtensor_like(member.parameter, own_part(member, values))
 
 
 def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:

@@ -25,7 +25,7 @@ CASES = [
 def state(s: Setup) -> dict[str, Tensor]:
     """Parameters and all optimizer state of this rank, masters among it."""
     found = whole(s.model)
-    for key, entry in s.optimizer.state_dict()["state"].items():
+    for key, entry in s.optimizer.local_state_dict()["state"].items():
         found |= {f"{key} {n}": v.clone() for n, v in entry.items() if isinstance(v, Tensor)}
     return found
 

@@ -138,18 +138,18 @@ def keys(rank: int, world: int) -> tuple[dict[str, tuple[int, float]], list[str]
     case = Case(weight=2, zero=2, steps=1)
     s = setup(case)
     train(s, case, rank, world)
-    state = s.optimizer.state_dict()
+    state = s.optimizer.local_state_dict()
     mine = {k: (rank, float(e["exp_avg"].sum())) for k, e in state["state"].items()}
     complaints = []
     for other in (Case(weight=1), Case(weight=2, zero=1)):
         stranger = setup(other)
         with pytest.raises(MeshError) as caught:
-            stranger.optimizer.load_state_dict(state)
+            stranger.optimizer.load_local_state_dict(state)
         complaints.append(str(caught.value))
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, state)
     with pytest.raises(MeshError) as caught:
-        s.optimizer.load_state_dict(everyone[(rank + 1) % world])
+        s.optimizer.load_local_state_dict(everyone[(rank + 1) % world])
     return mine, [*complaints, str(caught.value)]
 
 

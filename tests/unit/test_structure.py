@@ -22,7 +22,7 @@ LEVELS = [
      "internsp.wp.layout", "internsp.wp.parameter", "internsp.wp.schedule",
      "internsp.wp.queue", "internsp.wp.reductions", "internsp.sp"],
     ["internsp.wp.slots", "internsp.wp.reduce", "internsp.quantize", "internsp.wp.replicated",
-     "internsp.failure"],
+     "internsp.wp.values", "internsp.failure"],
     ["internsp.plan"],
     ["internsp.wp", "internsp.agreement"],
     ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf"],
