@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tools.families.configs import FAMILIES
-from tools.families.options import CHECKPOINTING, MESHES, Options, Setting
+from tools.families.options import CHECKPOINTING, MESHES, Kind, Options, Setting
 from tools.families.report import Found, cell, remarks, rows
 
 NONE = Setting(2, 1, "none", False)
 FULL = Setting(2, 1, "full", False)
+BOTH = Kind((False, True), own=True)
 
 
 def found(setting: Setting = NONE, gradient: float = 1e-16, **options: object) -> Found:
@@ -21,24 +22,41 @@ def test_there_are_forty_families_and_without_options_all_are_compared() -> None
     assert len(FAMILIES) >= 40
     options = Options.read([], None)
     assert options.families() == tuple(FAMILIES)
-    settings = options.settings([False, True])
-    assert {s.mesh for s in settings} == set(MESHES)
-    assert {(s.weight, s.sequence) for s in settings} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)}
-    assert {s.checkpointing for s in settings} == set(CHECKPOINTING)
-    assert {(s.mesh, s.tied) for s in settings} == {(m, t) for m in MESHES for t in (False, True)}
-    assert all(s.ranks % s.weight == s.ranks % s.sequence == 0 for s in settings)
+    for turn in range(3):
+        settings = options.settings(BOTH, turn)
+        assert {s.mesh for s in settings} == set(MESHES)
+        degrees = {(s.weight, s.sequence) for s in settings}
+        assert degrees == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)}
+        assert {s.checkpointing for s in settings} == set(CHECKPOINTING)
+        assert {s.tied for s in settings} == {False, True}
+        assert all(s.ranks % s.weight == s.ranks % s.sequence == 0 for s in settings)
 
 
-def test_a_family_that_is_always_tied_is_compared_in_every_form() -> None:
-    settings = Options.read(["--mesh", "2x1"], None).settings([True])
-    assert [s.checkpointing for s in settings] == list(CHECKPOINTING)
-    assert all(s.tied for s in settings)
+def test_thorough_is_all_with_all_and_the_families_together_have_every_pair() -> None:
+    every = Options.read(["--thorough"], None).settings(BOTH)
+    assert len(set(every)) == len(MESHES) * len(CHECKPOINTING) * 2
+    options = Options.read([], None)
+    drawn = [s for turn in range(len(FAMILIES)) for s in options.settings(BOTH, turn)]
+    assert {(s.mesh, s.checkpointing) for s in drawn} == {
+        (mesh, form) for mesh in MESHES for form in CHECKPOINTING
+    }
+    assert {(s.mesh, s.tied) for s in drawn} == {(m, t) for m in MESHES for t in (False, True)}
+
+
+def test_a_family_is_asked_only_for_what_it_offers() -> None:
+    kind = Kind((True,), own=False)
+    for options in (["--mesh", "2x1"], ["--mesh", "2x1", "--thorough"]):
+        settings = Options.read(options, None).settings(kind)
+        assert [s.checkpointing for s in settings] == ["none", "full", "half", "reentrant"]
+        assert all(s.tied for s in settings)
+    assert Options.read(["--checkpointing", "own"], None).settings(kind) == []
 
 
 def test_options_choose_and_keep_the_tables_order() -> None:
     options = Options.read(["--family", "mamba2", "llama", "--mesh", "4x1"], None)
     assert options.families() == ("llama", "mamba2")
-    assert {(s.weight, s.sequence, s.ranks) for s in options.settings([False])} == {(4, 1, 4)}
+    settings = options.settings(Kind((False,), True))
+    assert {(s.weight, s.sequence, s.ranks) for s in settings} == {(4, 1, 4)}
 
 
 @pytest.mark.parametrize(

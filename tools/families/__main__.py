@@ -5,7 +5,8 @@
 Each family is a tiny model with random weights, built offline, in fp64 on gloo. The mesh "2x1" cuts
 weights over two ranks and sequences over none; ranks beyond that compute other sequences. Compared
 with one process: the loss and every gradient of two steps of SGD, every parameter after them, and
-the logits of an evaluation. Exit status 1 where something differs, or failed otherwise than by a
+the logits of an evaluation. Each mesh, form of checkpointing and head is met at least once in each
+family, every pair in some; --thorough takes all with all. Exit status 1 where something differs, or failed otherwise than by a
 refusal in words.
 """
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from tools.bench.ranks import RankError, Refused, Session, Setup
 from tools.bench.report import put, say
 from tools.bench.signals import terminate_as_interrupt
-from tools.families.options import Options, Setting
+from tools.families.options import Kind, Options, Setting
 from tools.families.report import (
     SINGLE,
     TOLERANCE,
@@ -37,15 +38,16 @@ from tools.families.report import (
 
 WORKER = "tools.families.rank:Comparison"
 WIDTH = 160
-REFUSALS = ("StructureError", "ConfigError")  # internsp.errors, by name: this side has no torch
+# Of internsp.errors; by name, since this side imports no torch.
+REFUSALS = ("StructureError", "ConfigError", "LayoutError")
 
 
 def run(options: Options) -> Iterator[Found]:
     """Compare, family by family within each number of ranks."""
     everything = [
         (setting, family)
-        for family, ties in _ties(options).items()
-        for setting in options.settings(ties)
+        for turn, (family, kind) in enumerate(_kinds(options).items())
+        for setting in options.settings(kind, turn)
     ]
     everything.sort(key=lambda one: one[0].ranks)
     for ranks, group in groupby(everything, key=lambda one: one[0].ranks):
@@ -55,28 +57,24 @@ def run(options: Options) -> Iterator[Found]:
                 while left:
                     setting, family = left.pop(0)
                     found = _compare(session, family, setting)
-                    if found is None:
-                        continue
                     say(f"{family}, {setting}: {found.error or f'{worst(found.apart):.1e}'}")
                     yield found
                     if found.error and not found.refused:
                         break  # the ranks may be at different places: take fresh ones
 
 
-def _ties(options: Options) -> dict[str, list[bool]]:
+def _kinds(options: Options) -> dict[str, Kind]:
     with Session(Setup(WORKER, (), 1, options.timeout)) as session:
-        return {family: session.ask("ties", family=family)[0] for family in options.families()}
+        return {family: session.ask("kind", family=family)[0] for family in options.families()}
 
 
-def _compare(session: Session, family: str, setting: Setting) -> Found | None:
+def _compare(session: Session, family: str, setting: Setting) -> Found:
     try:
         apart = _asked(session, family, setting, False)
         if TOLERANCE < worst(apart) <= SINGLE:
             return Found(family, setting, apart, _asked(session, family, setting, True))
     except Refused as error:
         kind, _, sentence = error.reason.partition(": ")
-        if kind == "NotOfferedError":
-            return None
         refused = kind in REFUSALS
         return Found(family, setting, {}, None, sentence if refused else str(error), refused)
     except RankError as error:

@@ -46,6 +46,19 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a family offers.
+
+    Attributes:
+        ties: whether its model has an untied head, a tied one, or may have both.
+        own: whether it has ``gradient_checkpointing_enable``.
+    """
+
+    ties: tuple[bool, ...]
+    own: bool
+
+
+@dataclass(frozen=True)
 class Options:
     """What to compare."""
 
@@ -56,6 +69,9 @@ class Options:
     checkpointing: tuple[str, ...] = CHECKPOINTING
     """No recomputation, all blocks or half of them by internsp, all in torch's reentrant form, all
     by the model's own gradient_checkpointing_enable (in either form)."""
+    thorough: bool = False
+    """Compare every mesh with every form of checkpointing and either head; else each of these at
+    least once in each family, and every pair in some family."""
     timeout: float = 120.0
     """Seconds that one comparison may take."""
     json: Path | None = None
@@ -89,19 +105,26 @@ class Options:
         """Those to compare, in the table's order."""
         return tuple(name for name in FAMILIES if name in self.family or not self.family)
 
-    def settings(self, ties: Sequence[bool]) -> list[Setting]:
-        """All of one family; with a tied head besides an untied one, two forms of checkpointing.
+    def settings(self, kind: Kind, turn: int = 0) -> list[Setting]:
+        """Those of one family: each mesh, form and head at least once, or all with all.
 
         Args:
-            ties: whether its model has a tied head, an untied one, or may have both.
+            turn: another number pairs them otherwise.
         """
-        return [
-            Setting(*degrees(mesh), checkpointing, tied)
-            for mesh in self.mesh
-            for checkpointing in self.checkpointing
-            for tied in ties
-            if tied == ties[0] or checkpointing in CHECKPOINTING[:2]
-        ]
+        forms = [f for f in self.checkpointing if kind.own or not f.startswith("own")]
+        if self.thorough:
+            every = [(m, f, t) for m in self.mesh for f in forms for t in kind.ties]
+        else:
+            count = max(len(self.mesh), len(forms), len(kind.ties)) if forms else 0
+            every = [
+                (
+                    self.mesh[i % len(self.mesh)],
+                    forms[(i + turn) % len(forms)],
+                    kind.ties[(i + turn // len(forms)) % len(kind.ties)],
+                )
+                for i in range(count)
+            ]
+        return [Setting(*degrees(mesh), form, tied) for mesh, form, tied in every]
 
 
 def degrees(mesh: str) -> tuple[int, int]:

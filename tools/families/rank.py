@@ -22,9 +22,10 @@ from internsp import (
     WeightParallelConfig,
     parallelize,
 )
+from internsp.errors import InternspError
 from tests.support.compare import gap, gaps, gradients, parameters
 from tools.families.configs import BASE, FAMILIES, LENGTH, SETTINGS, VOCABULARY
-from tools.families.options import Setting
+from tools.families.options import Kind, Setting
 
 transformers.logging.set_verbosity_error()
 
@@ -41,10 +42,6 @@ CHECKPOINTS: dict[str, ActivationCheckpointConfig | None] = {
 
 Differences = dict[str, tuple[float, str]]
 """Of each kind the largest, and where it is."""
-
-
-class NotOfferedError(Exception):
-    """transformers itself does not offer what a setting asks for."""
 
 
 def build(family: str, tied: bool) -> nn.Module:
@@ -130,9 +127,11 @@ class Comparison:
         self._meshes: dict[tuple[int, int], ParallelMesh] = {}
         torch.use_deterministic_algorithms(True)  # which also fills torch.empty with NaN
 
-    def ties(self, family: str) -> list[bool]:
-        """For which of untied and tied there is a model of its own."""
-        return sorted({is_tied(build(family, tied)) for tied in (False, True)})
+    def kind(self, family: str) -> Kind:
+        """What there is to compare."""
+        models = [build(family, tied) for tied in (False, True)]
+        ties = tuple(sorted({is_tied(model) for model in models}))
+        return Kind(ties, bool(models[0].supports_gradient_checkpointing))
 
     def compare(self, family: str, setting: Setting, widened: bool) -> Differences:
         """The largest differences of this rank's part, over the largest element.
@@ -144,8 +143,11 @@ class Comparison:
             Of ``loss``, ``gradient``, ``parameter`` (after steps of SGD) and ``logits`` (of an
             evaluation) the difference, and where it is.
         """
-        with Widened() if widened else nullcontext():
-            return self._compare(family, setting, widened)
+        try:
+            with Widened() if widened else nullcontext():
+                return self._compare(family, setting, widened)
+        except InternspError as error:  # in one line, as it is reported
+            raise type(error)(" ".join(str(error).split())) from error
 
     def _compare(self, family: str, setting: Setting, widened: bool) -> Differences:
         ours = build(family, setting.tied)
@@ -194,8 +196,6 @@ class Comparison:
         if degrees not in self._meshes:
             self._meshes[degrees] = ParallelMesh.create(*degrees, device_type="cpu")
         if setting.checkpointing.startswith("own"):
-            if not model.supports_gradient_checkpointing:
-                raise NotOfferedError("the model has no gradient checkpointing of its own")
             reentrant = setting.checkpointing.endswith("reentrant")
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         communicator = parallelize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from textwrap import shorten
 from typing import Any
 
 from rich.table import Table
@@ -15,6 +16,7 @@ from tools.families.configs import SETTINGS
 from tools.families.options import CHECKPOINTING, MESHES, Setting
 
 TOLERANCE, SINGLE = 1e-10, 1e-5
+LONGEST = 400  # characters of a sentence
 
 Differences = dict[str, tuple[float, str]]
 """Of each kind (loss, gradient, parameter, logits) the largest, and where it is."""
@@ -103,7 +105,10 @@ def remarks(found: Sequence[Found]) -> list[str]:
             about.setdefault((one.family, "differs: " + ", ".join(places)), []).append(one.setting)
         elif one.error:
             about.setdefault((one.family, one.error), []).append(one.setting)
-    return [f"{family} ({_together(which)}): {why}" for (family, why), which in about.items()]
+    return [
+        f"{family} ({_together(which)}): {shorten(why, LONGEST, placeholder=' ...')}"
+        for (family, why), which in about.items()
+    ]
 
 
 def _together(settings: Sequence[Setting]) -> str:
