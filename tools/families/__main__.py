@@ -6,8 +6,9 @@ Each family is a tiny model with random weights, built offline, in fp64 on gloo.
 weights over two ranks and sequences over none; ranks beyond that compute other sequences. Compared
 with one process: the loss and every gradient of two steps of SGD, every parameter after them, and
 the logits of an evaluation. Each mesh, form of checkpointing and head is met at least once in each
-family, every pair in some; --thorough takes all with all. Exit status 1 where something differs, or failed otherwise than by a
-refusal in words.
+family, every pair in some; --thorough takes all with all.
+
+Exit status 1 where something differs, or failed otherwise than by a refusal in words.
 """
 
 from __future__ import annotations
