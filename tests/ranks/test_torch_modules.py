@@ -120,6 +120,37 @@ def test_they_are_right_when_recomputed(
     run_ranks(train, 2, name, checkpoint, {})
 
 
+class Stacked(Tiny):
+    """``nn.TransformerEncoder``, which looks at its first layer's weights before it calls it."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(encoder, False), layers=1)
+        self.stack = nn.TransformerEncoder(encoder(False), 3)
+        del self.layers
+
+    def blocks(self, x: Tensor) -> Tensor:
+        padded = torch.arange(x.shape[1]).expand(x.shape[:2]) >= 3
+        return self.stack(x, src_key_padding_mask=padded).masked_fill(padded[..., None], 0.0)  # type: ignore[no-any-return]
+
+
+def stacked(rank: int, world: int) -> None:
+    mesh = ParallelMesh.create(weight=world, sequence=1, device_type="cpu")
+    for checkpoint, options in ((None, {}), (FULL, ALL), (REENTRANT, {})):
+        found = {"blocks": ("stack.layers.*",), "trigger": "qkv"} | options
+        twin = Twin(Stacked, mesh, checkpoint, **found)
+        steps = [torch.optim.SGD(model.parameters(), 0.1) for model in (twin.plain, twin.ours)]
+        for step in range(2):
+            twin.backward()
+            twin.check_step(steps, f"{checkpoint}, step {step}")
+        ids = twin.batch()[0][0]
+        with torch.no_grad():
+            close(twin.ours.eval()(ids), twin.plain.eval()(ids), f"{checkpoint}: an evaluation")
+
+
+def test_a_stack_of_encoder_layers_with_padding_is_right_in_training_and_evaluation() -> None:
+    run_ranks(stacked, 2)
+
+
 def moved(rank: int, world: int) -> None:
     """An LSTM renews its list itself (in ``model.to``); it holds shards at rest."""
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
