@@ -36,7 +36,7 @@ def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> No
     for config in _configs(model):
         now = config._attn_implementation_internal
         config._attn_implementation_internal = keys.get(now, now)
-    Entry(inner, kernels, channel, mean, own_positions(inner), finds_documents(inner))
+    Entry(inner, kernels, channel, mean, own_positions(inner), finds_documents(inner), mesh.device)
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -7,6 +7,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -71,7 +72,8 @@ def _around(model: nn.Module, inner: Any) -> Iterator[Refused]:
 
 
 def _head(inner: Any) -> Iterator[Refused]:
-    """What a model computes after its blocks."""
+    """What a model computes before its blocks and after them."""
+    from transformers import PreTrainedModel
     from transformers.models.auto import modeling_auto as auto
 
     kind = type(inner).__name__
@@ -79,11 +81,15 @@ def _head(inner: Any) -> Iterator[Refused]:
     bodies = set(auto.MODEL_MAPPING_NAMES.values())
     if not (kind in causal | bodies or kind.endswith(("ForCausalLM", "LMHeadModel"))):
         yield Refused("", f"{kind} is no causal language model: its head may look at all positions")
-    parameters = inspect.signature(type(inner).forward).parameters
-    if "position_ids" not in parameters and not any(
-        p.kind is p.VAR_KEYWORD for p in parameters.values()
-    ):
-        yield Refused("", f"the forward of {kind} takes no position_ids")
+    for name, module in inner.named_modules():
+        if isinstance(module, PreTrainedModel):
+            parameters = inspect.signature(type(module).forward).parameters
+            handed_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and any(
+                isinstance(m, PreTrainedModel) for m in module.modules() if m is not module
+            )
+            if "position_ids" not in parameters and not handed_on:
+                reason = "whose forward takes no position_ids: it would count this rank's anew"
+                yield Refused(name, f"{type(module).__name__}, {reason}")
     if getattr(inner.config, "is_encoder_decoder", False):
         yield Refused("", f"{kind} has an encoder and a decoder")
 
@@ -106,6 +112,8 @@ def _attention(module: nn.Module) -> str | None:
             return f"the eager attention of {kind} cannot be found: choose another implementation"
         if getattr(module, "reorder_and_upcast_attn", False):
             return f"{kind} with reorder_and_upcast_attn computes past its kernel: set it to False"
+    if not hands_on_its_mask(type(module)):
+        return f"{kind} gives its kernel a mask of its own, made of this rank's tokens"
     return None
 
 
@@ -131,9 +139,10 @@ def _other(module: nn.Module) -> str | None:
 def own_positions(inner: Any) -> str:
     """Of what the model makes ``position_ids`` where it is given none: "mask", "tokens" or "".
 
-    All others count from 0; these are found in the source of the model's file.
+    All others count from 0; these are found in the source of the files of its classes.
     """
-    source = inspect.getsource(sys.modules[type(inner).__module__])
+    homes = {kind.__module__ for kind in _classes(inner)}
+    source = "".join(_source(sys.modules[home]) for home in homes)
     if "create_position_ids_from_input_ids" in source:
         return "tokens"
     return "mask" if "cumsum(attention_mask" in source else ""
@@ -144,11 +153,8 @@ def finds_documents(inner: Any) -> bool:
 
     Some families leave that to flash attention; nothing else tells them apart.
     """
-    from transformers import PreTrainedModel
-
-    kinds = {type(m) for m in inner.modules() if isinstance(m, PreTrainedModel)}
-    for kind in kinds:
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+    for kind in _classes(inner):
+        for node in ast.walk(ast.parse(textwrap.dedent(_source(kind)))):
             names: set[Any] = set()
             if isinstance(node, ast.Call):
                 names = {keyword.arg for keyword in node.keywords}
@@ -157,3 +163,43 @@ def finds_documents(inner: Any) -> bool:
             if {"config", "attention_mask", "position_ids"} <= names:
                 return True
     return False
+
+
+@cache
+def hands_on_its_mask(kind: type) -> bool:
+    """Whether an attention's kernel gets ``attention_mask`` as the attention itself was given it.
+
+    Read in its source; where there is none the first forward finds out.
+    """
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(_source(kind)))))
+    kernels = {
+        ast.unparse(target) for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign)
+        if "get_interface(" in ast.unparse(node)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }  # fmt: skip
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in kernels:
+            named = {k.arg: k.value for k in node.keywords}
+            mask = named.get("attention_mask", node.args[4] if len(node.args) > 4 else None)
+            if mask is None or ast.unparse(mask) != "attention_mask":
+                return False
+    return True
+
+
+def _classes(inner: Any) -> set[type]:
+    """The classes of the model and of the models inside it, down to transformers' own."""
+    from transformers import PreTrainedModel
+
+    kinds = {type(m) for m in inner.modules() if isinstance(m, PreTrainedModel)}
+    return {
+        base for kind in kinds for base in kind.__mro__
+        if issubclass(base, PreTrainedModel) and base is not PreTrainedModel
+    }  # fmt: skip
+
+
+def _source(of: Any) -> str:
+    """Empty where there is no file."""
+    try:
+        return inspect.getsource(of)
+    except (OSError, TypeError):
+        return ""

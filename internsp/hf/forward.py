@@ -34,6 +34,7 @@ _BY_POSITION = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", 
 # Inputs that go on as they are: of the whole batch, or no tensors of positions at all.
 _AS_GIVEN = ("attention_mask", "num_items_in_batch", "logits_to_keep", "past_key_values",
              "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # fmt: skip
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Outputs [B, s, ...]; whole where the model is in evaluation mode.
 _OF_POSITIONS = ("logits", "last_hidden_state", "hidden_states")
 
@@ -57,6 +58,7 @@ class Entry:
         mean: bool,
         positions_of: str,
         finds_documents: bool,
+        device: torch.device,
     ) -> None:
         self.model, self.kernels, self.channel = model, kernels, channel
         self.positions_of, self.finds_documents = positions_of, finds_documents
@@ -65,6 +67,7 @@ class Entry:
         self.parameters = inspect.signature(type(model).forward).parameters
         self.takes_more = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         self.own_loss = model.loss_function
+        self.device = device
         self.as_tuple = False
         self.cut: Cut | None = None
         self.warned = False
@@ -78,11 +81,19 @@ class Entry:
     # The entry.
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._require_own_key()
         given = dict(zip(self.parameters, (model, *args), strict=False))
         del given["self"]
         given |= kwargs
         self.cut = None
+        foreign = self._foreign_kernel()
+        state = f"{foreign} training = {model.training}, gradients = {torch.is_grad_enabled()}"
+        # First of all: whatever is refused below is then refused by all ranks.
+        require_same_batch(given, state, self.channel, self.device)
+        if foreign is not None:
+            raise StructureError(
+                f"{foreign} since parallelize(), which would attend to this rank's tokens only: "
+                "choose attn_implementation before parallelize()"
+            )
         cut = self._cut(given)
         self._set(cut)
         if cut is None:
@@ -90,16 +101,14 @@ class Entry:
         self.cut = cut
         return (), self._local(given, cut)
 
-    def _require_own_key(self) -> None:
+    def _foreign_kernel(self) -> str | None:
+        """The attention that no longer looks its kernel up under our name."""
         for kernel in self.kernels:
             for module, name in kernel.names.items():
                 now = module.config._attn_implementation  # type: ignore[union-attr]
                 if now != kernel.key:
-                    raise StructureError(
-                        f"{name} uses the attention {now!r} since parallelize(), which would "
-                        "attend to this rank's tokens only: choose attn_implementation before "
-                        "parallelize()"
-                    )
+                    return f"{name} uses the attention {now!r}"
+        return None
 
     def _set(self, cut: Cut | None) -> None:
         for kernel in self.kernels:
@@ -128,7 +137,6 @@ class Entry:
             or bool(getattr(self.model.config, "output_attentions", False))
             or tokens.shape[1] < size
         )
-        require_same_batch(given, self.channel)
         if whole:
             if self.model.training and torch.is_grad_enabled() and not self.warned:
                 self.warned = True
@@ -199,7 +207,9 @@ class Entry:
                 kernel.masks.remember(cut.mask, cut, cut.mask.device)
         if "use_cache" in self.parameters or self.takes_more:
             local["use_cache"] = False
-        self.as_tuple = local.pop("return_dict", None) is False or not self.model.config.return_dict
+        asked = local.pop("return_dict", None)
+        default = getattr(self.model.config, "return_dict", True)
+        self.as_tuple = (default if asked is None else asked) is False
         if "return_dict" in self.parameters or self.as_tuple:
             local["return_dict"] = True
         return local
@@ -333,29 +343,31 @@ class _Gathered(torch.autograd.Function):
         return ctx.cut.part(grad) * ctx.weight, None, None, None
 
 
-def require_same_batch(given: Mapping[str, Any], channel: Channel) -> None:
-    """Every rank of a sequence group is given the same batch. Collective; blocks.
+def require_same_batch(
+    given: Mapping[str, Any], state: str, channel: Channel, device: torch.device
+) -> None:
+    """Every rank of a sequence group has the same batch, in the same state. Collective; blocks.
 
     Raises:
         LayoutError: on every rank, where two were given another.
     """
     tensors = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor)}
-    shapes = [f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors.items()]
-    shapes += [f"{k} = {v}" for k, v in sorted(given.items()) if isinstance(v, bool | int | None)]
-    digest = hashlib.sha256("\n".join(shapes).encode()).digest()
-    device = next(iter(tensors.values())).device
-    contents = torch.stack([_checksum(x).to(device) for x in tensors.values()]).sum()
-    mine = torch.stack([torch.tensor(int.from_bytes(digest[:7], "big"), device=device), contents])
-    everyone = [torch.empty_like(mine) for _ in range(channel.size)]
-    dist.all_gather(everyone, mine, group=channel.group)
-    found = [tuple(x.tolist()) for x in everyone]
+    said = [f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors.items()]
+    said += [f"{k} = {v}" for k, v in sorted(given.items()) if isinstance(v, bool | int | None)]
+    said.append(state)
+    digest = int.from_bytes(hashlib.sha256("\n".join(said).encode()).digest()[:7], "big")
+    contents = [torch.tensor(digest, device=device), *(_checksum(x) for x in tensors.values())]
+    both = torch.stack([contents[0], sum(x.to(device) for x in contents)])  # type: ignore[arg-type]
+    everyone = [torch.empty_like(both) for _ in range(channel.size)]
+    dist.all_gather(everyone, both, group=channel.group)
+    found = [tuple(x) for x in torch.stack(everyone).tolist()]
     if len(set(found)) == 1:
         return
     other = next(rank for rank, x in enumerate(found) if x != found[0])
-    what = "inputs of other shapes or names" if found[other][0] != found[0][0] else "other values"
+    what = "other values" if found[other][0] == found[0][0] else "inputs of other shapes or names"
     raise LayoutError(
         f"rank {other} of the sequence group was given {what} than rank 0 of it (this is rank "
-        f"{channel.rank}, with {', '.join(shapes)}): give every rank of a sequence group the same "
+        f"{channel.rank}, with {', '.join(said)}): give every rank of a sequence group the same "
         "whole batch, and draw other data by mesh.data_rank, not by the process's rank"
     )
 
@@ -364,7 +376,7 @@ def _checksum(x: Tensor) -> Tensor:
     """Of the bits of ``x``, by position where it is of integers."""
     x = x.detach()
     if x.is_floating_point():
-        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        x = x.contiguous().view(_BITS[x.element_size()])
         return x.sum(dtype=torch.int64)
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761
     return (x.reshape(-1).to(torch.int64) * weights).sum()

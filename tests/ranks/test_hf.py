@@ -162,6 +162,56 @@ def test_whole_passes_in_training_count_their_gradient_once() -> None:
 
 
 @ranks(2)
+def test_other_ways_of_calling_are_served_too() -> None:
+    mesh = mesh_of(1, 2)
+    for family in ("llama", "gpt2"):
+        twin = HuggingTwin(family, mesh)
+        batch = hf.plain_batch(0)
+        embedded = dict(batch)
+        tokens = embedded.pop("input_ids")
+        hidden = twin.plain.get_input_embeddings()(tokens).detach()
+        twin.compare(lambda data, b=embedded | {"inputs_embeds": hidden}: b, "embeddings")
+        # A mask of the user's own, of another shape than any that the model would make.
+        generator = torch.Generator().manual_seed(3)
+        mask = torch.rand(2, 1, 11, 11, generator=generator) > 0.4
+        mask |= torch.eye(11, dtype=torch.bool)
+        if family == "gpt2":  # eager: added to the scores
+            mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -30.0)
+        twin.compare(lambda data, b=batch | {"attention_mask": mask}: b, f"{family}, own mask")
+        wanted, found = (m(**batch, return_dict=False) for m in (twin.plain, twin.ours))
+        assert isinstance(found, tuple)
+        close(found[0], wanted[0], "in a tuple", hf.SINGLE)
+        ids, labels = batch["input_ids"], batch["labels"]
+        close(twin.ours(ids, labels=labels).loss, wanted[0], "by position", hf.SINGLE)
+
+
+@ranks(2)
+def test_a_frozen_base_with_adapters_of_peft_is_found_inside() -> None:
+    import peft
+
+    def wrapped(model: Any) -> Any:
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
+        return peft.get_peft_model(model, settings).double()
+
+    mesh = mesh_of(1, 2)
+    plain, ours = wrapped(hf.tiny("llama")), wrapped(hf.tiny("llama"))
+    assert supports(ours, mesh) == []
+    parallelize(ours, mesh)
+    for make in KINDS.values():
+        losses = [model(**make(0)).loss for model in (plain, ours)]
+        close(losses[1].detach(), losses[0].detach(), "adapters", hf.SINGLE)
+        for loss in losses:
+            loss.backward()
+    check(gradients(ours), gradients(plain), "adapters", hf.SINGLE)
+    prompt = hf.plain_batch(0)["input_ids"]
+    texts = [m.eval().generate(input_ids=prompt, max_new_tokens=3) for m in (plain, ours)]
+    assert torch.equal(*texts)
+
+
+@ranks(2)
 def test_two_models_of_one_config_one_of_them_parallel_are_both_right() -> None:
     mesh = mesh_of(1, 2)
     other = hf.tiny("llama")
@@ -188,6 +238,11 @@ def test_wrong_input_is_named_on_every_rank(rank: int) -> None:
     other_shape = {k: v[:, : 9 + rank] for k, v in batch.items()}
     raises(LayoutError, lambda: ours(**other_shape), "other shapes", "input_ids [2, ")
     raises(LayoutError, lambda: ours(), "neither input_ids")
+    only_here = batch if rank else {}
+    raises(LayoutError, lambda: ours(**only_here), "other shapes or names")
+    ours.train(rank == 0)
+    raises(LayoutError, lambda: ours(**batch), "training = ")
+    ours.train()
     wrong: list[tuple[type[Exception], dict[str, Any], str]] = [
         (LayoutError, {"position_ids": torch.zeros(3, 2, 11, dtype=torch.long)}, "position_ids"),
         (LayoutError, {"attention_mask": torch.ones(2, 12)}, "attention_mask"),

@@ -56,6 +56,10 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
         (lambda: made("qwen3_next", **HYBRID), "model.layers.0.linear_attn.conv1d", "Conv1d"),
         (lambda: made("minimax", **HYBRID), "model.layers.0.self_attn", "MiniMaxLightningAttent"),
         (lambda: made("deepseek_v32"), "model.layers.0.self_attn.indexer", "attention_mask"),
+        (lambda: made("doge"), "model.layers.1.self_attn", "gives its kernel a mask of its own"),
+        (
+            lambda: made("bart", is_encoder_decoder=False, decoder_attention_heads=4),
+             "model.decoder", "takes no position_ids"),
         (lambda: made("llama", "SequenceClassification"), "", "no causal language model"),
         (
             lambda: made("llama", attn_implementation="flex_attention"),
