@@ -7,7 +7,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -165,7 +164,6 @@ def finds_documents(inner: Any) -> bool:
     return False
 
 
-@cache
 def hands_on_its_mask(kind: type) -> bool:
     """Whether an attention's kernel gets ``attention_mask`` as the attention itself was given it.
 

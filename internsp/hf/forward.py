@@ -356,8 +356,9 @@ def require_same_batch(
     said += [f"{k} = {v}" for k, v in sorted(given.items()) if isinstance(v, bool | int | None)]
     said.append(state)
     digest = int.from_bytes(hashlib.sha256("\n".join(said).encode()).digest()[:7], "big")
-    contents = [torch.tensor(digest, device=device), *(_checksum(x) for x in tensors.values())]
-    both = torch.stack([contents[0], sum(x.to(device) for x in contents)])  # type: ignore[arg-type]
+    first = torch.tensor(digest, device=device)
+    contents = torch.stack([first, *(_checksum(x).to(device) for x in tensors.values())])
+    both = torch.stack([first, contents.sum()])
     everyone = [torch.empty_like(both) for _ in range(channel.size)]
     dist.all_gather(everyone, both, group=channel.group)
     found = [tuple(x) for x in torch.stack(everyone).tolist()]
