@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from internsp import errors as errors
     from internsp.config import ActivationCheckpointConfig as ActivationCheckpointConfig
     from internsp.config import Config as Config
+    from internsp.config import PlanRule as PlanRule
     from internsp.config import WeightParallelConfig as WeightParallelConfig
     from internsp.config import load_config as load_config
     from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt

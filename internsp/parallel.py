@@ -18,7 +18,14 @@ from internsp.errors import ConfigError, StructureError
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.mesh import ParallelMesh
-from internsp.plan.assign import Assignment, Owner, assign, block_of, require_patterns_matched
+from internsp.plan.assign import (
+    Assignment,
+    Owner,
+    WeightOptions,
+    assign,
+    block_of,
+    require_patterns_matched,
+)
 from internsp.plan.blocks import Structure, read
 from internsp.plan.chunk import ChunkPlan
 from internsp.plan.dtypes import DTYPES
@@ -117,7 +124,9 @@ def _examined(
 ) -> tuple[Structure, set[int]]:
     """The model's parts, and which blocks recompute; refuses what is not supported."""
     require_supported(model)
-    structure = read(model, config.trigger, config.blocks, config.prefetch_triggers)
+    structure = read(
+        model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
+    )
     if config.compile and any(block.trigger_module is not None for block in structure.blocks):
         raise ConfigError(
             f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
@@ -169,6 +178,7 @@ class _Builder:
         self.originals: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
+        self.options: dict[str, WeightOptions] = {}
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
         self.scopes[-1] = Scope(block=False)
 
@@ -262,6 +272,7 @@ class _Builder:
         )  # fmt: skip
         weight.parameter.grad_dtype = a.dtypes.grad
         self.sharded.append(weight)
+        self.options[a.name] = a.options
         unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(
             a.unit, Unit(a.unit, [])
         )
@@ -334,10 +345,8 @@ class _Builder:
         state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
-            weights = frozenset(weight for weight in self.sharded if weight.name in names)
-            state.quantizer = Quantizer(
-                self.config.quantize, weights, self.mesh.device, self.config.memory_pool
-            )
+            kinds = {by_name[name]: self.options[name].quantize for name in names}
+            state.quantizer = Quantizer(kinds, self.mesh.device, self.config.memory_pool)
         return state
 
     def _communicators(
@@ -374,7 +383,8 @@ class _Builder:
         meeting = Meeting(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds, lookout)
         communicator.meeting = meeting
         frozen = FrozenSet(self.replicated.everyone(), meeting, mesh.rank)
-        additions = Additions(self.model, communicator.places)
+        held = ((m, n) for m in self.model.modules() for n in m._parameters)  # ignored ones too
+        additions = Additions(self.model, {*communicator.places, *held})
         counts = equal_counts(mesh) if communicator.mean else None
 
         def entered(args: Any, kwargs: Any) -> None:

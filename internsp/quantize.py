@@ -132,8 +132,7 @@ class Quantizer:
     """Rounds the weights of one chunk's blocks for their all-gathers.
 
     Args:
-        kind: ``"int8"`` or ``"fp8"`` (float8_e4m3fn).
-        weights: that travel so.
+        kinds: for each weight that travels so ``"int8"`` or ``"fp8"`` (float8_e4m3fn).
         reuse: ``weight_parallel.memory_pool``.
 
     Attributes:
@@ -141,10 +140,9 @@ class Quantizer:
     """
 
     def __init__(
-        self, kind: str, weights: frozenset[ShardedParameter], device: torch.device, reuse: bool
+        self, kinds: Mapping[ShardedParameter, str], device: torch.device, reuse: bool
     ) -> None:
-        self.dtype, self.largest = CODES[kind]
-        self.weights = weights
+        self.weights = {weight: CODES[kind] for weight, kind in kinds.items()}
         self.buffers = Buffers(device, reuse)
         self._flying: dict[
             ShardedParameter, tuple[QuantizedShard, Tensor, Tensor, Tensor, SlotStreams]
@@ -165,7 +163,7 @@ class Quantizer:
             weight.name, weight.layout.shard_numel, weight.compute_dtype, weight.dtype
         )
         sent = self._take(quantized.nbytes, torch.uint8)
-        self._write(shard, quantized, sent[None])
+        self._write(shard, quantized, sent[None], *self.weights[weight])
         received = self._take(weight.layout.size * quantized.nbytes, torch.uint8)
         self._flying[weight] = (quantized, sent, received, place, streams)
         return received, sent
@@ -174,12 +172,20 @@ class Quantizer:
         """The all-gather has been waited for: fill the slot. Runs on the current stream."""
         quantized, sent, received, place, streams = self._flying.pop(weight)
         streams.before_overwrite(weight)  # readers of what the slot held when the gather began
-        self._read(received.view(-1, quantized.nbytes), quantized, self.dtype, place)
+        codes = self.weights[weight][0]
+        self._read(received.view(-1, quantized.nbytes), quantized, codes, place)
         self.buffers.give(sent)
         self.buffers.give(received)
 
-    def _write(self, shard: Tensor, quantized: QuantizedShard, out: Tensor) -> None:
-        """Round ``shard`` (flat) into ``out`` ``[1, nbytes]``."""
+    def _write(
+        self,
+        shard: Tensor,
+        quantized: QuantizedShard,
+        out: Tensor,
+        dtype: torch.dtype,
+        largest: float,
+    ) -> None:
+        """Round ``shard`` (flat) to codes of ``dtype`` in ``out`` ``[1, nbytes]``."""
         work, peaks, lowest = (self._take(n, quantized.work_dtype) for n in quantized.scratch)
         work[: quantized.numel].copy_(shard)
         work[quantized.numel :].zero_()
@@ -188,15 +194,15 @@ class Quantizer:
         torch.amin(rows, 1, out=lowest)
         torch.maximum(peaks, lowest.neg_(), out=peaks)
         scales = quantized.scales(out)[0]
-        scales.copy_(peaks.div_(self.largest))
+        scales.copy_(peaks.div_(largest))
         # By what will be multiplied with: the scale as it travels. A block that is not finite has
         # a scale that is not, and stays so.
         least = torch.finfo(torch.float32).tiny
         rows.mul_(peaks.copy_(scales).clamp_(least).reciprocal_().unsqueeze(1))
-        rows.clamp_(-self.largest, self.largest)  # a rounded scale may be too small
-        if not self.dtype.is_floating_point:
+        rows.clamp_(-largest, largest)  # a rounded scale may be too small
+        if not dtype.is_floating_point:
             work.round_()
-        quantized.codes(out, self.dtype)[0].copy_(work)
+        quantized.codes(out, dtype)[0].copy_(work)
         for scratch in (work, peaks, lowest):
             self.buffers.give(scratch)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
 from internsp.mesh import ParallelMesh
-from internsp.plan.assign import within
+from internsp.plan.assign import experts_among
+from internsp.plan.rules import Rules, lay, own_rules
 
 T = TypeVar("T")
 Facts = dict[str, list[str]]
@@ -71,7 +72,8 @@ def agree(
         if refused is None and different is not None:
             raise different
         if refused is None and config.compare_ranks:
-            _compare_values(everyone, _tensors(model), config, mesh, ranks)
+            rules = lay(model, config.plan)
+            _compare_values(everyone, _tensors(model), config, rules, mesh, ranks)
     if refused is not None:
         raise refused
     return looked
@@ -113,6 +115,10 @@ def _facts(
     if checkpoint is not None:
         dumped = checkpoint.model_dump()
         settings += [f"activation_checkpoint.{k} = {v!r}" for k, v in dumped.items()]
+    try:
+        settings += [f"a rule of the model's own: {rule.model_dump()}" for rule in own_rules(model)]
+    except StructureError as error:  # which the look at this rank's model has met, too
+        settings.append(str(error))
     settings.append(f"weight gradients apart = {split}")
     first: dict[int, str] = {}
     parameters, trained = [], []
@@ -179,14 +185,16 @@ def checksum(tensor: Tensor) -> int:
 
 def _compare_values(
     everyone: list[dict[str, Any]],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Sequence[tuple[str, Tensor]],
     config: WeightParallelConfig,
+    rules: Rules,
     mesh: ParallelMesh,
     ranks: list[int],
 ) -> None:
     """Experts of different ranks are their own; everything else is the same on all."""
+    experts = experts_among((name for name, _ in tensors), config, rules) if mesh.expert > 1 else ()
     for index, (name, _) in enumerate(tensors):
-        own = mesh.expert > 1 and any(within(name, pattern) for pattern in config.experts)
+        own = name in experts
         holders: dict[tuple[int, int], list[int]] = {}  # by value, of the same experts
         for rank, report in zip(ranks, everyone, strict=True):
             value = report["values"][index]

@@ -19,7 +19,8 @@ import tyro
 
 from internsp.cli.environment import Launched, launched
 from internsp.config import Config, collect, report, schemas, sections
-from internsp.config.errors import Problem, Schema, in_words, items_of, nearest
+from internsp.config.errors import Problem, Schema, in_words, is_tables, items_of
+from internsp.config.names import nearest
 from internsp.errors import InternspError, MachineError
 
 USAGE_ERROR = 2
@@ -196,6 +197,8 @@ def _with_sections(command: type) -> Any:
 def _options(section: str) -> Any:
     keys: dict[str, Any] = {}
     for key, schema in schemas(section).items():
+        if is_tables(schema):  # for a file alone
+            continue
         default = in_words(schema["default"]).replace('"', "")
         shown = tyro.conf.arg(
             help=schema["description"],

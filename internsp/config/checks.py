@@ -139,6 +139,9 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         text = "float16 has no range for scales; use bfloat16 or float32"
         kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
         yield Problem(kinds, text)
+    if any(rule.said().get("ignore") for rule in weights.plan):
+        text = "ignore = true is for a loop of your own; internsp train steps all parameters"
+        yield Problem(("weight_parallel.plan",), text)
     if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
         text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
         yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)

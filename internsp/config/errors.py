@@ -14,6 +14,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from internsp.config.kept import meant_size
+from internsp.config.names import nearest, plain
 from internsp.config.sections import FOLDER_NAME
 
 Names = Mapping[str, tuple[str, ...]]
@@ -21,7 +22,7 @@ Schema = Mapping[str, Any]
 """What pydantic's JSON schema says of a key: type, choices, default, description."""
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration of every key takes 10 thousand
-_LONGEST_WORD = 80  # in which a nearest name is looked for
+_LONGEST_WORD = 80  # of a name that a message shows
 _MOST_ITEMS = 8  # of a list that a message shows
 
 # What other projects call a key of ours; spelling alone would not find it.
@@ -61,15 +62,6 @@ class Problem:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in told)
 
 
-def nearest(word: str, words: Sequence[str]) -> str | None:
-    """The one of ``words`` that ``word`` most likely means, if any is near."""
-    plain = word[:_LONGEST_WORD].replace("-", "_").lower()
-    if plain in words:
-        return plain
-    found = difflib.get_close_matches(plain, words, n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
 def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """The parsed file, or ``None`` and one more problem."""
     try:
@@ -106,12 +98,12 @@ def _nearest_file(path: Path) -> str:
 def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Problem:
     """The problem of an unknown ``key`` in a known ``section``."""
     full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
-    plain = key[:_LONGEST_WORD].replace("-", "_").lower()
-    elsewhere = ELSEWHERE.get(plain) or next((f for f, k in full.items() if k == plain), None)
+    word = plain(key)
+    elsewhere = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
     near = nearest(key, names[section])
     if elsewhere is None and near is None:
         # Only names of a whole other key can be meant now; be strict, the choice is wide.
-        found = difflib.get_close_matches(plain, list(full.values()), n=1, cutoff=0.75)
+        found = difflib.get_close_matches(word, list(full.values()), n=1, cutoff=0.75)
         elsewhere = next((f for f, k in full.items() if found and k == found[0]), None)
     right = elsewhere or (f"{section}.{near}" if near else None)
     hint = f"did you mean {prefix}{right}?" if right else f"its keys: {', '.join(names[section])}"
@@ -174,7 +166,7 @@ def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
         if context["pattern"] == FOLDER_NAME:
             return f"must be usable as the name of a folder, {got}"
         return f"must be a text without a NUL character, {got}"
-    if kind == "value_error":  # of keep_unsharded, which says what it expects
+    if kind == "value_error":  # of what says itself what it expects
         near = None
         if isinstance(value, str):
             near = meant_size(value) or nearest(value, ("all", "none"))
@@ -186,8 +178,40 @@ def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
     return f"{text}; did you mean {in_words(near)}?" if near else text
 
 
+def describe_table_error(
+    schema: Schema, values: Any, detail: ErrorDetails, keys: Mapping[str, Schema]
+) -> str:
+    """One of pydantic's errors of a list of tables, with the table's number and key.
+
+    Args:
+        schema, values: of the list.
+        keys: what each key of a table is.
+    """
+    place = detail["loc"][1:]
+    if isinstance(values, Mapping):
+        return f"is a list of tables: write [[weight_parallel.{detail['loc'][0]}]] for each"
+    if not place:
+        return describe_error(schema, values, detail)
+    number, value = int(place[0]), values[int(place[0])]
+    where = f"rule {number + 1}"
+    if len(place) == 1 or detail["type"] == "model_type":
+        text = str(detail.get("ctx", {}).get("error", f"expected a table, got {in_words(value)}"))
+        return f"{where}: {text}"
+    key = str(place[1])
+    if detail["type"] == "missing":
+        return f"{where} lacks {key}: {expected(keys[key])}"
+    return f"{where}: {key}: {describe_error(keys[key], value[key], detail)}"
+
+
+def is_tables(schema: Schema) -> bool:
+    """Whether a key holds tables, which a file alone can give."""
+    return "$ref" in schema.get("items", {})
+
+
 def expected(schema: Schema, plural: bool = False) -> str:
     """What a value of ``schema`` is, in plain words."""
+    if "$ref" in schema:
+        return "tables" if plural else "a table"
     if "anyOf" in schema:
         return " or ".join(expected(one, plural) for one in schema["anyOf"])
     if "enum" in schema:

@@ -21,7 +21,9 @@ from internsp.config.errors import (
     Schema,
     choices_of,
     describe_error,
+    describe_table_error,
     in_words,
+    is_tables,
     nearest_key,
     nearest_section,
     not_a_section,
@@ -36,6 +38,7 @@ from internsp.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     PipelineConfig,
+    PlanRule,
     Section,
     TrainConfig,
     WeightParallelConfig,
@@ -88,6 +91,13 @@ def sections() -> Mapping[str, type[Section]]:
 def schemas(section: str) -> Mapping[str, Schema]:
     """What each key of a section is, in the order of the file."""
     properties: Mapping[str, Schema] = sections()[section].model_json_schema()["properties"]
+    return properties
+
+
+@cache
+def table_keys() -> Mapping[str, Schema]:
+    """What each key of a rule of ``weight_parallel.plan`` is."""
+    properties: Mapping[str, Schema] = PlanRule.model_json_schema()["properties"]
     return properties
 
 
@@ -212,9 +222,15 @@ def _right(
         wrong: dict[str, Problem] = {}
         for detail in error.errors(include_url=False):
             key = str(detail["loc"][0])
-            text = describe_error(schemas(name)[key], values[key], detail)
+            schema = schemas(name)[key]
+            if is_tables(schema):  # each mistake of each table
+                text = describe_table_error(schema, values[key], detail, table_keys())
+                wrong[f"{key}: {text}"] = Problem((f"{name}.{key}",), text, prefix)
+                continue
+            text = describe_error(schema, values[key], detail)
             wrong.setdefault(key, Problem((f"{name}.{key}",), text, prefix))
-        right = {key: value for key, value in values.items() if key not in wrong}
+        broken = {problem.keys[0].rpartition(".")[2] for problem in wrong.values()}
+        right = {key: value for key, value in values.items() if key not in broken}
         return right, list(wrong.values())
 
 
@@ -230,4 +246,13 @@ def documented() -> str:
             choices = " | ".join(choices_of(schema))
             aside = f"  # {choices}" if choices else ""
             lines += [f"# {schema['description']}", f"{key} = {in_words(schema['default'])}{aside}"]
+            if is_tables(schema):
+                lines += [f"# [[{name}.{key}]]", *map(_in_table, table_keys().items())]
     return "\n".join(lines) + "\n"
+
+
+def _in_table(item: tuple[str, Schema]) -> str:
+    """A key of a rule, in a line of comment."""
+    key, schema = item
+    choices = " | ".join(choices_of(schema))
+    return f"#   {key}: {schema['description']}{f' ({choices})' if choices else ''}"

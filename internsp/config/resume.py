@@ -47,7 +47,7 @@ _SAID: dict[str, dict[Rule, str]] = {
     "pipeline": {Rule.FIXED: "chunks", Rule.TAKEN: "schedule"},
     # What is cut decides how the optimizer's state is cut, and what weight decay leaves out.
     "weight_parallel": {
-        Rule.FIXED: "experts min_shard_elements embedding_cut reduction",
+        Rule.FIXED: "experts min_shard_elements embedding_cut reduction plan",
         Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks keep_unsharded accumulation coalesce_bytes pending_blocks unexpected_order "
@@ -70,6 +70,8 @@ _SAID: dict[str, dict[Rule, str]] = {
     "checkpoint": {Rule.FREE: "save every resume"},
     "launch": {Rule.FREE: "processes threads"},
 }
+
+_CUTTING = "ignore", "replicate_below", "shard_dim", "axis", "reduce_dtype", "quantize"
 
 RULES: dict[str, Rule] = {
     f"{section}.{key}": rule
@@ -141,6 +143,12 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
     }
     for key, default in defaults.items():
         values[key] = default if values[key] is None else values[key]
+    # Of the plan only what decides how parameters are cut, and what they are computed with.
+    rules = [
+        {key: rule[key] for key in ("match", *_CUTTING) if key in rule}
+        for rule in values["weight_parallel.plan"]
+    ]
+    values["weight_parallel.plan"] = [rule for rule in rules if len(rule) > 1]
     unused = ["pipeline.schedule"] if stages == 1 else []
     sgd = values["optimizer.name"] == "sgd"
     unused += ["optimizer.betas", "optimizer.eps"] if sgd else ["optimizer.momentum"]

@@ -15,11 +15,22 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from internsp.config import hf_folder
 from internsp.config.kept import MOST_BLOCKS, checked
+from internsp.config.names import checked as checked_pattern
+from internsp.config.names import nearest
 
 # Every number has both bounds. The upper ones lie well above what anyone trains with, and below
 # what a clock, a 64-bit integer or a loop of Python bears: beyond them a run or a plan hangs.
@@ -36,6 +47,8 @@ Kept = Annotated[str | Blocks | None, BeforeValidator(checked)]
 # TOML gives lists; the models hold tuples, which are frozen too.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False, max_length=100_000)]
+Pattern = Annotated[Text, AfterValidator(checked_pattern)]
+Patterns = Annotated[tuple[Pattern, ...], Field(strict=False, max_length=100_000)]
 Numbers = Annotated[tuple[Natural, ...], Field(strict=False, max_length=100_000)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 # One part of a path, not only of dots, without control characters.
@@ -175,6 +188,75 @@ class PipelineConfig(Section):
     """Pieces of the model on each stage's ranks; ZBVZeroBubble and DualPipeV take 2."""
 
 
+Trigger = Literal["qkv", "attention", "out_proj", "mlp"]
+
+
+class PlanRule(Section):
+    """What holds for some modules or parameters alone (docs/plan.md).
+
+    Its keys mean what they mean in ``[weight_parallel]``, of what ``match`` matches and all below
+    it; a key that is not given leaves that as it is. Two rules may match one thing, but not say the
+    same key of it.
+    """
+
+    match: Annotated[Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+    """Patterns of the names of modules, blocks or parameters; each must match something."""
+    ignore: bool = False
+    """Leave the parameters alone: neither cut nor replicated, their gradients this rank's own."""
+    replicate_below: Amount = 0
+    """Parameters of fewer bytes are replicated, others cut; in place of min_shard_elements."""
+    shard_dim: Annotated[int, Field(ge=-64, le=63)] = 0
+    """Dimension on which the weights are cut; negative ones count from the last."""
+    axis: Literal["dense", "experts"] = "dense"
+    """Axis of the mesh along which they are cut; in place of experts."""
+    coalesce_bytes: Amount = 65536
+    """Weights up to this many bytes unsharded share collectives with their neighbors."""
+    reduce_dtype: Dtype | None = None
+    """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
+    grad_dtype: Dtype | None = None
+    """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """What blocks' weights are gathered as, of whatever size."""
+    keep_unsharded: bool = False
+    """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
+    trigger: Trigger = "out_proj"
+    """Before what in the blocks the next one's gather starts; qkv: their entry."""
+    prefetch_triggers: Patterns = ()
+    """Patterns of the module names in the blocks to trigger at; empty: those of the trigger."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        names = list(cls.model_fields)
+        wrong = []
+        for key in [str(k) for k in data if k not in names] if isinstance(data, Mapping) else ():
+            near = nearest(key, names)
+            hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
+            wrong.append(f"unknown key {key!r}; {hint}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return data
+
+    @model_validator(mode="after")
+    def _says_something(self) -> PlanRule:
+        if not self.match or not self.said():
+            raise ValueError("a rule has at least one pattern in match, and one key beside it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        given = {k: v for k, v in dump(self).items() if k in self.model_fields_set}
+        return {key: "none" if value is None else value for key, value in given.items()}
+
+    def said(self) -> dict[str, Any]:
+        """What it sets, by key."""
+        given = (k for k in type(self).model_fields if k in self.model_fields_set and k != "match")
+        return {key: getattr(self, key) for key in given}
+
+    def __str__(self) -> str:
+        return f"the rule for {', '.join(map(repr, self.match))}"
+
+
 class WeightParallelConfig(Section):
     """How unsharded weights come, stay and go."""
 
@@ -188,12 +270,14 @@ class WeightParallelConfig(Section):
     """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
     granularity: Literal["block", "module"] = "block"
     """What is gathered and awaited together."""
-    prefetch_triggers: Texts = ()
-    """Glob patterns of the module names to trigger at; empty: the defaults of the trigger."""
-    blocks: Texts = ()
-    """Glob patterns of the block names; empty: the defaults of known families."""
-    experts: Texts = ("experts",)
-    """Glob patterns of consecutive parts of the names of experts' parameters."""
+    prefetch_triggers: Patterns = ()
+    """Patterns of the module names to trigger at; empty: the defaults of the trigger."""
+    blocks: Patterns = ()
+    """Patterns of the block names ("layers.*"); empty: the defaults of known families."""
+    experts: Patterns = ("experts",)
+    """Patterns of consecutive parts of the names of experts' parameters."""
+    plan: Annotated[tuple[PlanRule, ...], Field(strict=False, max_length=1000)] = ()
+    """Rules for some modules or parameters alone, each a table [[weight_parallel.plan]]."""
     keep_unsharded: Kept = None
     """Blocks of a chunk that stay unsharded in a step: none, a number, a size ("2 GiB"), or all."""
     accumulation: Literal["sharded", "full"] = "sharded"
@@ -226,8 +310,8 @@ class WeightParallelConfig(Section):
     """Weights with fewer elements, the embedding's and the head's are not quantized."""
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
-    own_dtype: Texts = ()
-    """Glob patterns, as experts, of parameters that compute and travel in their own dtype."""
+    own_dtype: Patterns = ()
+    """Patterns, as experts, of parameters that compute and travel in their own dtype."""
     grad_dtype: Dtype | None = None
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
 

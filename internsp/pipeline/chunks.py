@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import StructureError
+from internsp.plan.rules import of_part, own_rules
 from internsp.sp import token_loss
 
 
@@ -77,6 +78,7 @@ class Chunk(nn.Module):
             self.norm, self.head = model.norm, model.head
         self.loss_options: dict[str, Any] = model.loss_options
         self._rotary = model.rotary
+        self.weight_parallel_plan = of_part(self, own_rules(model))
 
     def forward(
         self,

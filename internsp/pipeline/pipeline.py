@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.config.names import matches, within
 from internsp.errors import (
     CollectiveError,
     ConfigError,
@@ -40,10 +41,17 @@ from internsp.pipeline.schedules import (
     prepared,
 )
 from internsp.pipeline.stage import ISPPipelineStage
-from internsp.plan.assign import PATTERNS, require_experts, require_patterns_matched, within
-from internsp.plan.blocks import matches, require_triggers_matched, trigger_matches
+from internsp.plan.assign import (
+    PATTERNS,
+    assign,
+    require_effect,
+    require_experts,
+    require_patterns_matched,
+)
+from internsp.plan.blocks import read, require_triggers_matched, trigger_matches
 from internsp.plan.chunk import Schedule
 from internsp.plan.dtypes import DTYPES
+from internsp.plan.rules import NO_RULES, of_part, own_rules
 from internsp.trace import Trace
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
@@ -352,8 +360,16 @@ def require_patterns(
     parts = {"embed": model.embed, "layers": model.layers, "norm": model.norm, "head": model.head}
     names = [name for part, module in parts.items() for name, _ in module.named_parameters(part)]
     require_patterns_matched(names, config)
+    rules = NO_RULES
+    if config.plan or own_rules(model):
+        if not isinstance(model, nn.Module):
+            raise StructureError(f"a plan has rules for a module, not a {type(model).__name__}")
+        triggers = config.prefetch_triggers
+        structure = read(model, config.trigger, tuple(layers), triggers, config.plan)
+        require_effect(assign(model, structure, config, shape.expert), structure)
+        rules = structure.rules
     if shape.separate:
-        require_experts(names, config)
+        require_experts(names, config, rules)
 
 
 def local_config(
@@ -375,6 +391,7 @@ def local_config(
             option: tuple(p for p in getattr(config, option) if any(within(n, p) for n in own))
             for option in PATTERNS
         },
+        "plan": of_part(chunk, config.plan),
     }
     config = config.model_copy(update=update)
     if checkpoint is not None:

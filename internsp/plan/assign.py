@@ -7,21 +7,24 @@ what runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from internsp.config import WeightParallelConfig
-from internsp.errors import StructureError
+from internsp.config import PlanRule, WeightParallelConfig
+from internsp.config.names import within
+from internsp.errors import LayoutError, StructureError
 from internsp.plan.blocks import Structure, did_you_mean
 from internsp.plan.dtypes import WeightDtypes
+from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules
 
 EMBEDDING_CUTS = {"vocabulary": 0, "hidden": 1}
 PATTERNS = ("experts", "own_dtype")
 """Options of ``weight_parallel`` that name parameters by :func:`within`."""
+WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - {"match"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,32 @@ class Owner:
 
 
 @dataclass(frozen=True)
+class WeightOptions:
+    """How one cut weight travels: as configured for all, or as a rule of the plan says.
+
+    Attributes:
+        coalesce_bytes: up to so many unsharded it shares collectives with its neighbors.
+        quantize: what its shards are rounded to for their all-gather: ``none``, ``int8``, ``fp8``.
+        quantize_min_elements: of fewer elements it is not rounded.
+    """
+
+    coalesce_bytes: int
+    quantize: str
+    quantize_min_elements: int
+
+    @classmethod
+    def of(cls, config: WeightParallelConfig, said: Mapping[str, Any]) -> WeightOptions:
+        """What ``said`` of one weight says, and ``config`` of the others."""
+        options = {f.name: getattr(config, f.name) for f in fields(cls)}
+        if config.granularity == "module":
+            options["coalesce_bytes"] = 0
+        options |= {key: value for key, value in said.items() if key in options}
+        if said.get("quantize", "none") != "none":  # named, and so whatever its size
+            options |= {"quantize_min_elements": 0, "coalesce_bytes": -1}
+        return cls(**options)
+
+
+@dataclass(frozen=True)
 class Assignment:
     """Where a parameter goes.
 
@@ -51,6 +80,7 @@ class Assignment:
         dtypes: what it is gathered, reduced and accumulated in.
         autocasts: whether autocast decides its compute dtype (a linear layer's weight, or that of
             a module with the attribute ``autocasts``).
+        options: how it travels.
     """
 
     parameter: nn.Parameter
@@ -61,6 +91,7 @@ class Assignment:
     expert: bool
     autocasts: bool
     dtypes: WeightDtypes
+    options: WeightOptions
 
     @property
     def name(self) -> str:
@@ -71,7 +102,7 @@ class Assignment:
 def assign(
     model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
 ) -> list[Assignment]:
-    """Every parameter of ``model``, in the order of registration.
+    """Every parameter of ``model``, in the order of registration, but those that a rule ignores.
 
     Args:
         expert: ranks that own different experts. Of several, what is replicated over all ranks
@@ -79,7 +110,8 @@ def assign(
 
     Raises:
         StructureError: when a block's weight is shared with another unit, an expert's with
-            another module, or the model is parallel already.
+            another module, two rules of the plan say the same of it, or the model is parallel
+            already.
     """
     shared: dict[int, list[Owner]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -95,9 +127,13 @@ def assign(
                 )
             parameters[id(parameter)] = parameter
             shared.setdefault(id(parameter), []).append(owner)
-    return [
-        _assign(parameters[key], tuple(o), structure, config, expert) for key, o in shared.items()
-    ]
+    found = []
+    for key, owners in shared.items():
+        said = structure.rules.say([o.full_name for o in owners], WEIGHT_KEYS)
+        if not said.get("ignore"):
+            of = _assign(parameters[key], tuple(owners), structure, config, expert, said)
+            found.append(of)
+    return found
 
 
 def _assign(
@@ -106,15 +142,20 @@ def _assign(
     structure: Structure,
     config: WeightParallelConfig,
     expert: int,
+    said: Mapping[str, Any],
 ) -> Assignment:
     first = owners[0]
-    own = _is_expert(owners, config.experts)
+    options = WeightOptions.of(config, said)
+    own = is_expert([o.full_name for o in owners], config, said)
     # Of a shared weight one name is enough: it has one dtype.
     as_is = any(within(o.full_name, pattern) for o in owners for pattern in config.own_dtype)
-    dtypes = WeightDtypes.of(parameter, config, as_is)
+    dtypes = WeightDtypes.of(parameter, config, as_is, said)
     small = parameter.ndim < 2 or parameter.numel() < config.min_shard_elements
+    if "replicate_below" in said:
+        small = parameter.numel() * parameter.element_size() < said["replicate_below"]
+        small = small or parameter.ndim == 0
     if small and not (own and expert > 1):
-        return Assignment(parameter, owners, None, -1, 0, own, False, dtypes)
+        return Assignment(parameter, owners, None, -1, 0, own, False, dtypes, options)
     if parameter.ndim == 0:
         raise StructureError(
             f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "
@@ -131,27 +172,46 @@ def _assign(
     dim: int = getattr(first.module, "shard_dim", 0)
     if isinstance(first.module, nn.Embedding):
         dim = EMBEDDING_CUTS[config.embedding_cut]
+    dim = said.get("shard_dim", dim)
+    if not -parameter.ndim <= dim < parameter.ndim:
+        raise LayoutError(
+            f"cannot cut dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
+        )
     unit = structure.blocks[block].name if block >= 0 else first.module_name
     autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
-    return Assignment(parameter, owners, unit, block, dim, own, autocasts, dtypes)
+    dim %= parameter.ndim
+    return Assignment(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
 
 
-def _is_expert(owners: tuple[Owner, ...], patterns: Sequence[str]) -> bool:
-    matched = {any(within(o.full_name, pattern) for pattern in patterns) for o in owners}
+def require_effect(assignments: Iterable[Assignment], structure: Structure) -> None:
+    """Each rule of the plan has something to act on (:meth:`Rules.require_effect`)."""
+    cut = [o.full_name for a in assignments if a.unit is not None for o in a.owners]
+    structure.rules.require_effect(cut, [block.name for block in structure.blocks])
+
+
+def is_expert(
+    names: Collection[str], config: WeightParallelConfig, said: Mapping[str, Any]
+) -> bool:
+    """Whether a parameter is an expert's, by what rules say of it or by its ``names``.
+
+    Raises:
+        StructureError: by one of its names it is, by another it is not.
+    """
+    if "axis" in said:
+        return bool(said["axis"] == "experts")
+    matched = {any(within(name, pattern) for pattern in config.experts) for name in names}
     if len(matched) > 1:
         raise StructureError(
             "an expert's weight is shared with another module "
-            f"({', '.join(o.full_name for o in owners)}), but experts may be cut along an axis of "
+            f"({', '.join(names)}), but experts may be cut along an axis of "
             "their own: untie it, or change weight_parallel.experts"
         )
     return matched.pop()
 
 
-def within(name: str, pattern: str) -> bool:
-    """Whether consecutive parts of a dotted name match a pattern's parts."""
-    parts, wanted = name.split("."), pattern.split(".")
-    starts = range(len(parts) - len(wanted) + 1)
-    return any(all(map(fnmatchcase, parts[i : i + len(wanted)], wanted)) for i in starts)
+def experts_among(names: Iterable[str], config: WeightParallelConfig, rules: Rules) -> set[str]:
+    """Those of the parameters ``names`` that are experts'."""
+    return {name for name in names if is_expert([name], config, rules.say([name], {"axis"}))}
 
 
 def require_patterns_matched(names: Iterable[str], config: WeightParallelConfig) -> None:
@@ -175,14 +235,16 @@ def require_patterns_matched(names: Iterable[str], config: WeightParallelConfig)
                 )
 
 
-def require_experts(names: Iterable[str], config: WeightParallelConfig) -> None:
+def require_experts(
+    names: Iterable[str], config: WeightParallelConfig, rules: Rules = NO_RULES
+) -> None:
     """For a mesh with an axis for experts: the parameters ``names`` have some (WP-7).
 
     Raises:
         StructureError: none matches; lists the modules that may be meant.
     """
     names = list(names)
-    if any(within(name, pattern) for name in names for pattern in config.experts):
+    if experts_among(names, config, rules):
         return
     raise StructureError(
         "the mesh has an axis for experts (expert_weight or expert), but no parameter's name "

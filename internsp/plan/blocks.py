@@ -5,14 +5,16 @@ Never a guess).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from internsp.config.errors import nearest
+from internsp.config import PlanRule
+from internsp.config.names import matches, nearest
 from internsp.errors import StructureError
+from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules, lay
 
 BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
 HEADS = ("head", "lm_head", "output", "output_layer", "unembed")
@@ -25,12 +27,19 @@ TRIGGERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block and the module whose forward triggers the next block's gather."""
+    """One transformer block and the module whose forward triggers the next block's gather.
+
+    Attributes:
+        trigger: which prefetch trigger was looked for.
+        said: what the plan's rules say of it, by key.
+    """
 
     name: str
     module: nn.Module
     trigger_name: str | None
     trigger_module: nn.Module | None
+    trigger: str = "qkv"
+    said: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Structure:
     blocks: tuple[Block, ...]
     embedding: tuple[str, nn.Module] | None
     head: tuple[str, nn.Module] | None
+    rules: Rules = NO_RULES
 
 
 def read(
@@ -47,29 +57,39 @@ def read(
     trigger: str = "out_proj",
     blocks: Sequence[str] = (),
     prefetch_triggers: Sequence[str] = (),
+    plan: Sequence[PlanRule] = (),
 ) -> Structure:
     """Find the parts of ``model``.
 
     Args:
         trigger: which prefetch trigger to look for; ``"qkv"``, the block's entry, and ``"rolling"``
             need none.
-        blocks: glob patterns of block names (``layers.*``); empty: children of module lists with
+        blocks: patterns of block names (``layers.*``); empty: children of module lists with
             usual names.
-        prefetch_triggers: glob patterns, matched against names within a block; empty: usual names.
+        prefetch_triggers: patterns, matched against names within a block; empty: usual names.
+        plan: rules for some of it alone, before those that the model brings.
 
     Raises:
-        StructureError: when no block, or in a block no prefetch trigger, is found; lists
-            candidates.
+        StructureError: when no block, or in a block no prefetch trigger, is found, or a rule
+            matches nothing; lists candidates.
     """
     found = _blocks(model, blocks)
-    parts = tuple(_with_trigger(name, module, trigger, prefetch_triggers) for name, module in found)
+    rules = lay(model, plan)
+    parts = tuple(
+        _block(name, module, trigger, prefetch_triggers, rules.say([name], BLOCK_KEYS))
+        for name, module in found
+    )
     require_triggers_matched([module for _, module in found], prefetch_triggers)
+    for caught in rules.caught:
+        own = [module for name, module in found if caught.holds_for(name)]
+        if own:
+            require_triggers_matched(own, caught.rule.prefetch_triggers)
     inside = {id(m) for _, block in found for m in block.modules()}
     outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
     heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
     return Structure(
-        parts, embeddings[0] if embeddings else None, heads[-1] if heads else None
+        parts, embeddings[0] if embeddings else None, heads[-1] if heads else None, rules
     )
 
 
@@ -152,12 +172,6 @@ def _trigger_candidates(block: nn.Module) -> str:
     return ", ".join(linear) or "none"
 
 
-def matches(name: str, pattern: str) -> bool:
-    """As for paths: ``*`` stays between two dots, so that ``layers.*`` is not what is in blocks."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
 def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
     for name, _ in chosen:
         inner = [n for n, _ in chosen if n.startswith(name + ".")]
@@ -181,17 +195,24 @@ def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
     )
 
 
-def _with_trigger(
-    block: str, module: nn.Module, trigger: str, patterns: Sequence[str]
+def _block(
+    block: str,
+    module: nn.Module,
+    trigger: str,
+    patterns: Sequence[str],
+    said: Mapping[str, Any],
 ) -> Block:
+    if "trigger" in said:  # and no module that is configured for the others
+        trigger, patterns = said["trigger"], ()
+    patterns = said.get("prefetch_triggers", patterns)
     if trigger in ("qkv", "rolling") and not patterns:
-        return Block(block, module, None, None)
+        return Block(block, module, None, None, trigger, said)
     usual = TRIGGERS.get(trigger, ())
     named = [(n, m) for n, m in module.named_modules() if n]
     for pattern in patterns or usual:
         for name, child in named:
             if matches(name, pattern) or matches(name.split(".")[-1], pattern):
-                return Block(block, module, name, child)
+                return Block(block, module, name, child, trigger, said)
     raise StructureError(
         f"no prefetch trigger {trigger!r} in block {block}: none of its modules is named "
         f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "
@@ -200,7 +221,7 @@ def _with_trigger(
     )
 
 
-def trigger_position(block: Block, owners: Sequence[str], trigger: str) -> int:
+def trigger_position(block: Block, owners: Sequence[str]) -> int:
     """Position of the first weight used after the prefetch trigger among ``owners`` (in order of
     use).
 
@@ -210,7 +231,7 @@ def trigger_position(block: Block, owners: Sequence[str], trigger: str) -> int:
     if block.trigger_name is None:
         return -1
     names = [block.trigger_name]
-    if trigger == "attention":  # owns no weight itself; the out-projection follows it
+    if block.trigger == "attention":  # owns no weight itself; the out-projection follows it
         names += list(TRIGGERS["out_proj"])
     for name in names:
         for position, owner in enumerate(owners):

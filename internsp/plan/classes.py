@@ -11,10 +11,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from internsp.config.errors import in_words
 from internsp.config.sizes import human
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import Schedule
 from internsp.plan.repeats import Item, folded_lines, ranges
+from internsp.plan.rules import CONFIGURED, Rules
 
 FEW_RANKS = 16
 FEW_STAGES = 4
@@ -119,6 +121,33 @@ def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
         return table(title, heads, zip(names, *values, strict=True))
     lines = ((ranges(ranks), *each) for ranks, each in zip(same.values(), values, strict=True))
     return table(title, ("<pipeline ranks", *names), lines)
+
+
+def rules_lines(rules: Rules) -> list[str]:
+    """What each rule of the plan sets, and what it has caught."""
+    lines = []
+    for number, caught in enumerate(rules.caught, 1):
+        said = caught.rule.model_dump(exclude={"match"}).items()
+        sets = ", ".join(f"{key} = {in_words(value)}" for key, value in said)
+        where = "" if caught.origin == CONFIGURED else f" ({caught.origin})"
+        lines.append(f"  {number}. {', '.join(caught.rule.match)}{where}: {sets}")
+        names = ", ".join(folded_names(caught.outermost()))
+        amount = f"{caught.parameters} parameters, {human(caught.nbytes)}"
+        lines.append(f"     has caught {names} ({amount})")
+    return lines
+
+
+def folded_names(names: Iterable[str]) -> list[str]:
+    """``layers.0``, ``layers.1``, ``head`` as ``layers.{0-1}``, ``head``."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, after = _numbered(name)
+        numbers.setdefault((before, after), []).extend([] if number is None else [number])
+    return [
+        f"{before}{{{ranges(sorted(found))}}}{after}" if len(found) > 1 else
+        f"{before}{found[0] if found else ''}{after}"
+        for (before, after), found in numbers.items()
+    ]
 
 
 def schedule_lines(schedule: Schedule) -> list[str]:

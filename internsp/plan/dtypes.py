@@ -7,7 +7,9 @@ fp32 adapters train over a bf16 base, a router computes in fp32 where all else i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,18 +39,27 @@ class WeightDtypes:
     grad: torch.dtype
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, config: WeightParallelConfig, own: bool) -> WeightDtypes:
+    def of(
+        cls,
+        parameter: nn.Parameter,
+        config: WeightParallelConfig,
+        own: bool,
+        said: Mapping[str, Any],
+    ) -> WeightDtypes:
         """What the options say of ``parameter``.
 
         ``Tensor.grad_dtype``, where the user has set one, decides over ``grad_dtype``.
 
         Args:
             own: it computes and travels in its own dtype (``weight_parallel.own_dtype``).
+            said: what rules of the plan say of it, before all options.
         """
         dtype = parameter.dtype
         compute = DTYPES[config.compute_dtype] if config.compute_dtype and not own else dtype
-        reduce = DTYPES[config.reduce_dtype] if config.reduce_dtype and not own else None
+        named = said.get("reduce_dtype", None if own else config.reduce_dtype)
+        reduce = DTYPES[named] if named else None
         grad = parameter.grad_dtype or dtype
-        if grad == dtype and config.grad_dtype is not None:
-            grad = torch.promote_types(dtype, DTYPES[config.grad_dtype])
+        wanted = said.get("grad_dtype", config.grad_dtype)
+        if grad == dtype and wanted is not None:
+            grad = torch.promote_types(dtype, DTYPES[wanted])
         return cls(compute, reduce, grad)

@@ -153,7 +153,9 @@ def _outlines(
         weights, checkpoint = local_config(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
-        structure = read(chunk, weights.trigger, weights.blocks, weights.prefetch_triggers)
+        structure = read(
+            chunk, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
+        )
         assignments = assign(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
         plan = chunk_plan(

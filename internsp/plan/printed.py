@@ -20,7 +20,13 @@ from internsp.mesh import MeshShape
 from internsp.plan.assign import Assignment, assign, require_patterns_matched
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
-from internsp.plan.classes import memory_by_rank, print_mesh, schedule_lines, table
+from internsp.plan.classes import (
+    memory_by_rank,
+    print_mesh,
+    rules_lines,
+    schedule_lines,
+    table,
+)
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
 from internsp.plan.pipeline import (
@@ -29,6 +35,7 @@ from internsp.plan.pipeline import (
     print_schedules,
     tables,
 )
+from internsp.plan.rules import Rules, lay
 from internsp.plan.simulate import simulate
 from internsp.plan.units import chunk_plan, quantized_bytes
 
@@ -56,6 +63,7 @@ class Plan:
     exchange_bytes: int
     """Sequence exchange: payload that a rank receives in one step, at most."""
     kept: KeptBlocks
+    rules: Rules
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
@@ -70,7 +78,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
     weights = config.weight_parallel
     shape = MeshShape(world_size, **config.parallel.degrees())
     model = build_model(config)
-    structure = read(model, weights.trigger, weights.blocks, weights.prefetch_triggers)
+    structure = read(
+        model, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
+    )
     require_patterns_matched((name for name, _ in model.named_parameters()), weights)
     assignments = assign(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
@@ -89,6 +99,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             schedule,
             lambda other: simulate(other[0], config.train.micro_batches, weights.overlap),
         ),
+        structure.rules,
     )
 
 
@@ -120,7 +131,7 @@ def _memory(
     summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
     whole = sum(w.sum_bytes for w in weights if w.trainable) if summed else 0
     quantized = []
-    if config.weight_parallel.quantize != "none":
+    if any(w.quantized for w in weights):
         found = quantized_bytes(chunk, schedule, shape)
         quantized = [("quantized shards in flight (exact)", found)]
     return [
@@ -176,6 +187,7 @@ def print_plan(
         raise ConfigError("--picture: there is no pipeline to draw (parallel.pipeline = 1)")
     plan = make_plan(config, world_size)
     print_mesh(plan.shape, console)
+    _print_rules(plan.rules, console)
     console.print(_schedule_table(plan))
     console.print(_memory_table(plan))
     if plan.kept.blocks:
@@ -206,6 +218,7 @@ def _print_pipeline(
         except OSError as error:
             raise ConfigError(f"--picture {picture}: {error.strerror}") from error
     print_mesh(plan.shape, console)
+    _print_rules(lay(build_model(config), config.weight_parallel.plan), console)
     for printed in tables(config, plan):
         console.print(printed)
     rows: dict[str, list[int]] = {}
@@ -226,6 +239,13 @@ def _print_pipeline(
     console.print("Played with the messages between ranks: nobody waits for ever.")
     if picture is not None:
         console.print(f"Picture: {picture}")
+
+
+def _print_rules(rules: Rules, console: Console) -> None:
+    if rules.caught:
+        console.print("[bold]Rules of the plan[/bold]")
+    for line in rules_lines(rules):
+        console.print(line, markup=False)
 
 
 def _schedule_table(plan: Plan) -> Table:

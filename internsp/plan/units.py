@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,22 +11,38 @@ from internsp.config import WeightParallelConfig
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import Assignment, require_experts
+from internsp.plan.assign import Assignment, require_effect, require_experts
 from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
+from internsp.plan.rules import Caught
 from internsp.quantize import QuantizedShard, buffer_bytes
 from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import Policy, fitting, spread
 from internsp.wp.slots import aligned
 
 
-def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
+def policy_of(
+    config: WeightParallelConfig, blocks: int, rules: Sequence[Caught] = ()
+) -> Policy:
     """The policy that a configuration asks for; :func:`kept` adds which blocks stay unsharded.
 
     Raises:
-        ConfigError: the trigger "rolling" together with what it takes the place of.
+        ConfigError: the trigger "rolling" or granularity "module" together with what it takes the
+            place of.
     """
     rolling = config.trigger == "rolling"
+    for caught in rules:
+        said = caught.rule.said()
+        if rolling and ("trigger" in said or said.get("prefetch_triggers")):
+            raise ConfigError(
+                f'{caught}: sets a trigger, but weight_parallel.trigger = "rolling" gathers each '
+                "weight as soon as there is room: choose another trigger for all"
+            )
+        if config.granularity == "module" and said.get("coalesce_bytes"):
+            raise ConfigError(
+                f'{caught}: sets coalesce_bytes, but weight_parallel.granularity = "module" '
+                'gathers each weight alone: set granularity = "block"'
+            )
     if rolling and (config.granularity == "module" or config.prefetch_triggers):
         raise ConfigError(
             'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
@@ -36,26 +52,36 @@ def policy_of(config: WeightParallelConfig, blocks: int) -> Policy:
         blocks,
         config.prefetch_depth,
         config.granularity == "module",
-        coalesce_bytes=0 if config.granularity == "module" else config.coalesce_bytes,
         accumulate_whole=config.accumulation == "full",
         rolling=rolling,
     )
 
 
-def kept(config: WeightParallelConfig, sizes: Sequence[int]) -> frozenset[int]:
+def kept(
+    config: WeightParallelConfig, sizes: Sequence[int], decided: Mapping[int, bool] | None = None
+) -> frozenset[int]:
     """The blocks of a chunk that stay unsharded until the optimizer step.
 
     Args:
         sizes: bytes of each block's unsharded weights.
+        decided: what a rule of the plan says of some of them; the configuration's number or size
+            is of the others.
     """
+    decided = decided or {}
+    others = [block for block in range(len(sizes)) if block not in decided]
+    chosen = _kept(config, [sizes[block] for block in others])
+    return frozenset(others[i] for i in chosen) | {block for block in decided if decided[block]}
+
+
+def _kept(config: WeightParallelConfig, sizes: Sequence[int]) -> Sequence[int]:
     keep = config.keep_unsharded
     if keep == "all":
-        return frozenset(range(len(sizes)))
+        return range(len(sizes))
     if isinstance(keep, str):
         budget = size_in_bytes(keep)
         assert budget is not None, "the configuration has checked it"
-        return frozenset(fitting(sizes, config.prefetch_depth, budget))
-    return frozenset(spread(len(sizes), keep or 0))
+        return fitting(sizes, config.prefetch_depth, budget)
+    return spread(len(sizes), keep or 0)
 
 
 def chunk_plan(
@@ -81,20 +107,24 @@ def chunk_plan(
         StructureError: the mesh has an axis for experts and the model has none.
     """
     if shape.separate and shape.pipeline == 1:  # a stage of a pipeline may lack them
-        require_experts((a.name for a in assignments), config)
-    policy = policy_of(config, len(structure.blocks))
+        require_experts((a.name for a in assignments), config, structure.rules)
+    if shape.pipeline == 1:
+        require_effect(assignments, structure)
+    policy = policy_of(config, len(structure.blocks), structure.rules.caught)
     members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
     for assignment in assignments:
         if assignment.unit is not None:
             members.setdefault(assignment.unit, []).append(assignment)
     weights_of = {
-        name: tuple(_weight(a, shape, policy, config) for a in own)
+        name: tuple(_weight(a, shape) for a in own)
         for name, own in members.items()
     }
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
+    said = [block.said.get("keep_unsharded") for block in structure.blocks]
+    decided = {i: bool(keep) for i, keep in enumerate(said) if keep is not None}
     exchanges = shape.sequence > 1 or shape.expert > 1
     one_order = exchanges and (device != "cpu" or not config.overlap)
-    policy = replace(policy, kept=kept(config, sizes), one_order=one_order)
+    policy = replace(policy, kept=kept(config, sizes, decided), one_order=one_order)
     units: dict[str, UnitPlan] = {}
     slot = policy.slots
     for name, own in members.items():
@@ -105,7 +135,7 @@ def chunk_plan(
         trigger_at = -1
         if block >= 0:
             inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
-            trigger_at = trigger_position(structure.blocks[block], inside, config.trigger)
+            trigger_at = trigger_position(structure.blocks[block], inside)
         where = policy.slot(block) if block >= 0 else slot
         slot += block < 0
         small = block >= 0 and bool(weights) and all(w.small for w in weights)
@@ -169,21 +199,17 @@ def _head(
     return None
 
 
-def _weight(
-    assignment: Assignment,
-    shape: MeshShape,
-    policy: Policy,
-    config: WeightParallelConfig,
-) -> WeightPlan:
+def _weight(assignment: Assignment, shape: MeshShape) -> WeightPlan:
+    options = assignment.options
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
     layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
     compute = assignment.dtypes.compute
     shard_bytes = layout.shard_numel * compute.itemsize
     sent = assignment.dtypes.reduce if assignment.dtypes.reduce and size > 1 else compute
-    small = size > 1 and policy.small(layout.padded_numel * compute.itemsize)
+    small = size > 1 and layout.padded_numel * compute.itemsize <= options.coalesce_bytes
     quantized = None
-    if config.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
-        if parameter.numel() >= config.quantize_min_elements:
+    if options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
+        if parameter.numel() >= options.quantize_min_elements:
             quantized = QuantizedShard.of(
                 assignment.name, layout.shard_numel, compute, parameter.dtype
             )

@@ -169,7 +169,6 @@ class Policy:
             module). A backward gathers a block at its entry, and the first group of the block
             before: between a block's reductions, whose moments data decide, no gather is launched.
         kept: blocks with slots of their own, that stay unsharded until the optimizer step.
-        coalesce_bytes: weights up to this size unsharded are small: neighbors share a launch.
         accumulate_whole: sum unsharded gradients and reduce them in the last micro-batch only.
         rolling: no limit but the bytes: a group is gathered as soon as those it takes are free.
         one_order: passes hold exchanges of sequences or tokens, and launches of all groups must
@@ -183,7 +182,6 @@ class Policy:
     depth: int = 1
     per_module: bool = False
     kept: frozenset[int] = frozenset()
-    coalesce_bytes: int = 0
     accumulate_whole: bool = False
     rolling: bool = False
     one_order: bool = False
@@ -191,10 +189,6 @@ class Policy:
     def one_by_one(self, phase: str) -> bool:
         """Whether a block's gathers come group by group, each at the use of the one before."""
         return self.per_module and phase == FORWARD and not self.one_order
-
-    def small(self, nbytes: int) -> bool:
-        """Whether a weight of so many bytes unsharded travels together with small neighbors."""
-        return nbytes <= self.coalesce_bytes
 
     @property
     def slots(self) -> int:

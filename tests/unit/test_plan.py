@@ -218,6 +218,6 @@ def test_a_pipelines_blocks_are_all_of_the_models_layers() -> None:
         print_plan(settings, 4, Console(file=io.StringIO()))
 
     planned("layers.*")
-    planned("layers.[01]", "layers.[23]")
+    planned("layers.{0-1}", "layers.{2-3}")
     with pytest.raises(StructureError, match=r"leaves out some of layers\.0 to layers\.3"):
-        planned("layers.[012]")
+        planned("layers.{0-2}")

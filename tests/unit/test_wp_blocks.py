@@ -137,4 +137,4 @@ def test_the_prefetch_trigger_lies_before_the_first_weight_used_after_it(
         pass
 
     block = read(Tiny(Named), trigger).blocks[0]
-    assert trigger_position(block, owners, trigger) == position
+    assert trigger_position(block, owners) == position

@@ -1,0 +1,106 @@
+"""Names: patterns of dotted ones (modules, parameters, blocks), and the nearest to a wrong one.
+
+There is one language of patterns, wherever the configuration has some. A pattern is anchored: it
+matches a whole name, part by part, as paths do::
+
+    *        any text within one part            layers.*        layers.3, not layers.3.mlp
+    ?        one character within one part       layers.1?       layers.10, not layers.1
+    {*}      one whole number                    layers.{*}      layers.12, not layers.last
+    {a-b}    a whole number from a to b          layers.{0-3}    layers.3, not layers.30
+    **       any number of parts, none too       **.experts      experts, layers.0.mlp.experts
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+MOST_NUMBERS = 10_000
+"""Of one ``{a-b}``."""
+_TOKEN = re.compile(r"\*|\?|\{\*\}|\{([0-9]{1,9})-([0-9]{1,9})\}|[^*?{}]")
+
+
+_LONGEST_WORD = 80  # in which a nearest name is looked for
+
+
+def plain(word: str) -> str:
+    """``word`` as names are compared with it."""
+    return word[:_LONGEST_WORD].replace("-", "_").lower()
+
+
+def nearest(word: str, words: Sequence[str]) -> str | None:
+    """The one of ``words`` that ``word`` most likely means, if any is near."""
+    meant = plain(word)
+    if meant in words:
+        return meant
+    found = difflib.get_close_matches(meant, words, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether ``pattern``, of which :func:`mistake` finds nothing, matches all of ``name``."""
+    parts = name.split(".")
+    reached = {0}  # parts of the name that the pattern's parts so far may have taken
+    for part in pattern.split("."):
+        if part == "**":
+            reached = set(range(min(reached), len(parts) + 1))
+        else:
+            expression = _expression(part)
+            fitting = (i for i in reached if i < len(parts) and expression.fullmatch(parts[i]))
+            reached = {i + 1 for i in fitting}
+        if not reached:
+            return False
+    return len(parts) in reached
+
+
+def within(name: str, pattern: str) -> bool:
+    """Whether consecutive parts of a name match ``pattern``."""
+    return matches(name, f"**.{pattern}.**")
+
+
+def mistake(pattern: str) -> str | None:
+    """What is wrong with ``pattern``, if anything is."""
+    for part in pattern.split("."):
+        if not part:
+            return "has an empty part between its dots"
+        if part != "**" and "**" in part:
+            return "has ** beside other text: it stands for whole parts, between dots"
+        if "[" in part:
+            return "has a [: write {a-b} for numbers from a to b"
+        for found in _TOKEN.finditer(part):
+            if found[1] and not 0 <= int(found[2]) - int(found[1]) < MOST_NUMBERS:
+                return f"has {found[0]}: write the smaller number first, {MOST_NUMBERS} at the most"
+        if _TOKEN.sub("", part):
+            return "has a brace that is neither {*} nor {a-b} (numbers from a to b)"
+    return None
+
+
+def checked(pattern: str) -> str:
+    """``pattern`` itself.
+
+    Raises:
+        ValueError: it has a :func:`mistake`.
+    """
+    if (wrong := mistake(pattern)) is not None:
+        raise ValueError(f"{pattern!r} {wrong}")
+    return pattern
+
+
+@lru_cache(maxsize=4096)
+def _expression(part: str) -> re.Pattern[str]:
+    return re.compile("".join(map(_translated, _TOKEN.finditer(part))), re.DOTALL)
+
+
+def _translated(token: re.Match[str]) -> str:
+    text = token[0]
+    if text in "*?":
+        return ".*" if text == "*" else "."
+    if text[0] != "{":
+        return re.escape(text)
+    numbers = "[0-9]+"
+    if token[1]:
+        numbers = "|".join(map(str, range(int(token[1]), int(token[2]) + 1)))
+    # A number is taken whole: {0-3} is not the 3 of 13.
+    return f"(?<![0-9])(?:{numbers})(?![0-9])"

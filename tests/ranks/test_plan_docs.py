@@ -1,0 +1,59 @@
+"""The examples of docs/plan.md do what the page says."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from internsp.config import PlanRule, load_config
+from internsp.plan.printed import print_plan
+from tests.support.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_file_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None:
+    (source,), (shown,) = blocks("toml"), blocks("text")
+    path = tmp_path / "plan.toml"
+    path.write_text(source)
+    text = io.StringIO()
+    print_plan(load_config(path), 2, Console(file=text, soft_wrap=True))
+    assert shown in text.getvalue()
+
+
+def example(
+    rank: int, world_size: int, source: str
+) -> tuple[dict[str, int], list[bool], dict[str, bool]]:
+    """Runs the page's Python: what is cut where, triggers inside blocks, gradients in fp64."""
+    variables: dict[str, Any] = {}
+    exec(compile(source, "plan.md", "exec"), variables)
+    torch, communicator = variables["torch"], variables["communicator"]
+    variables["model"](torch.randint(0, 100, (8,))).sum().backward()
+    cut = {w.name: w.layout.dim for w in communicator.replicated.sharded}
+    wide = {w.name: w.reduce_dtype == torch.float64 for w in communicator.replicated.sharded}
+    return cut, [unit.has_trigger for unit in communicator.blocks], wide
+
+
+def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
+    (source,) = blocks("python")
+    for cut, triggers, wide in run_ranks(example, 2, source):
+        assert {name for name, dim in cut.items() if dim} == {
+            f"layers.{i}.wide.weight" for i in range(3)
+        }
+        assert {name for name, is_wide in wide.items() if is_wide} == {"head.weight"}
+        assert triggers == [False, False, True, True]
+
+
+def test_the_page_names_every_key_and_no_other() -> None:
+    table = PAGE.read_text().partition("## Keys")[2].partition("## What is refused")[0]
+    named = {key for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+             for key in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert named == set(PlanRule.model_fields) - {"match"}
