@@ -41,6 +41,7 @@ Few = Annotated[int, Field(ge=1, le=1 << 11)]  # of what plans count one by one
 Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # ranks
 Amount = Annotated[int, Field(ge=0, le=1 << 50)]  # bytes or elements
 Tiny = Annotated[float, Field(ge=1e-30, le=1)]  # what is added lest a division be by zero
+Depth = Annotated[int, Field(ge=0, le=64)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Blocks = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
 Kept = Annotated[str | Blocks | None, BeforeValidator(checked)]
@@ -219,6 +220,8 @@ class PlanRule(Section):
     """What blocks' weights are gathered as, of whatever size."""
     keep_unsharded: bool = False
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
+    prefetch_depth: Depth = 1
+    """Blocks gathered ahead from these; there is one slot more than the largest of all blocks."""
     trigger: Trigger = "out_proj"
     """Before what in the blocks the next one's gather starts; qkv: their entry."""
     prefetch_triggers: Patterns = ()
@@ -264,8 +267,8 @@ class WeightParallelConfig(Section):
     """Gather the next weights while the current ones compute; same numbers either way."""
     memory_pool: bool = True
     """Keep unsharded weights in preallocated slots."""
-    prefetch_depth: Annotated[int, Field(ge=1, le=64)] = 1
-    """Blocks gathered ahead; whole block weights take prefetch_depth + 1 slots."""
+    prefetch_depth: Depth = 1
+    """Blocks gathered ahead; they take prefetch_depth + 1 slots, so that 0 has the lowest peak."""
     trigger: Literal["qkv", "attention", "out_proj", "mlp", "rolling"] = "out_proj"
     """Before what in a block the next one's gather starts; qkv: its entry; rolling: by weight."""
     granularity: Literal["block", "module"] = "block"

@@ -20,7 +20,7 @@ from internsp.config import PlanRule
 from internsp.config.names import matches, nearest
 from internsp.errors import StructureError
 
-BLOCK_KEYS = frozenset({"keep_unsharded", "trigger", "prefetch_triggers"})
+BLOCK_KEYS = frozenset({"keep_unsharded", "prefetch_depth", "trigger", "prefetch_triggers"})
 """What is said of blocks; everything else is said of parameters."""
 SHARDED_KEYS = frozenset({"shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize"})
 """What has an effect on a cut parameter alone."""

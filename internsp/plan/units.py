@@ -14,73 +14,76 @@ from internsp.mesh.shape import MeshShape
 from internsp.plan.assign import Assignment, require_effect, require_experts
 from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
-from internsp.plan.rules import Caught
 from internsp.quantize import QuantizedShard, buffer_bytes
 from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import Policy, fitting, spread
 from internsp.wp.slots import aligned
 
 
-def policy_of(
-    config: WeightParallelConfig, blocks: int, rules: Sequence[Caught] = ()
-) -> Policy:
-    """The policy that a configuration asks for; :func:`kept` adds which blocks stay unsharded.
+def policy_of(config: WeightParallelConfig, structure: Structure) -> Policy:
+    """The policy that is asked for; :func:`kept` adds which blocks stay unsharded.
 
     Raises:
         ConfigError: the trigger "rolling" or granularity "module" together with what it takes the
             place of.
     """
     rolling = config.trigger == "rolling"
-    for caught in rules:
-        said = caught.rule.said()
-        if rolling and ("trigger" in said or said.get("prefetch_triggers")):
+    for caught in structure.rules.caught:
+        said = caught.rule.said().keys()
+        if wrong := said & {"trigger", "prefetch_triggers", "prefetch_depth"} if rolling else None:
             raise ConfigError(
-                f'{caught}: sets a trigger, but weight_parallel.trigger = "rolling" gathers each '
-                "weight as soon as there is room: choose another trigger for all"
+                f'{caught}: sets {min(wrong)}, but weight_parallel.trigger = "rolling" gathers '
+                "each weight as soon as there is room: choose another trigger for all"
             )
-        if config.granularity == "module" and said.get("coalesce_bytes"):
+        alone = said & {"coalesce_bytes", "prefetch_depth"}
+        if alone and config.granularity == "module":
             raise ConfigError(
-                f'{caught}: sets coalesce_bytes, but weight_parallel.granularity = "module" '
-                'gathers each weight alone: set granularity = "block"'
+                f'{caught}: sets {min(alone)}, but weight_parallel.granularity = "module" gathers '
+                'each weight alone, one ahead: set granularity = "block"'
             )
+    depths = [block.said.get("prefetch_depth", config.prefetch_depth) for block in structure.blocks]
     if rolling and (config.granularity == "module" or config.prefetch_triggers):
         raise ConfigError(
             'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
             'set granularity = "block" and no prefetch_triggers'
         )
     return Policy(
-        blocks,
-        config.prefetch_depth,
+        len(structure.blocks),
+        max(depths),
         config.granularity == "module",
         accumulate_whole=config.accumulation == "full",
         rolling=rolling,
+        depths=tuple(depths) if len(set(depths)) > 1 else (),
     )
 
 
 def kept(
-    config: WeightParallelConfig, sizes: Sequence[int], decided: Mapping[int, bool] | None = None
+    config: WeightParallelConfig,
+    sizes: Sequence[int],
+    depth: int,
+    decided: Mapping[int, bool],
 ) -> frozenset[int]:
     """The blocks of a chunk that stay unsharded until the optimizer step.
 
     Args:
         sizes: bytes of each block's unsharded weights.
+        depth: blocks gathered ahead, at most.
         decided: what a rule of the plan says of some of them; the configuration's number or size
             is of the others.
     """
-    decided = decided or {}
     others = [block for block in range(len(sizes)) if block not in decided]
-    chosen = _kept(config, [sizes[block] for block in others])
+    chosen = _kept(config, [sizes[block] for block in others], depth)
     return frozenset(others[i] for i in chosen) | {block for block in decided if decided[block]}
 
 
-def _kept(config: WeightParallelConfig, sizes: Sequence[int]) -> Sequence[int]:
+def _kept(config: WeightParallelConfig, sizes: Sequence[int], depth: int) -> Sequence[int]:
     keep = config.keep_unsharded
     if keep == "all":
         return range(len(sizes))
     if isinstance(keep, str):
         budget = size_in_bytes(keep)
         assert budget is not None, "the configuration has checked it"
-        return fitting(sizes, config.prefetch_depth, budget)
+        return fitting(sizes, depth, budget)
     return spread(len(sizes), keep or 0)
 
 
@@ -110,7 +113,7 @@ def chunk_plan(
         require_experts((a.name for a in assignments), config, structure.rules)
     if shape.pipeline == 1:
         require_effect(assignments, structure)
-    policy = policy_of(config, len(structure.blocks), structure.rules.caught)
+    policy = policy_of(config, structure)
     members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
     for assignment in assignments:
         if assignment.unit is not None:
@@ -124,7 +127,7 @@ def chunk_plan(
     decided = {i: bool(keep) for i, keep in enumerate(said) if keep is not None}
     exchanges = shape.sequence > 1 or shape.expert > 1
     one_order = exchanges and (device != "cpu" or not config.overlap)
-    policy = replace(policy, kept=kept(config, sizes, decided), one_order=one_order)
+    policy = replace(policy, kept=kept(config, sizes, policy.depth, decided), one_order=one_order)
     units: dict[str, UnitPlan] = {}
     slot = policy.slots
     for name, own in members.items():

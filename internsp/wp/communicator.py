@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from internsp.autograd import NO_TASK, graph_task
-from internsp.errors import OrderError, StaleWeightError
+from internsp.errors import OrderError, StaleWeightError, StructureError
 from internsp.failure.last_words import EndOfBackward
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
@@ -279,8 +279,25 @@ class ISPCommunicator(WPCommunicator):
 
     # weights of blocks, for layers
 
-    def unshard(self, weight: ShardedParameter) -> Tensor:
-        """See :meth:`WPCommunicator.unshard`."""
+    @overload
+    def unshard(self, weight: ShardedParameter) -> Tensor: ...
+
+    @overload
+    def unshard(self, weight: nn.Module) -> None: ...
+
+    def unshard(self, weight: ShardedParameter | nn.Module) -> Tensor | None:
+        """See :meth:`WPCommunicator.unshard`; of a module, for programs, before a forward.
+
+        Of a module: start the all-gathers of its units, as :meth:`prefetch_all` of all. In a
+        module's place stand the block in which it lies, the embedding, the head.
+
+        Raises:
+            OrderError: a pass runs, or what runs before would take the slot.
+            StructureError: no cut weight lies in the module.
+        """
+        if isinstance(weight, nn.Module):
+            self._unshard_module(weight)
+            return None
         unit, phase = weight.unit, FORWARD
         if graph_task() != NO_TASK:
             phase = RECOMPUTE
@@ -594,6 +611,70 @@ class ISPCommunicator(WPCommunicator):
         """A promise that nothing writes weights inside: see :meth:`Contents.unchanged`."""
         with self.contents.unchanged():
             yield
+
+    def prefetch_all(self) -> None:
+        """Start the all-gathers of the next forward: of every unit that has room in the slots.
+
+        Between two passes, after whatever writes weights: the forward raises ``StaleWeightError``
+        where one was written since. Collective: all ranks call it. Does not block.
+
+        Raises:
+            OrderError: a pass runs.
+        """
+        self._gather_early(self.queue.with_room())
+
+    def reshard(self, module: nn.Module) -> None:
+        """Forget the unsharded weights of ``module``'s units: their next use gathers them.
+
+        Between two passes, also between a forward and its backward. Frees their memory where
+        ``memory_pool`` is off; slots stay. Collective: all ranks call it. Waits for what is in
+        flight.
+
+        Raises:
+            OrderError: a pass runs.
+            StructureError: no cut weight lies in ``module``.
+        """
+        for unit in self._units_of(module, "reshard"):
+            self.state.perform(self.queue.forget(unit))
+            self.state.pool.slots[unit.slot].free(unit)
+
+    def _unshard_module(self, module: nn.Module) -> None:
+        units, room = self._units_of(module, "unshard"), self.queue.with_room()
+        for unit in units:
+            if unit not in room:
+                raise OrderError(
+                    f"unshard(): {unit.name} shares its slot with blocks that run before it, which "
+                    f"would take it: those with room are {', '.join(u.name for u in room)}; raise "
+                    "weight_parallel.prefetch_depth, or set keep_unsharded for it"
+                )
+        self._gather_early(units)
+
+    def _gather_early(self, units: Sequence[Unit]) -> None:
+        self._require_rest("prefetch_all")
+        self.contents.prefetched()
+        self.state.perform(self.queue.gather_early(units))
+
+    def _units_of(self, module: nn.Module, what: str) -> list[Unit]:
+        """Those in which weights of ``module`` lie, in the order of the queue."""
+        self._require_rest(what)
+        inside = {
+            member.unit
+            for part in module.modules()
+            for name in part._parameters
+            if isinstance(member := self.places.get((part, name)), ShardedParameter)
+        }
+        if not inside:
+            raise StructureError(
+                f"{what}(): no cut weight of this model lies in the {type(module).__name__}"
+            )
+        return [unit for unit in self.units() if unit in inside]
+
+    def _require_rest(self, what: str) -> None:
+        self.recover()
+        if self._inside or graph_task() != NO_TASK:
+            raise OrderError(f"{what}() belongs between two passes: a forward or backward runs")
+        if not any(unit.groups for unit in self.units()):
+            raise StructureError(f"{what}(): a communicator of your own gathers by itself")
 
     # for pipelines
 

@@ -43,6 +43,7 @@ class Contents:
         self._members = members
         self._rank = rank
         self._promised: list[tuple[Member, int]] | None = None  # with their versions
+        self._early: list[tuple[Member, int]] | None = None  # when the next pass was prefetched
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -68,20 +69,31 @@ class Contents:
         """Whether the program is within :meth:`unchanged`."""
         return self._promised is not None
 
+    def prefetched(self) -> None:
+        """Weights are gathered before the next pass, which takes them over: none may be written."""
+        if self._promised is None and self._early is None:
+            self._state.queue.contents.clear()
+            self._early = [(member, member.version()) for member in self._members()]
+
     def begin_pass(self) -> bool:
         """Whether this pass may use what the slots hold.
 
         A user's program may have run since the last one: only where it has promised (WP-11).
         """
-        if self._promised is None:
-            return False
-        for member, version in self._promised:
+        early, self._early = self._early, None
+        for member, version in self._promised or early or ():
             if member.version() != version:
+                where = "within unchanged()"
+                remedy = "step, load or edit outside of it"
+                if self._promised is None:
+                    where = "between a prefetch and the forward"
+                    remedy = "call unshard() or prefetch_all() after the last write"
                 raise StaleWeightError(
-                    f"{member.name} was written on rank {self._rank} within unchanged(), where "
-                    "weights in slots are used again in further forwards: step, load or edit "
-                    "outside of it"
+                    f"{member.name} was written on rank {self._rank} {where}, where weights in "
+                    f"slots are used again: {remedy}"
                 )
+        if self._promised is None and early is None:
+            return False
         self.check()
         return True
 

@@ -39,6 +39,7 @@ from internsp.wp.schedule import (
     Policy,
     U,
     W,
+    reach,
 )
 
 _ABSENT = object()
@@ -458,6 +459,34 @@ class GatherQueue(Generic[U, W]):
             if all(self.held[group][0] is unit for group in held):
                 for group in groups[:1] if self.policy.per_module else groups:
                     self._launch(unit, group, phase, out)
+        return out
+
+    def with_room(self) -> list[U]:
+        """Units that may be gathered before a forward and are still there when it comes to them."""
+        policy = self.policy
+        first = [0, *reach(range(1, policy.blocks), policy.depth, policy.kept), *policy.kept]
+        blocks = [self.blocks[block] for block in sorted(set(first))] if self.blocks else []
+        head = [self.head] if self.head is not None else []
+        return list(dict.fromkeys([*self.root, *blocks, *head]))
+
+    def gather_early(self, units: Iterable[U]) -> list[Action]:
+        """Gather ``units``, of :meth:`with_room`, before the forward that uses them."""
+        out: list[Action] = []
+        self._begin(FORWARD, self._forward)
+        for unit in units:
+            for group in unit.groups:
+                self._launch(unit, group, FORWARD, out)
+        return out
+
+    def forget(self, unit: U) -> list[Action]:
+        """What a slot holds of ``unit`` is not used again."""
+        out: list[Action] = []
+        for group in unit.groups:
+            for weight in group.weights:
+                if weight in self.flying:
+                    self._wait(weight, None, "settle", out)
+                self.contents.pop(weight, None)
+            self.held.pop(group, None)
         return out
 
     def learn(self, uses: Mapping[W, int]) -> None:

@@ -164,7 +164,9 @@ class Policy:
 
     Attributes:
         blocks: transformer blocks of the chunk.
-        depth: blocks gathered ahead; the chunk has ``depth + 1`` slots.
+        depth: blocks gathered ahead, at most; the chunk has ``depth + 1`` slots. With 0 each block
+            is gathered when it is entered, after the one before has left the only slot.
+        depths: of each block, where they differ.
         per_module: in forward the limit is the next group after each use (InternEvo's prefetch per
             module). A backward gathers a block at its entry, and the first group of the block
             before: between a block's reductions, whose moments data decide, no gather is launched.
@@ -185,6 +187,7 @@ class Policy:
     accumulate_whole: bool = False
     rolling: bool = False
     one_order: bool = False
+    depths: tuple[int, ...] = ()
 
     def one_by_one(self, phase: str) -> bool:
         """Whether a block's gathers come group by group, each at the use of the one before."""
@@ -202,12 +205,17 @@ class Policy:
     def targets(self, block: int, phase: str) -> list[int]:
         """Blocks to have in flight once ``block``'s trigger fires, nearest first.
 
-        ``blocks`` itself stands for what follows the last block in forward: the head.
+        ``blocks`` itself stands for what follows the last block in forward: the head, which has a
+        slot of its own. It comes with the last block at the latest: a rank that does not use it
+        gathers it all the same (WP-2).
         """
         if self.per_module or self.rolling:
             return []
+        depth = self.depths[block] if self.depths else self.depth
+        if phase == FORWARD and block == self.blocks - 1:
+            return [self.blocks]
         coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
-        return reach(coming, self.depth, self.kept)
+        return reach(coming, depth, self.kept)
 
     @staticmethod
     def order(groups: Sequence[Any], phase: str, recomputed: bool) -> Sequence[Any]:

@@ -99,6 +99,13 @@ class Slot:
             if changed and poison:
                 self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
 
+    def free(self, unit: Unit) -> None:
+        """Give back memory of ``unit``'s weights, where each has its own; views keep its place."""
+        for weight in unit.weights:
+            if weight in self._buffers:
+                self.streams.before_overwrite()
+                self._buffers[weight].untyped_storage().resize_(0)
+
     def flat(self, unit: Unit, weight: ShardedParameter) -> Tensor:
         """``weight``'s padded bytes in the slot, flat, in its compute dtype.
 

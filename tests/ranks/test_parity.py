@@ -111,7 +111,7 @@ def test_the_sets_cover_all_pairs(world: int) -> None:
     length=st.integers(2, 17),
     layers=st.integers(1, 5),
     intermediate=st.integers(1, 23),
-    depth=st.integers(1, 3),
+    depth=st.integers(0, 3),
     trigger=st.sampled_from(["qkv", "attention", "out_proj", "mlp"]),
     pending=st.integers(1, 3),
     seed=st.integers(0, 99),

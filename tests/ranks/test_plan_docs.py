@@ -36,8 +36,11 @@ def example(
     variables: dict[str, Any] = {}
     exec(compile(source, "plan.md", "exec"), variables)
     torch, communicator = variables["torch"], variables["communicator"]
+    communicator.prefetch_all()
+    communicator.unshard(variables["model"].head)
     variables["model"](torch.randint(0, 100, (8,))).sum().backward()
     cut = {w.name: w.layout.dim for w in communicator.replicated.sharded}
+    communicator.reshard(variables["model"])
     wide = {w.name: w.reduce_dtype == torch.float64 for w in communicator.replicated.sharded}
     return cut, [unit.has_trigger for unit in communicator.blocks], wide
 

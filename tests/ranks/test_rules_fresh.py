@@ -54,6 +54,8 @@ def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
     mesh = mesh_of()
     for config, checkpoint in (
         ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
+        ({"prefetch_depth": 0}, None), ({"prefetch_depth": 0, "granularity": "module"}, HALF),
+        ({"prefetch_depth": 0, "trigger": "rolling"}, None),
         (ALL, None), (SOME, FULL), (ROLLING, None), (ROLLING | {"memory_pool": False}, HALF),
         ({"memory_pool": False}, ActivationCheckpointConfig(mode="full", reentrant=True)),
     ):  # fmt: skip

@@ -83,6 +83,7 @@ def test_whole_block_weights_never_exceed_the_slots() -> None:
         (2, False, None, 0, "out_proj"), (1, True, HALF, 2, "out_proj"),
         (1, False, None, 1, "out_proj"), (1, True, HALF, 0, "rolling"),
         (2, True, None, 1, "rolling"), (1, False, None, 0, "rolling"),
+        (0, True, None, 0, "out_proj"), (0, True, HALF, 1, "rolling"),
     ):  # fmt: skip
         count_blocks(mesh, depth, reuse, checkpoint, kept, trigger)
 

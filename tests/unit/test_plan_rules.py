@@ -153,6 +153,17 @@ def test_each_block_has_its_own_trigger() -> None:
     assert [unit.trigger_at for unit in back.blocks] == [1, 3, 3, 3]
 
 
+def test_blocks_gather_ahead_as_far_as_is_said_of_each() -> None:
+    made = plan({"match": "layers.1", "prefetch_depth": 2}, prefetch_depth=0)
+    assert made.policy.depths == (0, 2, 0, 0)
+    assert made.policy.slots == 3
+    none = plan({"match": "layers.*", "prefetch_depth": 0})
+    assert (none.policy.depths, none.policy.depth, none.policy.slots) == ((), 0, 1)
+    ahead = {"match": "layers.1", "prefetch_depth": 2}
+    assert "rolling" in refused(ConfigError, ahead, trigger="rolling")
+    assert 'granularity = "block"' in refused(ConfigError, ahead, granularity="module")
+
+
 def test_a_model_brings_rules_and_the_configurations_go_before_them() -> None:
     turned = {n for n, d in dims(model=WithRules()).items() if d}
     assert turned == {f"layers.{i}.w1.weight" for i in range(4)}

@@ -83,7 +83,7 @@ def test_the_choice_is_spread_over_all_but_the_last() -> None:
 
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=9),
-    depth=st.integers(1, 3),
+    depth=st.integers(0, 3),
     budget=st.integers(0, 400),
 )
 def test_a_budget_is_used_and_never_exceeded(sizes: list[int], depth: int, budget: int) -> None:

@@ -60,7 +60,10 @@ def test_all_ranks_launch_gathers_and_reductions_in_one_order_whatever_is_idle(
         assert launches(plan, overlap, other, added) == first
 
 
-@pytest.mark.parametrize("how", [{}, {"per_module": True}, {"rolling": True}, {"depth": 2}])
+@pytest.mark.parametrize("how", [
+    {}, {"per_module": True}, {"rolling": True}, {"depth": 2}, {"depth": 0},
+    {"depth": 0, "rolling": True},
+])
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_a_backward_through_two_forwards_is_one_order_whichever_of_them_leave_what_idle(
     blocks: int, how: Any

@@ -35,9 +35,13 @@ def chunk(
     uneven: int = 0,
     frozen: str = "",
     small: str = "",
+    depths: tuple[int, ...] = (),
 ) -> ChunkPlan:
     alone = kept & frozenset(range(blocks))
-    policy = Policy(blocks, depth, per_module and not rolling, alone, rolling=rolling)
+    own = tuple(min(depth, d) for d in depths[:blocks]) if len(depths) >= blocks else ()
+    policy = Policy(
+        blocks, depth, per_module and not rolling, alone, rolling=rolling, depths=own
+    )
     units = tuple(
         UnitPlan(
             f"b{i}",
@@ -62,7 +66,8 @@ def chunk(
 chunks = st.builds(
     chunk,
     blocks=st.integers(1, 7),
-    depth=st.integers(1, 3),
+    depth=st.integers(0, 3),
+    depths=st.just(()) | st.tuples(*[st.integers(0, 3)] * 7),
     per_module=st.booleans(),
     recomputed=st.frozensets(st.integers(0, 6)),
     trigger_at=st.integers(-1, 4),
@@ -87,7 +92,7 @@ def test_what_is_used_was_gathered_into_its_slot_and_nothing_took_the_slot_since
         """Whose place ``name`` takes: everybody's of another unit, or those under it."""
         slot, unit, (start, end) = where[name]
         others = {n: x for n, (s, u, x) in where.items() if s == slot and u is not unit}
-        if not plan.policy.rolling:
+        if plan.policy.depth and not plan.policy.rolling:
             return set(others)
         return {n for n, (low, high) in others.items() if low < end and start < high}
 
@@ -197,6 +202,29 @@ def test_a_kept_block_is_gathered_once_and_the_others_as_if_it_were_not_there(
     assert sum(".q" in line for line in gathers) == moving + len(kept)
 
 
+def test_with_depth_0_a_block_is_gathered_into_the_only_slot_when_the_one_before_has_left() -> None:
+    plan = chunk(4, depth=0)
+    assert plan.policy.slots == 1
+    lines = simulate(plan).lines(["AG", "USE", "RS"])
+    for i in (1, 2, 3):
+        at = lines.index(f"AG {FORWARD} b{i}.q")
+        assert f"USE {FORWARD} b{i - 1}.w2" in lines[:at]
+        assert lines[at : at + 5] == [
+            *(f"AG {FORWARD} b{i}.{p}" for p in PARTS), f"USE {FORWARD} b{i}.q"
+        ]  # fmt: skip
+    assert lines.index(f"AG {FORWARD} head.w") < lines.index(f"USE {FORWARD} b3.wo")
+    at = lines.index(f"AG {BACKWARD} b2.w2")
+    assert lines[at - 1] == f"RS {BACKWARD} b3.q"
+    assert sum("AG" in line and ".w1" in line for line in lines) == 4 + 3
+
+
+def test_each_block_gathers_as_far_ahead_as_is_said_of_it() -> None:
+    policy = Policy(5, 2, depths=(0, 2, 1, 0, 0))
+    assert policy.slots == 3
+    assert [policy.targets(b, FORWARD) for b in range(5)] == [[], [2, 3], [3], [], [5]]
+    assert [policy.targets(b, BACKWARD) for b in range(5)] == [[], [0], [1], [], []]
+
+
 def test_past_a_kept_block_the_next_one_comes_early() -> None:
     policy = Policy(6, kept=frozenset({1, 3, 4}))
     assert [policy.targets(b, FORWARD) for b in range(6)] == [
@@ -208,7 +236,7 @@ def test_past_a_kept_block_the_next_one_comes_early() -> None:
 
 
 @given(
-    blocks=st.integers(1, 9), depth=st.integers(1, 4), kept=st.frozensets(st.integers(0, 8))
+    blocks=st.integers(1, 9), depth=st.integers(0, 4), kept=st.frozensets(st.integers(0, 8))
 )
 def test_blocks_ahead_of_a_block_never_share_its_slot(
     blocks: int, depth: int, kept: frozenset[int]
