@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tools.families.configs import FAMILIES
@@ -79,6 +81,9 @@ def test_a_difference_is_right_only_if_rounding_explains_it() -> None:
     single = {"gradient": (1e-15, "")}
     assert found(gradient=1e-7, widened=single).right
     assert not found(gradient=1e-4, widened=single).right, "beyond fp32's"
+    rough = replace(found(gradient=1e-4, widened=single), family="gemma4_text")
+    assert rough.right
+    assert not replace(rough, widened={"gradient": (1e-9, "")}).right
     assert not found(gradient=1e-7, widened={"gradient": (1e-9, "")}).right
     assert not found(gradient=float("inf")).right
     refusal = Found("llama", NONE, {}, error="no", refused=True)

@@ -225,3 +225,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rwkv": {"prefetch_triggers": ("attention.output",)},
     "xlnet": {"trigger": "qkv"},
 }
+
+# Where a tiny model makes more of its own fp32's rounding than others; the same in fp64 is held to
+# what fp64 can do, as everywhere.
+ROUGH: dict[str, float] = {"gemma4_text": 1e-3}

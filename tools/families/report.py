@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tools.bench.report import Page
 from tools.bench.report import Table as Rows
-from tools.families.configs import SETTINGS
+from tools.families.configs import ROUGH, SETTINGS
 from tools.families.options import CHECKPOINTING, MESHES, Setting
 
 TOLERANCE, SINGLE = 1e-10, 1e-5
@@ -45,7 +45,7 @@ class Found:
         """Rounding explains it: fp64's, or fp32's that is gone in fp64."""
         if self.error:
             return self.refused
-        return max(v for v, _ in self.apart.values()) <= SINGLE and (
+        return max(v for v, _ in self.apart.values()) <= ROUGH.get(self.family, SINGLE) and (
             worst(self.apart) <= TOLERANCE
             if self.widened is None
             else max(v for v, _ in self.widened.values()) <= TOLERANCE
@@ -135,6 +135,11 @@ def facts(found: Sequence[Found]) -> list[str]:
     lines += [
         f"{family} with weight_parallel {settings}, as its refusal says"
         for family, settings in SETTINGS.items()
+        if family in families
+    ]
+    lines += [
+        f"{family} as the model is: at most {bound:g}, which its own fp32 makes of rounding"
+        for family, bound in ROUGH.items()
         if family in families
     ]
     if kinds:
