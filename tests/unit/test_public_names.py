@@ -125,6 +125,13 @@ def test_what_public_signatures_name_is_public() -> None:
     assert set(UNNAMED) <= named, "one of them is in no signature any more"
 
 
+def test_what_a_callback_promises_to_return_is_used() -> None:
+    """InternEvo documents a return value of its callbacks that nothing looks at."""
+    hooks = {name: f for name, f in signatures() if name.startswith("SchedulerHook.")}
+    assert len(hooks) >= 7
+    assert {f.__annotations__["return"] for f in hooks.values()} == {"None"}
+
+
 def test_a_class_that_is_not_public_is_found_in_a_signature() -> None:
     from internsp.pipeline import Pipeline
     from internsp.pipeline.hooks import last_weight_backwards

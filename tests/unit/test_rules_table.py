@@ -8,25 +8,18 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-README = TESTS.parent / "internsp" / "wp" / "README.md"
+from tests.support.proofs import Sources, absent, sources
+
+README = Path(__file__).parents[2] / "internsp" / "wp" / "README.md"
 RULE = re.compile(r"\bWP-\d+\b")
 
 Table = dict[str, list[str]]  # tests as "ranks/test_x" or "ranks/test_x::test_y", by rule
-Sources = dict[str, str]  # of test files, by "ranks/test_x"
 
 
 def table_of(text: str) -> Table:
     """The last column of each row that begins with a rule."""
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| WP-")]
     return {row[0].split()[0]: re.findall(r"`([^`]+)`", row[-1]) for row in rows}
-
-
-def sources() -> Sources:
-    return {
-        path.relative_to(TESTS).with_suffix("").as_posix(): path.read_text()
-        for path in sorted(TESTS.rglob("test_*.py"))
-    }
 
 
 def cited(source: str) -> set[str]:
@@ -39,15 +32,8 @@ def cited(source: str) -> set[str]:
 def mistakes(table: Table, tests: Sources) -> list[str]:
     """What the table and the tests say of each other that is not so."""
     found = [f"WP-{n} is missing" for n in range(1, len(table) + 1) if f"WP-{n}" not in table]
-    for rule, proofs in table.items():
-        if not proofs:
-            found.append(f"{rule} has no test")
-        for proof in proofs:
-            file, _, name = proof.partition("::")
-            if file not in tests:
-                found.append(f"{rule}: there is no tests/{file}.py")
-            elif name and f"\ndef {name}(" not in tests[file]:
-                found.append(f"{rule}: tests/{file}.py has no {name}")
+    found += [f"{rule} has no test" for rule, proofs in table.items() if not proofs]
+    found += absent(table, tests)
     for file, source in tests.items():
         for rule in sorted(cited(source)):
             if not any(proof.partition("::")[0] == file for proof in table.get(rule, [])):

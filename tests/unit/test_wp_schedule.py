@@ -182,6 +182,15 @@ def test_a_recomputed_block_is_gathered_once_in_the_order_of_its_recompute() -> 
     ]
 
 
+def test_the_block_before_is_gathered_while_a_block_recomputes() -> None:
+    recomputed = chunk(4, recomputed=frozenset(range(4)), trigger_at=1)
+    lines = simulate(recomputed).lines(["AG", "USE", "RS"])
+    start = lines.index(f"AG {BACKWARD} b1.q")
+    assert lines[start - 1] == "USE recompute b2.q"
+    assert lines[start + 4] == "USE recompute b2.wo", "before the weight behind the trigger"
+    assert lines.index(f"RS {BACKWARD} b2.w2") > start, "before any gradient of the block"
+
+
 def test_weights_that_are_unsharded_at_rest_are_neither_gathered_nor_waited_for() -> None:
     schedule = simulate(chunk(3, moves=False))
     assert schedule.count("AG") == 0
