@@ -142,11 +142,11 @@ def test_without_recursion_the_blocks_below_stay_sharded() -> None:
 
 @ranks(4)
 def test_equal_writes_reach_every_shard_and_different_ones_none(rank: int) -> None:
-    """F2: writes are compared; rows written differently by ranks are never mixed."""
+    """F2: writes are compared, F4: offloaded ones too; rows that ranks wrote are never mixed."""
     for weight in (2, 4):
         twin = Twin(Full, mesh_of(weight))
         step(twin, "before")
-        with internsp.full_params(twin.ours, write="shards"):
+        with internsp.full_params(twin.ours, write="shards", offload_to_cpu=weight == 4):
             for model in (twin.ours, twin.plain):
                 each(model, lambda p: p.mul_(1.25).add_(0.1))
                 model.get_buffer("seen").mul_(2)
