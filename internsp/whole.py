@@ -85,7 +85,7 @@ def full_params(
         f"full_params(write={write!r}, offload_to_cpu={offload_to_cpu}, with_grads={with_grads}, "
         f"recurse={recurse}, dtype={dtype})"
     )
-    part = Part(model, recurse, what)
+    part = _Part(model, recurse, what)
     part.come_to_rest(with_grads)
     access = _Access(part, write, dtype, offload_to_cpu, with_grads)
     access.hand_out()
@@ -128,7 +128,7 @@ def iterate_full_params(
         CollectiveError: a rank left the iteration early, or did something else.
     """
     what = f"iterate_full_params(recurse={recurse}, dtype={dtype}, rank0_only={rank0_only})"
-    part = Part(model, recurse, what)
+    part = _Part(model, recurse, what)
     part.come_to_rest()
     versions = part.versions()
     for unit, entries in part.units():
@@ -154,11 +154,11 @@ def iterate_full_params(
 
 
 @dataclass(eq=False)
-class Entry:
+class _Entry:
     """One parameter, with all places that hold it.
 
     Attributes:
-        name, names: its first, and all, within the model that was given.
+        name: its first, within the model that was given.
         scope: of its first owner.
         whole: what the places hold meanwhile; afterwards what was found there.
         gradient: that was found with it.
@@ -168,7 +168,6 @@ class Entry:
     name: str
     member: Member
     scope: Scope
-    names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     whole: Tensor = field(init=False)
     gradient: Tensor | None = None
@@ -179,19 +178,18 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Buffer:
-    """One buffer, with all places that hold it; ``whole``: as of an :class:`Entry`."""
+class _Buffer:
+    """One buffer, with all places that hold it; ``whole``: as of an :class:`_Entry`."""
 
     name: str
     value: Tensor
     persistent: bool
-    names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     whole: Tensor = field(init=False)
     digest: int = 0
 
 
-class Part:
+class _Part:
     """What of a model is asked for, and the ranks that must ask alike.
 
     Attributes:
@@ -214,8 +212,8 @@ class Part:
                 inside = any(module is scope.module for module in model.modules())
                 below.update(scope.module.modules() if inside else ())
         self.scopes = list(scopes)
-        self.entries: list[Entry] = []
-        self.buffers: list[Buffer] = []
+        self.entries: list[_Entry] = []
+        self.buffers: list[_Buffer] = []
         self._read(model, below)
         self.communicators: list[ISPCommunicator] = list(
             dict.fromkeys(scope.communicator for scope in scopes)
@@ -224,34 +222,29 @@ class Part:
         self.mesh, self.first = mesh, mesh.rank % mesh.shape.stage_size == 0
         names = json.dumps([[e.name, list(e.member.parameter.shape)] for e in self.entries])
         self.what = f"{what} of {len(self.entries)} parameters [{zlib.crc32(names.encode()):08x}]"
-        self.masters = Masters(self.entries)
+        self.masters = _Masters(self.entries)
 
     def _read(self, model: nn.Module, below: set[nn.Module]) -> None:
-        entries: dict[Member, Entry] = {}
-        buffers: dict[int, Buffer] = {}
+        entries: dict[Member, _Entry] = {}
+        buffers: dict[int, _Buffer] = {}
         for path, module in model.named_modules():
             if module in below:
                 continue
             held, dot = module._parameters, f"{path}." if path else ""
             for name in held.weights if isinstance(held, Weights) else ():
                 member: Any = held.weights[name]  # type: ignore[union-attr]
-                made = Entry(f"{dot}{name}", member, held.scope)  # type: ignore[union-attr]
-                entry = entries.setdefault(member, made)
-                entry.places.append((module, name))
-                entry.names.append(f"{dot}{name}")
+                made = _Entry(f"{dot}{name}", member, held.scope)  # type: ignore[union-attr]
+                entries.setdefault(member, made).places.append((module, name))
             for name, value in module._buffers.items():
                 if value is not None:
                     persistent = name not in module._non_persistent_buffers_set
-                    made_buffer = Buffer(f"{dot}{name}", value, persistent)
-                    buffer = buffers.setdefault(id(value), made_buffer)
-                    buffer.places.append((module, name))
-                    buffer.names.append(f"{dot}{name}")
-                    buffer.persistent |= persistent
+                    made_buffer = _Buffer(f"{dot}{name}", value, persistent)
+                    buffers.setdefault(id(value), made_buffer).places.append((module, name))
         self.entries, self.buffers = list(entries.values()), list(buffers.values())
 
-    def units(self) -> list[tuple[str, list[Entry]]]:
+    def units(self) -> list[tuple[str, list[_Entry]]]:
         """Entries by unit: blocks, large weights beside them, and the rest."""
-        found: dict[tuple[Scope, str], list[Entry]] = {}
+        found: dict[tuple[Scope, str], list[_Entry]] = {}
         for entry in self.entries:
             cut = isinstance(entry.member, ShardedParameter)
             key = entry.member.unit.name if cut else ""  # type: ignore[union-attr]
@@ -294,13 +287,9 @@ class Part:
         """Around messages: a wait in vain names its cause."""
         return unbroken([c.recovery for c in self.communicators], self.what)
 
-    def come_to_rest(self, with_grads: bool = False, refused: Exception | None = None) -> None:
-        """All ranks agree to do the same now, and everything in flight has arrived.
-
-        Args:
-            refused: why this rank will not.
-        """
-        refused, present = refused or self.refusal(), ""
+    def come_to_rest(self, with_grads: bool = False) -> None:
+        """All ranks agree to do the same now, and everything in flight has arrived."""
+        refused, present = self.refusal(), ""
         if refused is None:
             for communicator in self.communicators:
                 communicator.recover()  # what an earlier pass has left, or its cause
@@ -325,10 +314,10 @@ class Part:
         return None, f" with gradients [{zlib.crc32(bytes(there)):08x}]"
 
 
-class Masters:
+class _Masters:
     """Full precision: what an attached :class:`ZeroOptimizer` has of the parameters."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[_Entry]) -> None:
         self.buckets: dict[Member, tuple[ZeroOptimizer, Bucket]] = {}
         owners = [getattr(entry.member.parameter, "_owner", None) for entry in entries]
         self.optimizers = [o for o in dict.fromkeys(owners) if isinstance(o, ZeroOptimizer)]
@@ -366,19 +355,11 @@ class Masters:
             return _copy(whole)
         return whole
 
-    def dtype(self, member: Member) -> torch.dtype:
-        """Of full precision."""
-        bucket = self.buckets.get(member, (None, None))[1]
-        return member.dtype if bucket is None else bucket.master.dtype
-
-    def write(self, member: Member, part: Tensor, exact: bool = False) -> None:
+    def write(self, member: Member, part: Tensor) -> None:
         """Make ``part``, like this rank's local tensor, the values. Collective; blocks.
 
-        Args:
-            exact: else elements that are still what was handed out keep every bit.
+        Elements that are still what was handed out keep every bit.
         """
-        if exact:
-            part = part.to(self.dtype(member))
         local: Tensor = member.parameter._local_tensor  # type: ignore[attr-defined]
         shard = self.shard(member)
         bucket = self.buckets.get(member, (None, None))[1]
@@ -436,7 +417,7 @@ class _Access:
 
     def __init__(
         self,
-        part: Part,
+        part: _Part,
         write: Write,
         dtype: torch.dtype | None,
         offload: bool,
@@ -514,7 +495,7 @@ class _Access:
                 module._buffers[name] = buffer.value
             self._note(buffer, found_here)
 
-    def _note(self, entry: Entry | Buffer, found: Sequence[Tensor | None]) -> None:
+    def _note(self, entry: _Entry | _Buffer, found: Sequence[Tensor | None]) -> None:
         """What was found for what was handed out: itself, or what stands there now.
 
         ``load_state_dict(assign=True)``, for one, puts other tensors there.
@@ -532,21 +513,21 @@ class _Access:
             )
             return
         entry.whole = value.detach()
-        if isinstance(entry, Entry):
+        if isinstance(entry, _Entry):
             mine = value.grad if value.is_leaf else None
             entry.gradient = handed.grad if mine is None and value is not handed else mine
 
-    def _wrong(self, entry: Entry | Buffer, value: Tensor | None) -> str:
+    def _wrong(self, entry: _Entry | _Buffer, value: Tensor | None) -> str:
         """Why ``value`` cannot be written back, in words."""
         handed = entry.whole
         if value is None:
             return "was removed"
         if isinstance(value, DTensor) or value.device.type == "meta":
             return f"was replaced by a {'DTensor' if isinstance(value, DTensor) else 'meta tensor'}"
-        cut: Tensor = entry.member.parameter if isinstance(entry, Entry) else entry.value
+        cut: Tensor = entry.member.parameter if isinstance(entry, _Entry) else entry.value
         if value.shape != cut.shape:
             return f"was given the shape {list(value.shape)} in place of {list(cut.shape)}"
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, _Entry):
             return ""
         if value.requires_grad != entry.member.requires_grad:
             return "was frozen or thawed, which is to be done outside"
@@ -661,7 +642,7 @@ class _Access:
                     "Nothing was written back: write the same on all ranks, or set write='rank0'"
                 )
 
-    def _piece(self, entry: Entry, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _piece(self, entry: _Entry, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
         """This rank's part of new values, like its local tensor."""
         device = self.part.mesh.device
         if self.write == "shards":
@@ -675,7 +656,7 @@ class _Access:
         made = distribute_tensor(given, parameter.device_mesh, parameter.placements)
         return made._local_tensor
 
-    def _everywhere(self, buffer: Buffer) -> Tensor:
+    def _everywhere(self, buffer: _Buffer) -> Tensor:
         value = buffer.whole.to(self.part.mesh.device, buffer.value.dtype)
         if self.write == "shards":
             return value

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from internsp.accelerator import current_stream
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
@@ -24,7 +23,7 @@ from internsp.wp.layout import ShardLayout
 from internsp.wp.parameter import ShardedParameter, unflatten
 from internsp.wp.schedule import runs_of
 from internsp.wp.slots import Unit
-from internsp.wp.streams import Stream
+from internsp.wp.streams import Stream, current_stream
 
 
 @dataclass
