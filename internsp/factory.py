@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import model_zoo
+from internsp import accelerator
 from internsp.clients.causal_lm import HFCausalLM
 from internsp.config import Config
 from internsp.parallel import initialize
@@ -86,7 +87,7 @@ def device_type(config: Config) -> str:
     """What a run of this configuration would compute on, here."""
     chosen = config.parallel.device
     if chosen == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return accelerator.kind()
     return chosen
 
 

@@ -18,6 +18,7 @@ from internsp.errors import ConfigError, StructureError
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.mesh import ParallelMesh
+from internsp.meta import Unfilled, materialize_buffers
 from internsp.plan.assign import (
     Assignment,
     Owner,
@@ -123,6 +124,7 @@ def _examined(
     checkpoint: ActivationCheckpointConfig | None,
 ) -> tuple[Structure, set[int]]:
     """The model's parts, and which blocks recompute; refuses what is not supported."""
+    materialize_buffers(model, mesh.device)
     require_supported(model)
     structure = read(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
@@ -179,6 +181,7 @@ class _Builder:
         self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
         self.options: dict[str, WeightOptions] = {}
+        self.unfilled: list[ShardedParameter | ReplicatedParameter] = []
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
         self.scopes[-1] = Scope(block=False)
 
@@ -198,7 +201,10 @@ class _Builder:
         )
         places: list[tuple[Owner, ShardedParameter | ReplicatedParameter]] = []
         for assignment in assignments:
-            places += self._place(assignment)
+            made = self._place(assignment)
+            places += made
+            if assignment.parameter.is_meta:
+                self.unfilled.append(made[0][1])
         blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
         others = [u for n, u in self.units.items() if u.block < 0]
         state = self._state(blocks, others, plan, trace)
@@ -385,10 +391,12 @@ class _Builder:
         frozen = FrozenSet(self.replicated.everyone(), meeting, mesh.rank)
         held = ((m, n) for m in self.model.modules() for n in m._parameters)  # ignored ones too
         additions = Additions(self.model, {*communicator.places, *held})
+        unfilled = Unfilled(self.model, self.unfilled, mesh.rank)
         counts = equal_counts(mesh) if communicator.mean else None
 
         def entered(args: Any, kwargs: Any) -> None:
             additions.look()
+            unfilled.look()
             frozen.look()
             if counts is not None:
                 counts(args, kwargs)

@@ -85,7 +85,7 @@ def full_params(
         f"full_params(write={write!r}, offload_to_cpu={offload_to_cpu}, with_grads={with_grads}, "
         f"recurse={recurse}, dtype={dtype})"
     )
-    part = _Part(model, recurse, what)
+    part = Part(model, recurse, what)
     part.come_to_rest(with_grads)
     access = _Access(part, write, dtype, offload_to_cpu, with_grads)
     access.hand_out()
@@ -128,7 +128,7 @@ def iterate_full_params(
         CollectiveError: a rank left the iteration early, or did something else.
     """
     what = f"iterate_full_params(recurse={recurse}, dtype={dtype}, rank0_only={rank0_only})"
-    part = _Part(model, recurse, what)
+    part = Part(model, recurse, what)
     part.come_to_rest()
     versions = part.versions()
     for unit, entries in part.units():
@@ -154,11 +154,11 @@ def iterate_full_params(
 
 
 @dataclass(eq=False)
-class _Entry:
+class Entry:
     """One parameter, with all places that hold it.
 
     Attributes:
-        name: its first, within the model that was given.
+        name, names: its first, and all, within the model that was given.
         scope: of its first owner.
         whole: what the places hold meanwhile; afterwards what was found there.
         gradient: that was found with it.
@@ -168,6 +168,7 @@ class _Entry:
     name: str
     member: Member
     scope: Scope
+    names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     whole: Tensor = field(init=False)
     gradient: Tensor | None = None
@@ -178,18 +179,19 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class _Buffer:
-    """One buffer, with all places that hold it; ``whole``: as of an :class:`_Entry`."""
+class Buffer:
+    """One buffer, with all places that hold it; ``whole``: as of an :class:`Entry`."""
 
     name: str
     value: Tensor
     persistent: bool
+    names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     whole: Tensor = field(init=False)
     digest: int = 0
 
 
-class _Part:
+class Part:
     """What of a model is asked for, and the ranks that must ask alike.
 
     Attributes:
@@ -212,8 +214,8 @@ class _Part:
                 inside = any(module is scope.module for module in model.modules())
                 below.update(scope.module.modules() if inside else ())
         self.scopes = list(scopes)
-        self.entries: list[_Entry] = []
-        self.buffers: list[_Buffer] = []
+        self.entries: list[Entry] = []
+        self.buffers: list[Buffer] = []
         self._read(model, below)
         self.communicators: list[ISPCommunicator] = list(
             dict.fromkeys(scope.communicator for scope in scopes)
@@ -222,29 +224,34 @@ class _Part:
         self.mesh, self.first = mesh, mesh.rank % mesh.shape.stage_size == 0
         names = json.dumps([[e.name, list(e.member.parameter.shape)] for e in self.entries])
         self.what = f"{what} of {len(self.entries)} parameters [{zlib.crc32(names.encode()):08x}]"
-        self.masters = _Masters(self.entries)
+        self.masters = Masters(self.entries)
 
     def _read(self, model: nn.Module, below: set[nn.Module]) -> None:
-        entries: dict[Member, _Entry] = {}
-        buffers: dict[int, _Buffer] = {}
+        entries: dict[Member, Entry] = {}
+        buffers: dict[int, Buffer] = {}
         for path, module in model.named_modules():
             if module in below:
                 continue
             held, dot = module._parameters, f"{path}." if path else ""
             for name in held.weights if isinstance(held, Weights) else ():
                 member: Any = held.weights[name]  # type: ignore[union-attr]
-                made = _Entry(f"{dot}{name}", member, held.scope)  # type: ignore[union-attr]
-                entries.setdefault(member, made).places.append((module, name))
+                made = Entry(f"{dot}{name}", member, held.scope)  # type: ignore[union-attr]
+                entry = entries.setdefault(member, made)
+                entry.places.append((module, name))
+                entry.names.append(f"{dot}{name}")
             for name, value in module._buffers.items():
                 if value is not None:
                     persistent = name not in module._non_persistent_buffers_set
-                    made_buffer = _Buffer(f"{dot}{name}", value, persistent)
-                    buffers.setdefault(id(value), made_buffer).places.append((module, name))
+                    made_buffer = Buffer(f"{dot}{name}", value, persistent)
+                    buffer = buffers.setdefault(id(value), made_buffer)
+                    buffer.places.append((module, name))
+                    buffer.names.append(f"{dot}{name}")
+                    buffer.persistent |= persistent
         self.entries, self.buffers = list(entries.values()), list(buffers.values())
 
-    def units(self) -> list[tuple[str, list[_Entry]]]:
+    def units(self) -> list[tuple[str, list[Entry]]]:
         """Entries by unit: blocks, large weights beside them, and the rest."""
-        found: dict[tuple[Scope, str], list[_Entry]] = {}
+        found: dict[tuple[Scope, str], list[Entry]] = {}
         for entry in self.entries:
             cut = isinstance(entry.member, ShardedParameter)
             key = entry.member.unit.name if cut else ""  # type: ignore[union-attr]
@@ -287,9 +294,13 @@ class _Part:
         """Around messages: a wait in vain names its cause."""
         return unbroken([c.recovery for c in self.communicators], self.what)
 
-    def come_to_rest(self, with_grads: bool = False) -> None:
-        """All ranks agree to do the same now, and everything in flight has arrived."""
-        refused, present = self.refusal(), ""
+    def come_to_rest(self, with_grads: bool = False, refused: Exception | None = None) -> None:
+        """All ranks agree to do the same now, and everything in flight has arrived.
+
+        Args:
+            refused: why this rank will not.
+        """
+        refused, present = refused or self.refusal(), ""
         if refused is None:
             for communicator in self.communicators:
                 communicator.recover()  # what an earlier pass has left, or its cause
@@ -314,10 +325,10 @@ class _Part:
         return None, f" with gradients [{zlib.crc32(bytes(there)):08x}]"
 
 
-class _Masters:
+class Masters:
     """Full precision: what an attached :class:`ZeroOptimizer` has of the parameters."""
 
-    def __init__(self, entries: Iterable[_Entry]) -> None:
+    def __init__(self, entries: Iterable[Entry]) -> None:
         self.buckets: dict[Member, tuple[ZeroOptimizer, Bucket]] = {}
         owners = [getattr(entry.member.parameter, "_owner", None) for entry in entries]
         self.optimizers = [o for o in dict.fromkeys(owners) if isinstance(o, ZeroOptimizer)]
@@ -355,11 +366,19 @@ class _Masters:
             return _copy(whole)
         return whole
 
-    def write(self, member: Member, part: Tensor) -> None:
+    def dtype(self, member: Member) -> torch.dtype:
+        """Of full precision."""
+        bucket = self.buckets.get(member, (None, None))[1]
+        return member.dtype if bucket is None else bucket.master.dtype
+
+    def write(self, member: Member, part: Tensor, exact: bool = False) -> None:
         """Make ``part``, like this rank's local tensor, the values. Collective; blocks.
 
-        Elements that are still what was handed out keep every bit.
+        Args:
+            exact: else elements that are still what was handed out keep every bit.
         """
+        if exact:
+            part = part.to(self.dtype(member))
         local: Tensor = member.parameter._local_tensor  # type: ignore[attr-defined]
         shard = self.shard(member)
         bucket = self.buckets.get(member, (None, None))[1]
@@ -417,7 +436,7 @@ class _Access:
 
     def __init__(
         self,
-        part: _Part,
+        part: Part,
         write: Write,
         dtype: torch.dtype | None,
         offload: bool,
@@ -495,7 +514,7 @@ class _Access:
                 module._buffers[name] = buffer.value
             self._note(buffer, found_here)
 
-    def _note(self, entry: _Entry | _Buffer, found: Sequence[Tensor | None]) -> None:
+    def _note(self, entry: Entry | Buffer, found: Sequence[Tensor | None]) -> None:
         """What was found for what was handed out: itself, or what stands there now.
 
         ``load_state_dict(assign=True)``, for one, puts other tensors there.
@@ -513,21 +532,21 @@ class _Access:
             )
             return
         entry.whole = value.detach()
-        if isinstance(entry, _Entry):
+        if isinstance(entry, Entry):
             mine = value.grad if value.is_leaf else None
             entry.gradient = handed.grad if mine is None and value is not handed else mine
 
-    def _wrong(self, entry: _Entry | _Buffer, value: Tensor | None) -> str:
+    def _wrong(self, entry: Entry | Buffer, value: Tensor | None) -> str:
         """Why ``value`` cannot be written back, in words."""
         handed = entry.whole
         if value is None:
             return "was removed"
         if isinstance(value, DTensor) or value.device.type == "meta":
             return f"was replaced by a {'DTensor' if isinstance(value, DTensor) else 'meta tensor'}"
-        cut: Tensor = entry.member.parameter if isinstance(entry, _Entry) else entry.value
+        cut: Tensor = entry.member.parameter if isinstance(entry, Entry) else entry.value
         if value.shape != cut.shape:
             return f"was given the shape {list(value.shape)} in place of {list(cut.shape)}"
-        if not isinstance(entry, _Entry):
+        if not isinstance(entry, Entry):
             return ""
         if value.requires_grad != entry.member.requires_grad:
             return "was frozen or thawed, which is to be done outside"
@@ -642,7 +661,7 @@ class _Access:
                     "Nothing was written back: write the same on all ranks, or set write='rank0'"
                 )
 
-    def _piece(self, entry: _Entry, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _piece(self, entry: Entry, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
         """This rank's part of new values, like its local tensor."""
         device = self.part.mesh.device
         if self.write == "shards":
@@ -656,7 +675,7 @@ class _Access:
         made = distribute_tensor(given, parameter.device_mesh, parameter.placements)
         return made._local_tensor
 
-    def _everywhere(self, buffer: _Buffer) -> Tensor:
+    def _everywhere(self, buffer: Buffer) -> Tensor:
         value = buffer.whole.to(self.part.mesh.device, buffer.value.dtype)
         if self.write == "shards":
             return value

@@ -168,7 +168,7 @@ def _write_scratch(folder: Path, nbytes: int) -> None:
 def _memory(config: Config, output: Path) -> Iterator[InternspError]:
     """Processes, weights and their gradients and moments fit this machine, where it computes."""
     here = memory_bytes()
-    if here is None or config.parallel.device == "cuda":
+    if here is None or config.parallel.device not in ("auto", "cpu"):
         return
     parallel, count = config.parallel, config.launch.processes
     if count * _PROCESS_BYTES > here:
@@ -177,7 +177,7 @@ def _memory(config: Config, output: Path) -> Iterator[InternspError]:
             f"hold anything, and this machine has {human(here)}"
         )
         return
-    if parallel.device == "auto" and _cuda_devices():
+    if parallel.device == "auto" and _devices("auto"):
         return
     item = ITEM_BYTES[config.train.dtype]
     copies = count // (parallel.weight * parallel.pipeline)
@@ -216,24 +216,26 @@ def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[
     wanted = config.parallel.device
     if wanted == "cpu":
         return
-    there = _cuda_devices()
-    if wanted == "cuda" and not there:
+    there = _devices(wanted)
+    if wanted != "auto" and not there:
         yield MachineError(
-            'parallel.device = "cuda": torch finds no CUDA device on this machine; use "cpu" or '
-            '"auto", or install a driver and a CUDA build of torch'
+            f'parallel.device = "{wanted}": torch finds no {wanted.upper()} device on this '
+            f'machine; use "cpu" or "auto", or install a driver and a torch with {wanted.upper()}'
         )
     local = int(environment.get("LOCAL_WORLD_SIZE") or config.launch.processes)
     if there and local > there:
         yield MachineError(
-            f"launch.processes: {local} processes need a CUDA device each and this machine has "
+            f"launch.processes: {local} processes need a device each and this machine has "
             f'{there}; start {there}, or set parallel.device = "cpu"'
         )
 
 
-def _cuda_devices() -> int:
-    import torch
+def _devices(wanted: str) -> int:
+    """Devices of the type ``wanted``, or of whatever type is here (``"auto"``), the host's none."""
+    from internsp import accelerator
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = accelerator.kind()
+    return accelerator.count(here if wanted == "auto" else wanted) if here != "cpu" else 0
 
 
 def _text(config: Config, output: Path) -> Iterable[InternspError]:

@@ -149,7 +149,7 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save(self._zero.state_dict(), checkpoint_id=Path(output_dir) / _OPTIMIZER)
+        dcp.save(self._zero.local_state_dict(), checkpoint_id=Path(output_dir) / _OPTIMIZER)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -160,12 +160,12 @@ class Trainer(transformers.Trainer):
         if not folder.is_dir():
             _LOG.warning("%s is not there: the optimizer starts anew", folder)
             return
-        state = self._zero.state_dict()
+        state = self._zero.local_state_dict()
         saved = {"mesh": dict(state["mesh"])}
         dcp.load(saved, checkpoint_id=folder)
         check_mesh(saved, self._communicator.mesh)
         dcp.load(state, checkpoint_id=folder)
-        self._zero.load_state_dict(state)
+        self._zero.load_local_state_dict(state)
         schedule = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
 

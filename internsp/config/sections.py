@@ -169,7 +169,7 @@ class ParallelConfig(Section):
     expert: Degree = 1
     """Ranks that own experts of their own (expert parallel)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device; auto takes CUDA where present."""
+    """Device; auto takes torch's accelerator where present, CUDA or any other."""
     timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300
     """Seconds a collective may take before the run fails, up to 30 days."""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from internsp import accelerator
 from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
 from internsp.mesh.axes import Axes, degrees_of
@@ -199,7 +200,8 @@ class ParallelMesh:
             pipeline: pipeline stages.
             zero: replicas over which optimizer state is cut (``None``: all of them; fewer is
                 ZeRO-1.5).
-            device_type: ``"cpu"`` or ``"cuda"``; ``None`` takes CUDA where it is available.
+            device_type: ``"cpu"``, or the type of torch's accelerator here (``"cuda"``, ``"xpu"``,
+                a plugin's); ``None`` takes the accelerator where there is one.
             timeout_seconds: after which a collective of these groups fails.
             expert_weight: ranks over which the weights of experts are cut (``None``: ``weight``).
             expert: expert parallel degree: so many ranks own different experts.
@@ -274,8 +276,6 @@ class ParallelMesh:
         cls, asked: tuple[int | None, ...] | MeshError, device: torch.device, timeout_seconds: float
     ) -> ParallelMesh:
         """What all ranks ask for, if it is the same and possible; otherwise all of them raise."""
-        if device.type == "cuda":  # NCCL sends objects from the current device, which starts as 0
-            torch.cuda.set_device(device)
         world, rank = dist.get_world_size(), dist.get_rank()
         shape = None
         if not isinstance(asked, MeshError):
@@ -367,7 +367,7 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
             "no process group: start the program with torchrun or `internsp train`, or call "
             "torch.distributed.init_process_group first"
         )
-    backend = "gloo" if _device(device_type).type == "cpu" else "nccl"
+    backend = dist.get_default_backend_for_device(_device(device_type))
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (dist.DistError, ValueError) as error:  # of the store: RANK, MASTER_ADDR and kin
@@ -389,15 +389,15 @@ def _check_timeout(seconds: float) -> None:
 
 def _device(device_type: str | None) -> torch.device:
     if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+        device_type = accelerator.kind()
+    if device_type == accelerator.HOST:
+        return torch.device(device_type)
+    if not accelerator.count(device_type):
         raise MachineError(
-            f"device_type = {device_type!r}: torch finds no CUDA device on this machine; use 'cpu'"
+            f"device_type = {device_type!r}: torch finds no {device_type.upper()} device on this "
+            "machine; use 'cpu', or install torch's plugin for it"
         )
-    local = int(os.environ.get("LOCAL_RANK", 0)) % max(torch.cuda.device_count(), 1)
-    return torch.device(device_type, local)
+    return accelerator.local_device(device_type)
 
 
 def _agree(asked: tuple[int | None, ...] | str, rank: int) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from internsp import accelerator
 from internsp.config import resume as resume_rules
 from internsp.errors import ConfigError
 from internsp.train import checkpoint_folder, manifest
@@ -279,16 +280,18 @@ def _random(session: Session) -> dict[str, Tensor]:
     """This rank's random states."""
     mesh = session.mesh
     states = {f"cpu, rank {mesh.rank}": torch.get_rng_state()}
-    if mesh.device.type == "cuda":
-        states[f"cuda, rank {mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
+    if accelerator.has_streams(mesh.device):
+        device = mesh.device
+        states[f"{device.type}, rank {mesh.rank}"] = accelerator.random_state(device)
     return states
 
 
 def _set_random(name: str, value: Tensor) -> None:
-    if name.startswith("cuda"):
-        torch.cuda.set_rng_state(value)
-    else:
+    kind = name.partition(",")[0]
+    if kind == accelerator.HOST:
         torch.set_rng_state(value)
+    else:
+        accelerator.set_random_state(torch.device(kind), value)
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

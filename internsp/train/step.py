@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from internsp import accelerator
 from internsp.data.batches import Batch, rows_of
 from internsp.errors import ConfigError, OrderError
 from internsp.plan.simulate import simulate
@@ -155,8 +156,8 @@ class StepRunner:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Peak memory of this process: allocated on an accelerator, resident on a CPU."""
+    if accelerator.has_streams(device):
+        return torch.accelerator.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
+from internsp.accelerator import current_stream
 from internsp.failure.standstill import Wait
 from internsp.trace import Trace
 from internsp.wp.ledger import Counters, Ledger
-from internsp.wp.streams import Stream, current_stream
+from internsp.wp.streams import Stream
 from internsp.wp.works import Watcher, Work, when_over
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ class Collectives:
         gloo = dist.get_backend(group) == "gloo"
         self._blocking_waits = gloo and self._current is not None
         self._direct = gloo and device.type == "cpu" and self.size <= MOST_DIRECT
-        self._observer: torch.cuda.Stream | None = None
+        self._observer: torch.Stream | None = None
         self._watcher = Watcher()
         # torch.distributed's functions check for every tensor what our layouts have settled, and
         # at a block's twenty-odd collectives that shows: call the group's own methods.
@@ -350,8 +351,8 @@ class Collectives:
 
         if self._current is not None and not self._blocking_waits:
             if self._observer is None:
-                self._observer = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(self._observer):  # stands behind it, and no other behind this
+                self._observer = torch.Stream(self._device)
+            with self._observer:  # stands behind it, and no other behind this
                 work.wait()
                 stamp(self.trace.now())
         elif self._direct and isinstance(work, Works):

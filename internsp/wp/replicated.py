@@ -228,7 +228,7 @@ class ReplicatedParameters:
             place.fill_(1)
             return
         # From pinned memory and behind the stream's work: the host must not wait for the device.
-        host = torch.tensor(flags, dtype=place.dtype, pin_memory=place.is_cuda)
+        host = torch.tensor(flags, dtype=place.dtype, pin_memory=place.device.type != "cpu")
         place.copy_(host, non_blocking=True)
 
     def reduce(self, group: dist.ProcessGroup, counters: Counters) -> dist.Work | None:

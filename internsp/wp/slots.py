@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from internsp.accelerator import current_stream
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.schedule import Group
-from internsp.wp.streams import SlotStreams, current_stream
+from internsp.wp.streams import SlotStreams
 
 ALIGNMENT = 256  # bytes: what allocators and vector loads like
 

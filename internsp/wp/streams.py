@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from internsp import accelerator
+
 
 class Stream(Hashable, Protocol):
-    """What is needed of ``torch.cuda.Stream``."""
+    """What is needed of ``torch.Stream``."""
 
     def wait_stream(self, stream: Any) -> None:
         """Everything queued here from now on runs after what is queued on ``stream`` now."""
 
 
 CurrentStream = Callable[[], Stream]
-
-
-def current_stream(device: torch.device) -> CurrentStream | None:
-    """Asks for the stream that work on ``device`` is queued on now; ``None`` without streams."""
-    return partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
 
 
 class SlotStreams:
@@ -38,7 +34,7 @@ class SlotStreams:
         active: whether the device has streams.
 
     Args:
-        current: see :func:`current_stream`.
+        current: see :func:`internsp.accelerator.current_stream`.
     """
 
     def __init__(self, current: CurrentStream | None) -> None:
@@ -85,17 +81,14 @@ class DeviceClock:
 
     def restart(self) -> None:
         """Tie the device's clock to the host's. Blocks until the device is idle."""
-        self._base = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self._device)
-        self._base.record(torch.cuda.current_stream(self._device))
-        torch.cuda.synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
+        self._base = accelerator.timed_event(self._device)
+        torch.accelerator.synchronize(self._device)
         self._began = time.perf_counter()
 
     def mark(self) -> Any:
         """A point of the current stream. Does not block."""
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
+        return accelerator.timed_event(self._device)
 
     def seconds(self, mark: Any) -> float:
         """When it was reached, as ``time.perf_counter()`` would say. Blocks until it is."""
@@ -105,4 +98,4 @@ class DeviceClock:
 
 def device_clock(device: torch.device) -> DeviceClock | None:
     """A clock for work on ``device``; ``None`` where the host's own is right."""
-    return DeviceClock(device) if device.type == "cuda" else None
+    return DeviceClock(device) if accelerator.has_streams(device) else None

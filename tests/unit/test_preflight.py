@@ -131,7 +131,7 @@ def test_more_memory_than_there_is_is_told_before_it_is_taken(monkeypatch) -> No
 
 def test_a_device_that_is_missing_is_told(monkeypatch) -> None:
     def mistakes(devices: int, **environment: str) -> list[str]:
-        monkeypatch.setattr(preflight, "_cuda_devices", lambda: devices)
+        monkeypatch.setattr(preflight, "_devices", lambda wanted: devices)
         config = small(parallel={"device": device}, launch={"processes": 4})
         return [str(error) for error in device_mistakes(config, environment)]
 
@@ -224,7 +224,7 @@ def test_the_command_ends_with_the_status_and_starts_nothing(
     monkeypatch, capsys, words, status, expected
 ) -> None:
     monkeypatch.setattr("internsp.cli.launch.start", None)  # would raise if called
-    monkeypatch.setattr(preflight, "_cuda_devices", lambda: 0)
+    monkeypatch.setattr(preflight, "_devices", lambda wanted: 0)
     Path("file").write_text("")
     Path("run.toml").write_text("")
     assert cli.main(["train", "run.toml", *words]) == status

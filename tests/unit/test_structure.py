@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up; a module imports from its own level or below. The longest name wins, so that
 # `internsp.wp.slots` is found before `internsp.wp`, which is what users import from.
 LEVELS = [
-    ["internsp.errors", "internsp.trace", "internsp.autograd", "internsp.train.stop",
-     "internsp.cli.lifetime", "internsp.cli.fork_server", "internsp.failure.outcome",
+    ["internsp.accelerator", "internsp.errors", "internsp.trace", "internsp.autograd",
+     "internsp.train.stop", "internsp.cli.lifetime", "internsp.cli.fork_server",
+     "internsp.failure.outcome",
      "internsp.failure.last_words", "internsp.failure.standstill",
      "internsp.wp.streams", "internsp.wp.collectives", "internsp.wp.mixed"],
     ["internsp.config", "internsp.mesh", "internsp.cli.environment"],
@@ -25,8 +26,9 @@ LEVELS = [
      "internsp.wp.values", "internsp.failure"],
     ["internsp.plan"],
     ["internsp.wp", "internsp.agreement"],
-    ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf"],
-    ["internsp.parallel", "internsp.sequence_parts", "internsp.clients", "internsp.whole"],
+    ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf", "internsp.meta"],
+    ["internsp.parallel", "internsp.sequence_parts", "internsp.clients", "internsp.whole",
+     "internsp.load"],
     ["internsp.pipeline"],
     ["internsp.factory"],
     ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.data", "internsp.report"],

@@ -12,6 +12,7 @@ from torch import nn
 
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
+from internsp.meta import materialize_buffers
 from internsp.sequence_parts import require_cut_attention, supports
 from internsp.sp import DistributedAttention
 from tests.support import hf
@@ -121,3 +122,21 @@ def test_weights_that_cannot_be_cut_are_listed_too() -> None:
     model.part = nn.Embedding(4, 2, sparse=True)
     [found] = supports(model, WHOLE)
     assert "embedding part" in found.reason
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text"])
+def test_buffers_of_a_model_from_meta_are_those_of_one_built_with_values(family: str) -> None:
+    """No checkpoint has rotary frequencies: the family's own ``_init_weights`` computes them."""
+    import transformers
+
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    model = made(family, **({"rope_parameters": scaled} if family == "llama" else {}))
+    real = getattr(transformers, type(model).__name__)(model.config)
+    materialize_buffers(model, torch.device("cpu"))
+    found, wanted = dict(model.named_buffers()), dict(real.named_buffers())
+    assert wanted.keys() == found.keys()
+    assert wanted
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    assert all(p.is_meta for p in model.parameters())

@@ -1,0 +1,65 @@
+"""The device that this machine computes on, by torch's common calls (``torch.accelerator``).
+
+Nothing here names a kind of device: one whose support is a plugin of torch's (out of tree) works as
+soon as the plugin is installed. A device that is not the host has streams, events, a memory counter
+and random state; its groups have the backend that torch has for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+HOST = "cpu"
+
+
+def kind() -> str:
+    """The type of this machine's accelerator, ``"cpu"`` where torch finds none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return HOST if found is None else found.type
+
+
+def count(device_type: str) -> int:
+    """Devices of a type on this machine; of another type than its accelerator's none."""
+    return torch.accelerator.device_count() if device_type == kind() else 0
+
+
+def local_device(device_type: str) -> torch.device:
+    """This rank's, by ``LOCAL_RANK``; makes it the current one, which communication looks at."""
+    device = torch.device(
+        device_type, int(os.environ.get("LOCAL_RANK", 0)) % max(count(device_type), 1)
+    )
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on it is queued, and done behind the host's back."""
+    return device.type not in (HOST, "meta")
+
+
+def current_stream(device: torch.device) -> Callable[[], Any] | None:
+    """Asks for the stream that work on ``device`` is queued on now; ``None`` without streams."""
+    return partial(torch.accelerator.current_stream, device) if has_streams(device) else None
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """An event that knows when it was reached, recorded on the current stream. Does not block."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Of its own generator. Torch has no common call: the device's module has it."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """See :func:`random_state`."""
+    torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,165 @@
+"""A device of any kind, by torch's common calls: a stand-in's calls are counted, none is CUDA's."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from internsp import accelerator
+from internsp.cli.preflight import device_mistakes
+from internsp.config import Config
+from internsp.errors import MachineError
+from internsp.factory import device_type
+from internsp.mesh import parallel_mesh
+from internsp.train.step import peak_memory_bytes
+from internsp.wp.slots import MemoryPool
+from internsp.wp.streams import DeviceClock, device_clock
+
+KIND = "xpu"  # a type that this build of torch has no devices of
+SOURCES = Path(__file__).parents[2] / "internsp"
+OF_CUDA_ALONE = {"sp/kernels.py", "layers/norm.py"}  # flash-attn, apex
+
+
+class StandIn:
+    """What ``torch.accelerator`` and a device's module answer; notes each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.stream = object()
+
+    def current_accelerator(self, check_available: bool = False) -> torch.device:
+        assert check_available, "a build of torch for a device does not mean that one is here"
+        return torch.device(KIND)
+
+    def device_count(self) -> int:
+        return 2
+
+    def set_device_index(self, index: int) -> None:
+        self.calls.append(("set_device_index", index))
+
+    def current_stream(self, device: torch.device) -> Any:
+        self.calls.append(("current_stream", device.index))
+        return self.stream
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(("synchronize", device.index))
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return 1234 + (device.index or 0)
+
+    # torch.get_device_module(device)
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return torch.full((4,), 7, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.calls.append(("set_rng_state", state.tolist(), device.type))
+
+
+class Event:
+    """A stand-in's, which takes a second from one to the next."""
+
+    made = 0
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert device.type == KIND
+        assert enable_timing
+        self.at = -1
+
+    def record(self, stream: Any) -> None:
+        Event.made += 1
+        self.at = Event.made
+
+    def synchronize(self) -> None:
+        assert self.at > 0, "it was recorded"
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    made = StandIn()
+    for name in (
+        "current_accelerator", "device_count", "set_device_index", "current_stream",
+        "synchronize", "max_memory_allocated",
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.accelerator, name, getattr(made, name))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    return made
+
+
+def test_a_rank_computes_on_whatever_torch_finds_and_makes_it_current(stand_in: StandIn) -> None:
+    for wanted in (None, KIND):
+        assert parallel_mesh._device(wanted) == torch.device(KIND, 1)  # the fourth rank of two
+    assert stand_in.calls == [("set_device_index", 1)] * 2
+    assert parallel_mesh._device("cpu") == torch.device("cpu")
+    with pytest.raises(MachineError, match=r"'cuda': torch finds no CUDA device .* plugin"):
+        parallel_mesh._device("cuda")
+    assert len(stand_in.calls) == 2, "nothing was set for what is refused"
+    assert device_type(Config()) == KIND
+
+
+def test_a_run_that_asks_for_more_or_other_devices_is_refused(stand_in: StandIn) -> None:
+    three = Config(launch={"processes": 3})
+    (mistake,) = device_mistakes(three, {})
+    assert "3 processes need a device each and this machine has 2" in str(mistake)
+    (mistake,) = device_mistakes(Config(parallel={"device": "cuda"}), {})
+    assert "torch finds no CUDA device" in str(mistake)
+    assert list(device_mistakes(Config(launch={"processes": 2}), {})) == []
+
+
+def test_streams_events_memory_and_random_state_are_the_devices_own(stand_in: StandIn) -> None:
+    device = torch.device(KIND, 1)
+    current = accelerator.current_stream(device)
+    assert current is not None
+    assert current() is stand_in.stream
+    clock = device_clock(device)
+    assert isinstance(clock, DeviceClock)
+    first, second = clock.mark(), clock.mark()
+    assert clock.seconds(second) - clock.seconds(first) == pytest.approx(1.0)
+    # Idle before the clock's base is recorded, or it would stand behind work of before; and after.
+    sync, stream = ("synchronize", 1), ("current_stream", 1)
+    assert stand_in.calls == [stream, sync, stream, sync, stream, stream]
+    assert peak_memory_bytes(device) == 1235
+    state = accelerator.random_state(device)
+    accelerator.set_random_state(device, state)
+    assert stand_in.calls[-1] == ("set_rng_state", [7] * 4, KIND)
+
+
+def test_the_host_has_no_streams_and_asks_no_device_module(stand_in: StandIn) -> None:
+    host = torch.device("cpu")
+    assert accelerator.current_stream(host) is None
+    assert device_clock(host) is None
+    assert not MemoryPool([16], host).slots[0].streams.active
+    assert peak_memory_bytes(host) > 1 << 20
+    assert stand_in.calls == []
+
+
+def of_cuda(source: str) -> Iterator[int]:
+    """Lines that name CUDA in code: ``torch.cuda``, ``x.is_cuda``, ``device.type == "cuda"``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
+            yield node.lineno
+        if isinstance(node, ast.Compare):
+            for part in (node.left, *node.comparators):
+                if isinstance(part, ast.Constant) and part.value == "cuda":
+                    yield node.lineno
+
+
+def test_no_other_source_names_cuda() -> None:
+    wrong = 'if device.type == "cuda":\n    torch.cuda.synchronize()\n    x.is_cuda\n'
+    assert sorted(of_cuda(wrong)) == [1, 2, 3]
+    found = {
+        str(path.relative_to(SOURCES)): lines
+        for path in SOURCES.rglob("*.py")
+        if (lines := list(of_cuda(path.read_text())))
+    }
+    assert set(found) - OF_CUDA_ALONE - {"cli/preflight.py"} == set(), found
