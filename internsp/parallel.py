@@ -57,6 +57,7 @@ from internsp.wp.reduce import Buffers, GradientReducer
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
+from internsp.wp.tensor_parallel import require_on_tensor_ranks
 
 MakeCollectives = Callable[..., Collectives]
 Initialize = Callable[[str, Tensor, torch.Generator], None]
@@ -78,8 +79,10 @@ def parallelize(
     Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's
     (``weight_parallel.experts``) on ``mesh.experts.param_mesh``. Where ``mesh.expert`` is above 1,
     the model holds this rank's own experts, and a ``DTensor`` is those of all expert ranks, one
-    after another on dimension 0, as one process would hold them. The model may be on the meta
-    device; then call :func:`initialize` before its first forward. Collective: all ranks call it.
+    after another on dimension 0, as one process would hold them. Layers may be tensor parallel:
+    call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` before. The model may be on the
+    meta device; then call :func:`initialize` before its first forward. Collective: all ranks call
+    it.
 
     Args:
         model: blocks, embedding and head are found by name patterns (WP-7).
@@ -126,6 +129,7 @@ def _examined(
     """The model's parts, and which blocks recompute; refuses what is not supported."""
     materialize_buffers(model, mesh.device)
     require_supported(model)
+    require_on_tensor_ranks(model, mesh)
     structure = read(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
@@ -271,7 +275,7 @@ class _Builder:
                 o.module._parameters[o.name] = member.parameter
             return [(o, member) for o in a.owners]
         axis = self.mesh.experts if a.expert else self.mesh.dense
-        layout = ShardLayout.create(tuple(a.parameter.shape), a.dim, axis.size)
+        layout = ShardLayout.create(a.shape, a.dim, axis.size)
         weight = ShardedParameter(
             a.name, a.parameter, layout, axis, self.mesh.device, a.dtypes.compute, a.autocasts,
             a.dtypes.reduce,
@@ -382,11 +386,13 @@ class _Builder:
 
     def _entered(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
         """What is looked at whenever the model is entered: what may have changed since."""
-        mesh, name = self.mesh, communicator.recovery.name
+        mesh = self.mesh
         lookout = communicator.recovery.lookout
-        guard_reads(self.sharded, name, mesh.timeout_seconds, lookout)
-        ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
-        meeting = Meeting(f"internsp/{name}", mesh.rank, ranks, mesh.timeout_seconds, lookout)
+        shared = communicator.recovery.shared_name
+        guard_reads(self.sharded, shared, mesh.timeout_seconds, lookout)
+        # Of all tensor ranks' stages: they share names, shapes and what is frozen.
+        place, ranks = f"internsp/{shared}", mesh.model_ranks
+        meeting = Meeting(place, mesh.rank, ranks, mesh.timeout_seconds, lookout)
         communicator.meeting = meeting
         frozen = FrozenSet(self.replicated.everyone(), meeting, mesh.rank)
         held = ((m, n) for m in self.model.modules() for n in m._parameters)  # ignored ones too
@@ -425,5 +431,5 @@ def initialize(communicator: ISPCommunicator, fill: Initialize, seed: int) -> No
                 rows = member.rows_of(value)
                 member.storage[: len(rows)].copy_(rows.to(device))
             else:
-                member.storage.copy_(value.to(device))
+                member.storage.copy_(member.own(value).to(device))
         member.invalidate()

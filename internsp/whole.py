@@ -221,7 +221,8 @@ class Part:
             dict.fromkeys(scope.communicator for scope in scopes)
         )
         mesh = self.communicators[0].mesh
-        self.mesh, self.first = mesh, mesh.rank % mesh.shape.stage_size == 0
+        # Whose values torch's distribute_tensor sends: the first of the parameters' mesh.
+        self.mesh, self.first = mesh, mesh.rank == int(mesh.param_mesh.mesh.flatten()[0])
         names = json.dumps([[e.name, list(e.member.parameter.shape)] for e in self.entries])
         self.what = f"{what} of {len(self.entries)} parameters [{zlib.crc32(names.encode()):08x}]"
         self.masters = Masters(self.entries)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
@@ -47,7 +48,7 @@ def agree(
         StructureError: another rank refused; models or first values differ.
         ConfigError: configurations differ.
     """
-    ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
+    ranks = mesh.model_ranks
     refused: Exception | None = None
     try:
         looked = look()
@@ -59,9 +60,9 @@ def agree(
             "refused": str(refused) if refused is not None else None,
             "digests": {subject: _digest(lines) for subject, lines in facts.items()},
             "values": _values(model) if config.compare_ranks else None,
-            "expert": mesh.expert_rank,
+            "part": (mesh.expert_rank, mesh.tensor_rank),
         }
-        everyone = _gathered(mine, mesh)
+        everyone = _gathered(mine, mesh.model_group)
         different = _difference(everyone, facts, mesh, ranks)
         for rank, report in zip(ranks, everyone, strict=True):
             if refused is None and different is None and report["refused"] is not None:
@@ -88,7 +89,7 @@ def equal_counts(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, 
             return
         checked.append(True)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        counts = _gathered(tensors[0].numel() if tensors else 0, mesh)
+        counts = _gathered(tensors[0].numel() if tensors else 0, mesh.stage_group)
         if len(set(counts)) > 1:
             raise LayoutError(
                 f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
@@ -99,9 +100,9 @@ def equal_counts(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, 
     return check
 
 
-def _gathered(mine: Any, mesh: ParallelMesh) -> list[Any]:
-    everyone: list[Any] = [None] * mesh.shape.stage_size
-    dist.all_gather_object(everyone, mine, group=mesh.stage_group)
+def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
@@ -125,6 +126,8 @@ def _facts(
     for name, p in model.named_parameters(remove_duplicate=False):
         shared = first.setdefault(id(p), name)
         line = f"{name} {list(p.shape)} {p.dtype}"
+        if isinstance(p, DTensor):
+            line += f" placed {p.placements}"
         parameters.append(line if shared == name else f"{line}, the same as {shared}")
         trained.append(f"{name} {'is trained' if p.requires_grad else 'is frozen'}")
     buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
@@ -145,7 +148,7 @@ def _difference(
     for subject, lines in facts.items():
         if len({report["digests"][subject] for report in everyone}) == 1:
             continue
-        first, *others = _gathered(lines, mesh)
+        first, *others = _gathered(lines, mesh.model_group)
         place = next(i for i, other in enumerate(others, 1) if other != first)
         kind = ConfigError if subject == "configuration" else StructureError
         return kind(
@@ -178,7 +181,9 @@ def _values(model: nn.Module) -> list[int | None]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bytes of a tensor's values."""
+    """Of the bytes of a tensor's values; of a ``DTensor`` of this rank's part."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
     on_host = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(on_host.view(torch.uint8).numpy().data)
 
@@ -191,17 +196,19 @@ def _compare_values(
     mesh: ParallelMesh,
     ranks: list[int],
 ) -> None:
-    """Experts of different ranks are their own; everything else is the same on all."""
+    """Experts of different ranks are their own, and tensor ranks' parts; all else is the same."""
     experts = experts_among((name for name, _ in tensors), config, rules) if mesh.expert > 1 else ()
-    for index, (name, _) in enumerate(tensors):
+    for index, (name, tensor) in enumerate(tensors):
         own = name in experts
-        holders: dict[tuple[int, int], list[int]] = {}  # by value, of the same experts
+        cut = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+        holders: dict[tuple[Any, int], list[int]] = {}  # by value, of the same part
         for rank, report in zip(ranks, everyone, strict=True):
             value = report["values"][index]
             if value is not None:
-                key = report["expert"] if own else 0
+                expert, part = report["part"]
+                key = (expert if own else 0, part if cut else 0)
                 holders.setdefault((key, value), []).append(rank)
-        alike: dict[int, list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for (key, _), members in holders.items():
             if key in alike:
                 raise StructureError(

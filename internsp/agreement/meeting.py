@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
+import torch.distributed as dist
+
 from internsp.errors import CollectiveError, StructureError
 from internsp.failure.lookout import Lookout
 from internsp.failure.recovery import default_store
@@ -101,7 +103,7 @@ def guard_reads(
         if len(ranks) == 1:
             continue
         if axis not in meetings:
-            rank = ranks[axis.expert_rank * axis.size + axis.rank]
+            rank = dist.get_rank()
             place = f"internsp/{name}/{axis.name}/{axis.replica_rank}"
             meetings[axis] = Meeting(place, rank, ranks, seconds, lookout)
         weight.meet = partial(meetings[axis].same, "reads")

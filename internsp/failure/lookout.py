@@ -50,7 +50,7 @@ class Lookout:
         self.epoch = 0
         self._ledger, self._store, self._name = ledger, store, name
         self._rank = mesh.rank
-        self._ranks = mesh.shape.ranks("stage")[mesh.pipeline_rank]
+        self._ranks = mesh.stage_ranks
         self._groups = {group.group_name: group for group in mesh.stage_groups}
         self._given_up = given_up
         self._refusals = self._beat = 0

@@ -26,6 +26,7 @@ class Recovery:
         cause: what the failed pass raised, as far as it is known.
         failures: passes that did not end, so far.
         name: unique to this object, the same on all ranks of the stage.
+        shared_name: the same also on the other tensor ranks' stages.
         lookout: tells the other ranks where this one stands still, and ends waits in vain.
     """
 
@@ -39,9 +40,10 @@ class Recovery:
         self._vague = ""  # what this rank has said of a failure whose cause it did not know
         # Of its own: the default group may be destroyed before the last words.
         self._store = default_store()
-        name = [uuid.uuid4().hex if dist.get_rank(mesh.stage_group) == 0 else ""]
-        dist.broadcast_object_list(name, group=mesh.stage_group, group_src=0)
-        self.name = name[0]
+        name = [uuid.uuid4().hex if dist.get_rank(mesh.model_group) == 0 else ""]
+        dist.broadcast_object_list(name, group=mesh.model_group, group_src=0)
+        self.shared_name = name[0]
+        self.name = f"{name[0]}/{mesh.tensor_rank}" if mesh.tensor > 1 else name[0]
         self.lookout = Lookout(
             mesh, ledger, self._store, f"internsp/{self.name}", self._given_up
         )
@@ -180,7 +182,7 @@ class Recovery:
             key,
             None if lost else self._ledger.place(),
             mesh.rank,
-            mesh.shape.ranks("stage")[mesh.pipeline_rank],
+            mesh.stage_ranks,
             mesh.timeout_seconds,
             f"internsp/{self.name}/gone",
         )

@@ -24,12 +24,15 @@ class BlockUse:
 
     Attributes:
         weights: in the order of use.
-        sharded: those that backward needs at their places again.
+        sharded: those that backward needs at their places again, all of the block's unit.
+        beside: those that other blocks share, each a unit of its own.
     """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
-        self.sharded = [weight for weight in weights if weight.guarded]
+        guarded = [weight for weight in weights if weight.guarded]
+        self.sharded: list[Any] = [w for w in guarded if w.unit.block >= 0]  # type: ignore[attr-defined]
+        self.beside = [weight for weight in guarded if weight not in self.sharded]
 
     def unshard(self) -> list[Tensor]:
         """The tensors to compute with."""
@@ -38,7 +41,7 @@ class BlockUse:
             tensors = self.sharded[0].communicator.unshard_all(self.sharded)
             found = dict(zip(self.sharded, tensors, strict=True))
         whole = [
-            found[weight] if weight.guarded else weight.communicator.unshard(weight)
+            found[weight] if weight in found else weight.communicator.unshard(weight)
             for weight in self.weights
         ]
         self._shown = {weight: weight.shown for weight in self.weights}
@@ -48,17 +51,22 @@ class BlockUse:
         """The block's forward is over."""
         if self.sharded:
             self.sharded[0].communicator.release_all(self.sharded)
+        for weight in self.beside:
+            weight.communicator.release(weight)
 
     def before_backward(self, gradients: Any) -> None:
         """Backward comes to an output of the block: the same values must be there."""
         if torch.is_grad_enabled():
             no_second_derivatives()
-        communicator = self.sharded[0].communicator
-        if communicator.weight_part:
+        guarded = [*self.sharded, *self.beside]
+        if guarded[0].communicator.weight_part:
             return
-        for weight in self.sharded:
+        for weight in guarded:
             weight.show_again(self._shown[weight])
-        communicator.before_all(self.sharded)
+        if self.sharded:
+            self.sharded[0].communicator.before_all(self.sharded)
+        for weight in self.beside:
+            weight.communicator.before_backward(weight)
 
     def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
         """Gradients of all weights, ``None`` where there is none; the last used is ready first."""
@@ -67,7 +75,7 @@ class BlockUse:
             if gradient is None:
                 continue
             communicator = weight.communicator
-            if weight.guarded and not communicator.weight_part:
+            if weight in self.sharded and not communicator.weight_part:
                 sharded.append((weight, gradient))
             else:
                 weight.show_again(self._shown[weight])
@@ -118,7 +126,7 @@ def take_at_entry(
             unwritten(weight, tensor)
         output = apart(output, taken)
         use.release()
-        if use.sharded:
+        if use.sharded or use.beside:
             before_backward_of(output, use.before_backward, before)
         return output
 

@@ -34,6 +34,7 @@ from internsp.autograd import (
 )
 from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.wp.parameter import not_to_be_copied
+from internsp.wp.tensor_parallel import TensorPart
 
 
 class Weight(Protocol):
@@ -45,6 +46,8 @@ class Weight(Protocol):
     """What unshards it and takes its gradient (:class:`internsp.wp.communicator.WPCommunicator`)"""
     shown: Any
     """Version and dtype of the unsharded weight that was last made."""
+    tensor: TensorPart | None
+    """Where it lies on the tensor ranks, where its layer is tensor parallel."""
     guarded: bool
     """Whether backward needs the unsharded weight at its place again (not a replica)."""
 
@@ -129,7 +132,7 @@ class Views(torch.autograd.Function):
         ctx.use = use
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        views = tuple(use.unshard())
+        views = tuple(map(_presented, use.weights, use.unshard()))
         wanted = ctx.needs_input_grad[1:]
         if len(views) > 1 and not all(wanted):  # of several, those of frozen ones need no gradient
             frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
@@ -147,6 +150,9 @@ class Views(torch.autograd.Function):
             gradient = ready[i]
             if gradient is None:
                 continue
+            tensor = ctx.use.weights[i].tensor
+            if tensor is not None:
+                ready[i] = gradient = tensor.local_gradient(gradient)
             # ``inputs=`` may leave a leaf out; ``torch.autograd.grad`` captures it (WP-9), and then
             # torch will not say whether it executes the leaf.
             try:
@@ -156,6 +162,11 @@ class Views(torch.autograd.Function):
                 answers[i + 1] = _captured(ctx.use.weights[i], gradient, ctx.parameters[i])
         ctx.use.on_grad_ready(ready)
         return tuple(answers)
+
+
+def _presented(weight: Weight, whole: Tensor) -> Tensor:
+    """What a module reads: the tensor in the slot, or that on the tensor ranks' mesh."""
+    return whole if weight.tensor is None else weight.tensor.present(whole)
 
 
 def _captured(weight: Weight, gradient: Tensor, shard: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ Axes = str | Sequence[str]
 
 def degrees_of(
     device_mesh: DeviceMesh, world_size: int, given: Mapping[str, Axes]
-) -> dict[str, int]:
-    """Degrees by name (``weight``, ``sequence``, ``pipeline``), if :class:`MeshShape` is this mesh.
+) -> tuple[dict[str, int], tuple[int, ...] | None]:
+    """Degrees by name (``weight``, ``sequence``, ``pipeline``, ``tensor``), and the order of ranks
+    that makes :class:`MeshShape` this mesh (``None``: their numbers').
 
     Args:
-        given: names of axes by ``weight``, ``replicas``, ``sequence`` and ``pipeline``.
+        given: names of axes by ``weight``, ``replicas``, ``sequence``, ``pipeline``, ``tensor``.
 
     Raises:
         MeshError: see :meth:`internsp.ParallelMesh.from_device_mesh`.
@@ -51,11 +52,12 @@ def degrees_of(
             "give the one of all ranks, of which it may be a part, and name all of its axes"
         )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-    _require_order(device_mesh, sizes, chosen)
-    return {
+    order = _order(device_mesh, sizes, chosen)
+    degrees = {
         what: math.prod(sizes[axis] for axis in chosen[what])
-        for what in ("weight", "sequence", "pipeline")
+        for what in ("weight", "sequence", "pipeline", "tensor")
     }
+    return degrees, None if order == tuple(range(size)) else order
 
 
 def _require_meanings(names: Sequence[str], chosen: Mapping[str, Sequence[str]]) -> None:
@@ -83,32 +85,26 @@ def _require_meanings(names: Sequence[str], chosen: Mapping[str, Sequence[str]])
             )
 
 
-def _require_order(
+def _order(
     device_mesh: DeviceMesh, sizes: Mapping[str, int], chosen: Mapping[str, Sequence[str]]
-) -> None:
-    """Ranks count up through stages, replicas and weight ranks, and through sequences' own."""
-    weight, sequence, pipeline = (
+) -> tuple[int, ...]:
+    """Ranks in the order of stages, replicas, weight ranks (or sequences' own) and tensor ranks."""
+    weight, sequence, pipeline, tensor = (
         {axis for axis in chosen[what] if sizes[axis] > 1}
-        for what in ("weight", "sequence", "pipeline")
+        for what in ("weight", "sequence", "pipeline", "tensor")
     )
     if not (weight <= sequence or sequence <= weight):
         cut, other = sorted(weight), sorted(sequence)
         raise MeshError(
-            f"weights are cut over {cut} and sequences over {other}, which cross: groups of both "
-            "kinds hold ranks that follow each other. Cut weights over both (weight = "
+            f"weights are cut over {cut} and sequences over {other}, which cross: one of the "
+            "two is a part of the other. Cut weights over both (weight = "
             f"{tuple(axis for axis in sizes if axis in weight | sequence)!r}), or sequences"
         )
 
     def inwards(axis: str) -> tuple[bool, ...]:
-        return axis not in pipeline, axis in weight | sequence, axis in weight & sequence
+        inner = axis in weight | sequence, axis in weight & sequence
+        return axis in tensor, axis not in pipeline, *inner
 
     order = sorted(sizes, key=inwards)  # stable: otherwise as the mesh has them
     ranks = device_mesh.mesh.permute([list(sizes).index(axis) for axis in order])
-    if ranks.flatten().tolist() != list(range(ranks.numel())):
-        made = f"{tuple(sizes[axis] for axis in order)!r}, mesh_dim_names={tuple(order)!r}"
-        raise MeshError(
-            f"the ranks of this DeviceMesh, {device_mesh.mesh.tolist()} over {tuple(sizes)!r}, are "
-            "not in internsp's order, in which a group's ranks follow each other (pipeline axes "
-            "first, then replicas, last what weights and sequences are cut over): make it by "
-            f"init_device_mesh({device_mesh.device_type!r}, {made})"
-        )
+    return tuple(ranks.flatten().tolist())

@@ -39,7 +39,8 @@ class WeightAxis:
             of their own, which all ranks share (WP-2), and do not wait in one queue.
         replica_group, zero_group, zero_replica_group: process groups.
         param_mesh: where its parameters live as ``DTensor``: dimensions ``("replica", "weight")``,
-            or ``("replica", "expert", "weight")`` where ``expert`` is above 1.
+            or ``("replica", "expert", "weight")`` where ``expert`` is above 1, or ``("replica",
+            "tensor", "weight")`` where layers are tensor parallel.
     """
 
     name: str
@@ -60,7 +61,7 @@ class WeightAxis:
         name: str,
         shape: AxisShape,
         inside: int,
-        stage: list[int],
+        stage: torch.Tensor,
         groups: dict[str, dist.ProcessGroup],
         device_type: str,
     ) -> WeightAxis:
@@ -68,13 +69,17 @@ class WeightAxis:
 
         Args:
             inside: this rank's place in its stage.
-            stage: global ranks of the stage.
+            stage: global ranks ``[ranks of the stage, tensor]``.
         """
         replica_rank, expert_rank, rank = shape.place(inside)
-        names = ["replica", "expert", "weight"] if shape.expert > 1 else ["replica", "weight"]
-        grid = torch.tensor(stage).view(shape.replicas, shape.expert, shape.size)
-        if shape.expert == 1:
-            grid = grid[:, 0]
+        tensor = stage.shape[1]
+        between = "expert" if shape.expert > 1 else "tensor"
+        names = ["replica", between, "weight"]
+        # Tensor ranks stand before weight ranks: a layer is cut by them first.
+        grid = stage.view(shape.replicas, shape.expert, shape.size, tensor).permute(0, 1, 3, 2)
+        grid = grid.reshape(shape.replicas, -1, shape.size)
+        if grid.shape[1] == 1:
+            names, grid = ["replica", "weight"], grid[:, 0]
         mesh = DeviceMesh.from_group(
             [groups[n] for n in names], device_type, mesh=grid, mesh_dim_names=tuple(names)
         )
@@ -106,15 +111,28 @@ class WeightAxis:
         """Place in the ZeRO group."""
         return self.replica_rank % self.zero
 
-    def placements(self, dim: int) -> list[Placement]:
-        """Of a weight that is cut on ``dim``; experts of different ranks follow on dimension 0."""
-        own: list[Placement] = [Shard(0)] if self.expert > 1 else []
-        return [Replicate(), *own, Shard(dim)]
+    def placements(self, own: Placement, tensor: Placement | None = None) -> list[Placement]:
+        """Of a parameter that lies ``own`` on the weight axis.
 
+        Experts of different ranks follow each other on dimension 0.
+
+        Args:
+            tensor: how ``parallelize_module`` has placed it; ``None``: it has not.
+        """
+        between: list[Placement] = []
+        if self.expert > 1:
+            between = [Shard(0)]
+        elif self.param_mesh.ndim > 2:
+            between = [tensor or Replicate()]
+        return [Replicate(), *between, own]
+
+
+Asked = tuple[int | tuple[int, ...] | None, ...]
+"""The arguments of :class:`MeshShape` after the world's size."""
 
 _GROUPS = (
     "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data",
-    "pipeline", "expert",
+    "pipeline", "expert", "tensor", "model",
 )  # fmt: skip
 
 
@@ -125,6 +143,10 @@ class ParallelMesh:
     Attributes:
         shape: the degrees, a :class:`MeshShape`.
         rank, world_size: of the default process group.
+        tensor, tensor_rank, tensor_group: of the ranks over which ``parallelize_module`` cuts the
+            layers.
+        stage_ranks, model_ranks: global ranks of :attr:`stage_group`, and of ``model_group``, which
+            is the stages of all tensor ranks together.
         dense, experts: weight axes (:class:`WeightAxis`); the same object where experts have none
             of their own.
         weight, sequence, pipeline, data, replicas, zero: degrees (of the dense axis).
@@ -154,14 +176,17 @@ class ParallelMesh:
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
-        inside = rank % shape.stage_size
-        self.pipeline_rank = rank // shape.stage_size
+        self.pipeline_rank, inside, self.tensor_rank = shape.place(rank)
+        self.tensor = shape.tensor
         self.sequence_rank, self.data_rank = inside % shape.sequence, inside // shape.sequence
         self.stage_group = groups["stage"]
         self.sequence_group = groups["sequence"]
         self.data_group = groups["data"]
         self.pipeline_group = groups["pipeline"]
-        stage = shape.ranks("stage")[self.pipeline_rank]
+        self.tensor_group, self.model_group = groups["tensor"], groups["model"]
+        self.stage_ranks = _with(rank, shape.ranks("stage"))
+        self.model_ranks = _with(rank, shape.ranks("model"))
+        stage = shape.grid[self.pipeline_rank]
         self.dense = WeightAxis.create("weight", shape.dense, inside, stage, groups, device.type)
         self.experts = self.dense
         if shape.separate:
@@ -191,6 +216,7 @@ class ParallelMesh:
         *,
         expert_weight: int | None = None,
         expert: int = 1,
+        tensor: int = 1,
     ) -> ParallelMesh:
         """Make the groups. Collective: all ranks call it with the same arguments; blocks.
 
@@ -205,6 +231,8 @@ class ParallelMesh:
             timeout_seconds: after which a collective of these groups fails.
             expert_weight: ranks over which the weights of experts are cut (``None``: ``weight``).
             expert: expert parallel degree: so many ranks own different experts.
+            tensor: ranks over which torch's ``parallelize_module`` will cut layers (on
+                :attr:`tensor_mesh`, before ``internsp.parallelize``): neighbors.
 
         Raises:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
@@ -214,7 +242,7 @@ class ParallelMesh:
         if not dist.is_initialized():
             _initialize(device_type, timeout_seconds)
         device = _device(device_type)
-        degrees = (weight, sequence, pipeline, zero, expert_weight, expert)
+        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor)
         return cls._made(degrees, device, timeout_seconds)
 
     @classmethod
@@ -226,6 +254,7 @@ class ParallelMesh:
         replicas: Axes = (),
         sequence: Axes = (),
         pipeline: Axes = (),
+        tensor: Axes = (),
         zero: int | None = None,
         timeout_seconds: float = 300.0,
         expert_weight: int | None = None,
@@ -233,13 +262,14 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """:meth:`create` with the degrees of ``device_mesh``. Collective; blocks.
 
-        Each axis is named by ``weight``, ``replicas`` or ``pipeline``. Sequences are cut in a
-        factoring of their own, so ``sequence`` may name what ``weight`` or ``replicas`` name too;
-        along an axis that it names alone weights are replicated. Several axes are given as a tuple.
+        Each axis is named by ``weight``, ``replicas``, ``pipeline`` or ``tensor`` (on which
+        ``parallelize_module`` cuts the layers). Sequences are cut in a factoring of their own, so
+        ``sequence`` may name what ``weight`` or ``replicas`` name too; along an axis that it names
+        alone weights are replicated. Several axes are given as a tuple.
 
-        A group's ranks follow each other. Of an ``init_device_mesh`` these orders of axes work:
-        pipeline, then replicas, then weight; those of ``sequence`` last among them, so that it is
-        a part of ``weight`` or ``weight`` a part of it. With axes ``("pp", "dp", "sp")``::
+        The axes may stand in any order, so that a group's ranks need not be neighbors; along each
+        of them ranks count up. One of ``sequence`` and ``weight`` is a part of the other. With axes
+        ``("pp", "dp", "sp")``::
 
             from_device_mesh(m, pipeline="pp", replicas="dp", weight="sp", sequence="sp")
             from_device_mesh(m, pipeline="pp", weight=("dp", "sp"), sequence="sp")
@@ -250,30 +280,33 @@ class ParallelMesh:
 
         Args:
             device_mesh: of all ranks, with names of its axes. Its device type is taken.
-            weight, replicas, sequence, pipeline: names of axes; ``()`` for none.
+            weight, replicas, sequence, pipeline, tensor: names of axes; ``()`` for none.
             zero, timeout_seconds, expert_weight, expert: see :meth:`create`.
 
         Raises:
             MeshError: on every rank: an axis is named twice, absent or left without a meaning, the
-                mesh lacks ranks, or has them in an order that is not ours (the message says which
-                is); and as :meth:`create`.
+                mesh lacks ranks, or they do not count up along an axis; and as :meth:`create`.
         """
         _check_timeout(timeout_seconds)
         kind = getattr(device_mesh, "device_type", None)
         if not dist.is_initialized():
             _initialize(kind, timeout_seconds)
-        axes = {"weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline}
-        asked: tuple[int | None, ...] | MeshError
+        axes = {
+            "weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline,
+            "tensor": tensor,
+        }  # fmt: skip
+        asked: Asked | MeshError
         try:
-            found = degrees_of(device_mesh, dist.get_world_size(), axes)
-            asked = (*found.values(), zero, expert_weight, expert)
+            found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
+            *degrees, tensors = found.values()
+            asked = (*degrees, zero, expert_weight, expert, tensors, order)
         except MeshError as error:
             asked = error
         return cls._made(asked, _device(kind), timeout_seconds)
 
     @classmethod
     def _made(
-        cls, asked: tuple[int | None, ...] | MeshError, device: torch.device, timeout_seconds: float
+        cls, asked: Asked | MeshError, device: torch.device, timeout_seconds: float
     ) -> ParallelMesh:
         """What all ranks ask for, if it is the same and possible; otherwise all of them raise."""
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -308,6 +341,17 @@ class ParallelMesh:
         return self._models
 
     @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """What ``parallelize_module`` takes: the tensor ranks.
+
+        Raises:
+            MeshError: there is but one.
+        """
+        if self.tensor == 1:
+            raise MeshError("this mesh has no tensor ranks: give ParallelMesh.create(tensor=...)")
+        return self.param_mesh["tensor"]
+
+    @property
     def axes(self) -> list[WeightAxis]:
         """Each weight axis once."""
         return list(dict.fromkeys((self.dense, self.experts)))
@@ -336,12 +380,18 @@ class ParallelMesh:
             f" = pipeline {s.pipeline} x replicas {s.replicas} x weight {s.weight}"
             f" (ZeRO over {s.zero_size})"
         )
+        if s.tensor > 1:
+            line += f", each x tensor {s.tensor}"
         if s.separate:
             line += (
                 f" = pipeline {s.pipeline} x expert replicas {e.replicas} x expert {e.expert} x "
                 f"expert weight {e.size} (ZeRO over {e.zero})"
             )
         return line
+
+
+def _with(rank: int, groups: list[list[int]]) -> list[int]:
+    return next(group for group in groups if rank in group)
 
 
 def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
@@ -351,6 +401,9 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
     alone: dist.ProcessGroup | None = None
     for name in names:  # the same order on all ranks: making a group is collective
         ranks = shape.ranks(name)
+        if name == "model" and shape.tensor == 1:
+            groups[name] = groups["stage"]
+            continue
         if len(ranks[0]) > 1:
             groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
             continue
@@ -400,7 +453,7 @@ def _device(device_type: str | None) -> torch.device:
     return accelerator.local_device(device_type)
 
 
-def _agree(asked: tuple[int | None, ...] | str, rank: int) -> None:
+def _agree(asked: Asked | str, rank: int) -> None:
     """All ranks must ask for the same mesh; otherwise every rank raises, none waits (WP-10).
 
     Args:
@@ -413,6 +466,6 @@ def _agree(asked: tuple[int | None, ...] | str, rank: int) -> None:
         told = [f"({a})" if isinstance(a, str) else a for a in (everyone[0], everyone[odd[0]])]
         raise MeshError(
             "ranks ask for different meshes: rank 0 (weight, sequence, pipeline, zero, "
-            f"expert_weight, expert) = {told[0]}, but rank {odd[0]} {told[1]} (this "
+            f"expert_weight, expert, tensor, order) = {told[0]}, but rank {odd[0]} {told[1]} (this "
             f"is rank {rank}); start every rank with the same configuration"
         )

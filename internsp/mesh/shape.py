@@ -9,6 +9,10 @@ The same ranks are factored three times. With ``r = 0 .. stage - 1`` inside one 
 
 so that the degrees are independent of each other (InternEvo, arXiv 2401.09149). The last two are
 weight axes (:class:`AxisShape`): the first is for dense weights, the second for experts.
+
+Where modules are tensor parallel (torch's ``parallelize_module``), each of ``tensor`` ranks holds a
+part of every layer and has a stage of its own, whose ranks hold the same part. Global ranks count
+through ``pipeline x stage x tensor``, unless ``order`` says otherwise.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ class AxisShape:
         """Ranks of every group of one kind, a row each, in a fixed order.
 
         Args:
-            world: global ranks ``[pipeline, stage]``.
+            world: global ranks ``[stages, ranks of a stage]``.
             name: ``weight, gradient, expert, replica, zero`` or ``zero_replica``.
         """
         inner = (self.replicas // self.zero, self.zero, self.expert, self.size)
@@ -79,6 +83,8 @@ class MeshShape:
         zero: replicas of a dense weight over which optimizer state is cut; ``None``: all.
         expert_weight: ranks over which an expert's weight is cut; ``None``: as ``weight``.
         expert: ranks that own experts of their own (expert parallel degree).
+        tensor: ranks over which torch's ``parallelize_module`` has cut the layers.
+        order: the global rank at each place of ``pipeline x stage x tensor``; ``None``: its number.
 
     Raises:
         MeshError: when a degree is not positive or does not divide what it must divide.
@@ -91,6 +97,8 @@ class MeshShape:
     zero: int | None = None
     expert_weight: int | None = None
     expert: int = 1
+    tensor: int = 1
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         mistakes = self.mistakes()
@@ -105,6 +113,7 @@ class MeshShape:
             "pipeline": self.pipeline,
             "expert_weight": 1 if self.expert_weight is None else self.expert_weight,
             "expert": self.expert,
+            "tensor": self.tensor,
         }
         found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
         if found:
@@ -114,10 +123,17 @@ class MeshShape:
                 f"pipeline={self.pipeline} does not divide the world of {self.world_size} ranks; "
                 f"choose one of {_divisors(self.world_size)}"
             ]
-        stage = self.world_size // self.pipeline
+        if self.world_size // self.pipeline % self.tensor:
+            return [
+                f"tensor={self.tensor} does not divide the {self.world_size // self.pipeline} "
+                f"ranks of a pipeline stage; choose one of "
+                f"{_divisors(self.world_size // self.pipeline)}"
+            ]
+        stage = self.stage_size
+        tensor = f" / tensor {self.tensor}" if self.tensor > 1 else ""
         where = (
             f"does not divide the {stage} ranks of a pipeline stage (world {self.world_size} / "
-            f"pipeline {self.pipeline}); choose"
+            f"pipeline {self.pipeline}{tensor}); choose"
         )
         for name in ("weight", "sequence"):
             if stage % degrees[name]:
@@ -137,12 +153,36 @@ class MeshShape:
                 f"expert_weight={size}{as_weight} x expert={self.expert} = {size * self.expert} "
                 f"{where} a product among {_divisors(stage)}"
             )
+        if own and self.tensor > 1:
+            found.append(
+                f"tensor={self.tensor} beside an axis for experts (expert_weight or expert) is not "
+                "supported: cut the experts' weights over the same ranks as all others"
+            )
+        if not found and self.order is not None:
+            found += self._out_of_order()
         return found
+
+    def _out_of_order(self) -> list[str]:
+        """Groups in which ranks do not ascend: torch numbers the ranks of a group so."""
+        names = ["tensor", "pipeline", "weight", "replica", "zero", "zero_replica", "sequence"]
+        if self.separate:
+            names += [f"expert_{n}" for n in ("weight", "replica", "zero", "zero_replica")]
+            names.append("expert")
+        for name in names:
+            for group in self.ranks(name):
+                if group != sorted(group):
+                    return [
+                        f"the ranks {group} of a {name.replace('_', ' ')} group do not ascend: "
+                        "make the DeviceMesh of ranks that count up along each of its axes, as "
+                        "init_device_mesh does, with the axes that weights and sequences are both "
+                        "cut over behind those of one of them"
+                    ]
+        return []
 
     @property
     def stage_size(self) -> int:
-        """Ranks in one pipeline stage."""
-        return self.world_size // self.pipeline
+        """Ranks in one pipeline stage that hold the same part of its layers."""
+        return self.world_size // (self.pipeline * self.tensor)
 
     @property
     def data(self) -> int:
@@ -197,6 +237,8 @@ class MeshShape:
             "sequence": self.sequence,
             "data": self.data,
         }
+        if self.tensor > 1:
+            found["tensor"] = self.tensor
         if self.separate:
             own = self.experts
             found |= {"expert weight": own.size, "expert": own.expert}
@@ -208,22 +250,39 @@ class MeshShape:
 
         Args:
             name: ``weight, gradient, replica, zero, zero_replica, sequence, data, stage,
-                pipeline``; of experts ``expert, expert_weight, expert_gradient, expert_replica,
-                expert_zero`` or ``expert_zero_replica``.
+                pipeline, tensor`` or ``model`` (the stages of all tensor ranks together); of
+                experts ``expert, expert_weight, expert_gradient, expert_replica, expert_zero`` or
+                ``expert_zero_replica``.
         """
-        world = torch.arange(self.world_size).view(self.pipeline, self.stage_size)
+        world = self.grid.permute(2, 0, 1)  # tensor x pipeline x stage
+        stages = world.reshape(-1, self.stage_size)
         if name == "stage":
-            grid = world
+            grid = stages.sort().values
+        elif name == "model":
+            grid = world.transpose(0, 1).flatten(1).sort().values
+        elif name == "tensor":
+            grid = self.grid
         elif name == "pipeline":
-            grid = world.T
+            grid = world.transpose(1, 2)
         elif name in ("sequence", "data"):
-            grid = world.view(self.pipeline, self.data, self.sequence)
-            grid = grid if name == "sequence" else grid.transpose(1, 2)
+            grid = stages.view(-1, self.data, self.sequence)
+            grid = grid if name == "sequence" else grid.transpose(1, 2).sort().values
         elif name.startswith("expert"):
-            grid = self.experts.groups(world, name.removeprefix("expert_"))
+            grid = self.experts.groups(stages, name.removeprefix("expert_"))
         else:
-            grid = self.dense.groups(world, name)
+            grid = self.dense.groups(stages, name)
         return grid.reshape(-1, grid.shape[-1]).tolist()
+
+    @cached_property
+    def grid(self) -> torch.Tensor:
+        """Global ranks ``[pipeline, stage, tensor]``."""
+        ranks = torch.arange(self.world_size) if self.order is None else torch.tensor(self.order)
+        return ranks.view(self.pipeline, self.stage_size, self.tensor)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline rank, place in the stage, tensor rank) of a global rank."""
+        pipeline, inside, tensor = (self.grid == rank).nonzero()[0].tolist()
+        return pipeline, inside, tensor
 
 
 def _divisors(n: int) -> list[int]:

@@ -76,11 +76,14 @@ class Publication(Ready):
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's parameters of one dtype and axis. Moves their storage into ``flat`` when made.
+    """One unit's parameters of one kind (dtype, axis, whether tensor ranks hold parts of them).
+
+    Moves their storage into ``flat`` when made.
 
     Attributes:
         axis: whose ZeRO group cuts it.
         small: whether they are replicated: their gradient is summed over all ranks already.
+        tensor: whether tensor ranks hold different values of them.
         flat: their storage, padded to a multiple of the ZeRO degree.
         gaps: padding within ``flat``, as ranges.
         owned: this rank's slice of ``flat``.
@@ -92,6 +95,7 @@ class Bucket:
     name: str
     axis: WeightAxis
     small: bool
+    tensor: bool
     flat: Tensor
     offsets: dict[Member, int]
     gaps: list[tuple[int, int]]
@@ -106,7 +110,7 @@ class Bucket:
     def create(
         cls, name: str, members: list[Member], place: dict[Member, int], mesh: ParallelMesh
     ) -> Bucket:
-        """Lay ``members`` (of one dtype and axis) out and move their storage. No message."""
+        """Lay ``members`` (of one kind) out and move their storage. No message."""
         dtype, axis = members[0].dtype, _axis(members[0], mesh)
         step = max(ALIGNMENT // dtype.itemsize, 1)
         offsets, gaps, end = {}, [], 0
@@ -125,9 +129,9 @@ class Bucket:
         owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
         wide = torch.promote_types(dtype, torch.float32)
         master = owned if wide == dtype else owned.to(wide)
-        small = not isinstance(members[0], ShardedParameter)
+        small, tensor = not isinstance(members[0], ShardedParameter), _tensor(members[0])
         segments = _segments(offsets, master, mesh, place)
-        return cls(name, axis, small, flat, offsets, gaps, owned, master, segments)
+        return cls(name, axis, small, tensor, flat, offsets, gaps, owned, master, segments)
 
     @property
     def weights(self) -> list[ShardedParameter]:
@@ -259,6 +263,10 @@ def _axis(member: Member, mesh: ParallelMesh) -> WeightAxis:
     return member.axis if isinstance(member, ShardedParameter) else mesh.dense
 
 
+def _tensor(member: Member) -> bool:
+    return member.tensor is not None and member.tensor.cut
+
+
 def _valid(member: Member) -> int:
     if isinstance(member, ShardedParameter):  # padded rows come last
         layout = member.layout
@@ -274,6 +282,8 @@ def _key(member: Member, mesh: ParallelMesh) -> str:
         parts.insert(0, f"weight {axis.rank} of {axis.size}")
     if axis.expert > 1:
         parts.insert(0, f"expert {axis.expert_rank} of {axis.expert}")
+    if _tensor(member):
+        parts.insert(0, f"tensor {mesh.tensor_rank} of {mesh.tensor}")
     if mesh.pipeline > 1:
         parts.insert(0, f"stage {mesh.pipeline_rank} of {mesh.pipeline}")
     return f"{member.name} [{', '.join(parts)}]"
@@ -297,7 +307,7 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
         # both uses': it belongs to the first that forward needs, and to no second bucket.
         trained = [m for m in members if m in place and m not in placed]
         placed.update(trained)
-        kinds = [(m.dtype, _axis(m, communicator.mesh)) for m in trained]
+        kinds = [(m.dtype, _axis(m, communicator.mesh), _tensor(m)) for m in trained]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             buckets.append(Bucket.create(name, same, place, communicator.mesh))

@@ -24,6 +24,8 @@ StateDict = dict[str, Any]
 def mesh_degrees(mesh: ParallelMesh) -> dict[str, int]:
     """What decides how state is cut."""
     degrees = {"weight": mesh.weight, "zero": mesh.zero, "pipeline": mesh.pipeline}
+    if mesh.tensor > 1:
+        degrees["tensor"] = mesh.tensor
     if mesh.experts is not mesh.dense:
         axis = mesh.experts
         degrees |= {"expert_weight": axis.size, "expert": axis.expert, "expert_zero": axis.zero}
@@ -91,6 +93,8 @@ def restore(buckets: list[Bucket], state: StateDict, mesh: ParallelMesh) -> None
 
 def _rank_key(mesh: ParallelMesh) -> str:
     key = f"stage {mesh.pipeline_rank}"
+    if mesh.tensor > 1:
+        key += f", tensor {mesh.tensor_rank} of {mesh.tensor}"
     for axis in mesh.axes:
         own = f"expert {axis.expert_rank} of {axis.expert}, " if axis.expert > 1 else ""
         key += (

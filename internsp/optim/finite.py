@@ -54,7 +54,7 @@ def agree(
         bad: for each of them, whether it is not finite here.
         own: whether such values arose on this rank.
     """
-    stage = mesh.shape.ranks("stage")[mesh.pipeline_rank]
+    stage = mesh.stage_ranks
     found = torch.zeros(len(names) + len(stage), dtype=torch.float64, device=mesh.device)
     if bad:
         found[: len(names)] = torch.stack(list(bad)).to(found.dtype)

@@ -19,16 +19,18 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
     """The sum of squares of all gradients of all stages, fp64, not finite if any of them is not.
 
     Slices of cut weights differ between weight ranks and expert ranks, those of replicated
-    parameters do not; ranks of one ``zero_replica_group`` hold the same slices. Collective (one
-    number); blocks.
+    parameters do not; tensor ranks hold the same slices of what is not cut over them, and ranks of
+    one ``zero_replica_group`` the same of all. Collective (one number); blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for bucket in buckets:
         axis = bucket.axis
+        if not bucket.tensor and mesh.tensor_rank:
+            continue  # tensor ranks hold the same values
         counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.small)
         if counts and bucket.gradient is not None:
             total += torch.linalg.vector_norm(bucket.gradient, dtype=torch.float64).square()
-    for group in (mesh.stage_group, mesh.pipeline_group):
+    for group in (mesh.stage_group, mesh.tensor_group, mesh.pipeline_group):
         work = all_reduce(total, group)
         if work is not None:
             work.wait()

@@ -143,6 +143,11 @@ class Pipeline:
         kind = kind_of(schedule)
         if mistake := kind.mistake(mesh.pipeline, chunks, micro_batches):
             raise ConfigError(mistake)
+        if mesh.tensor > 1:  # messages between stages know of one tensor rank alone
+            raise ConfigError(
+                f"a Pipeline on a mesh with {mesh.tensor} tensor ranks is not supported: make the "
+                "mesh with tensor = 1 or pipeline = 1"
+            )
         count = mesh.pipeline * chunks
         blocks = split(model, count)
         whole = config or WeightParallelConfig()

@@ -6,13 +6,13 @@ what runs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.config.names import within
@@ -20,6 +20,7 @@ from internsp.errors import LayoutError, StructureError
 from internsp.plan.blocks import Structure, did_you_mean
 from internsp.plan.dtypes import WeightDtypes
 from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules
+from internsp.wp.tensor_parallel import largest_part, own_part
 
 EMBEDDING_CUTS = {"vocabulary": 0, "hidden": 1}
 PATTERNS = ("experts", "own_dtype")
@@ -98,6 +99,11 @@ class Assignment:
         """Fully qualified, of the first owner."""
         return self.owners[0].full_name
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what the weight group cuts: this tensor rank's part, where there are several."""
+        return tuple(own_part(self.parameter).shape)
+
 
 def assign(
     model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
@@ -109,9 +115,8 @@ def assign(
             cannot be an expert's, so that even a small one is cut.
 
     Raises:
-        StructureError: when a block's weight is shared with another unit, an expert's with
-            another module, two rules of the plan say the same of it, or the model is parallel
-            already.
+        StructureError: when an expert's weight is shared with another module, or two rules of the
+            plan say the same of one.
     """
     shared: dict[int, list[Owner]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -120,11 +125,6 @@ def assign(
             if parameter is None:
                 continue
             owner = Owner(module_name, module, name)
-            if isinstance(parameter, DTensor):
-                raise StructureError(
-                    f"{owner.full_name} is a DTensor already: parallelize a model once, and do "
-                    "not combine it with FSDP"
-                )
             parameters[id(parameter)] = parameter
             shared.setdefault(id(parameter), []).append(owner)
     found = []
@@ -150,9 +150,10 @@ def _assign(
     # Of a shared weight one name is enough: it has one dtype.
     as_is = any(within(o.full_name, pattern) for o in owners for pattern in config.own_dtype)
     dtypes = WeightDtypes.of(parameter, config, as_is, said)
-    small = parameter.ndim < 2 or parameter.numel() < config.min_shard_elements
+    elements = math.prod(largest_part(parameter))
+    small = parameter.ndim < 2 or elements < config.min_shard_elements
     if "replicate_below" in said:
-        small = parameter.numel() * parameter.element_size() < said["replicate_below"]
+        small = elements * parameter.element_size() < said["replicate_below"]
         small = small or parameter.ndim == 0
     if small and not (own and expert > 1):
         return Assignment(parameter, owners, None, -1, 0, own, False, dtypes, options)
@@ -162,13 +163,20 @@ def _assign(
             f"{expert} it is not the same on all ranks; give it a dimension"
         )
     blocks = {block_of(o.module_name, structure) for o in owners}
-    if len(blocks) > 1:
-        raise StructureError(
-            f"{first.full_name} is shared between blocks or with the outside "
-            f"({', '.join(o.full_name for o in owners)}): a block's weights must be its own; "
-            "untie it, or keep it small (weight_parallel.min_shard_elements)"
-        )
-    block = blocks.pop()
+    # What several blocks share, or a block and the outside, lies beside them: whole in a slot of
+    # its own from the model's entry to the end of its backward, since no block is its last user.
+    block = blocks.pop() if len(blocks) == 1 else -1
+    beside = first.full_name if blocks else first.module_name
+    unit = structure.blocks[block].name if block >= 0 else beside
+    dim = _dim(parameter, first, config, said)
+    autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
+    return Assignment(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
+
+
+def _dim(
+    parameter: nn.Parameter, first: Owner, config: WeightParallelConfig, said: Mapping[str, Any]
+) -> int:
+    """The dimension that is cut: a rule's, the module's own (``shard_dim``), or the first."""
     dim: int = getattr(first.module, "shard_dim", 0)
     if isinstance(first.module, nn.Embedding):
         dim = EMBEDDING_CUTS[config.embedding_cut]
@@ -177,10 +185,7 @@ def _assign(
         raise LayoutError(
             f"cannot cut dimension {dim} of {first.full_name}, of shape {list(parameter.shape)}"
         )
-    unit = structure.blocks[block].name if block >= 0 else first.module_name
-    autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
-    dim %= parameter.ndim
-    return Assignment(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
+    return dim % parameter.ndim
 
 
 def require_effect(assignments: Iterable[Assignment], structure: Structure) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -125,7 +126,7 @@ def chunk_plan(
     sizes = [slot_bytes(weights_of[block.name]) for block in structure.blocks]
     said = [block.said.get("keep_unsharded") for block in structure.blocks]
     decided = {i: bool(keep) for i, keep in enumerate(said) if keep is not None}
-    exchanges = shape.sequence > 1 or shape.expert > 1
+    exchanges = shape.sequence > 1 or shape.expert > 1 or shape.tensor > 1
     one_order = exchanges and (device != "cpu" or not config.overlap)
     policy = replace(policy, kept=kept(config, sizes, policy.depth, decided), one_order=one_order)
     units: dict[str, UnitPlan] = {}
@@ -205,14 +206,14 @@ def _head(
 def _weight(assignment: Assignment, shape: MeshShape) -> WeightPlan:
     options = assignment.options
     parameter, size = assignment.parameter, shape.axis(assignment.expert).size
-    layout = ShardLayout.create(tuple(parameter.shape), assignment.dim, size)
+    layout = ShardLayout.create(assignment.shape, assignment.dim, size)
     compute = assignment.dtypes.compute
     shard_bytes = layout.shard_numel * compute.itemsize
     sent = assignment.dtypes.reduce if assignment.dtypes.reduce and size > 1 else compute
     small = size > 1 and layout.padded_numel * compute.itemsize <= options.coalesce_bytes
     quantized = None
     if options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
-        if parameter.numel() >= options.quantize_min_elements:
+        if math.prod(assignment.shape) >= options.quantize_min_elements:
             quantized = QuantizedShard.of(
                 assignment.name, layout.shard_numel, compute, parameter.dtype
             )

@@ -201,12 +201,13 @@ class Hooks:
         for tensor in tensors(output):
             if tensor.requires_grad:
                 forward = self.communicator.forwards
-                on_gradient(tensor, partial(self._backward_begins, forward), {})
+                plain = not isinstance(tensor, DTensor)
+                on_gradient(tensor, partial(self._backward_begins, forward, plain), {})
 
-    def _backward_begins(self, forward: int, gradient: Tensor) -> None:
+    def _backward_begins(self, forward: int, plain: bool, gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             no_second_derivatives()
-        if isinstance(gradient, DTensor):
+        if plain and isinstance(gradient, DTensor):
             raise GradientError(
                 "the model's output was added to a term of its parameters themselves, which is a "
                 "DTensor: let each have a backward of its own (loss.backward(), then "

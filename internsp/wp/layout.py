@@ -44,7 +44,8 @@ class ShardLayout:
         """
         if not -len(shape) <= dim < len(shape):
             raise LayoutError(f"cannot cut dimension {dim} of a weight of shape {list(shape)}")
-        return cls(tuple(shape), dim % len(shape), size)
+        # In a group of one nothing is cut: the shard lies in memory as the whole does.
+        return cls(tuple(shape), dim % len(shape) if size > 1 else 0, size)
 
     @cached_property
     def front(self) -> tuple[int, ...]:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import WeightAxis
 from internsp.wp.dtensors import Aliases, own, part
 from internsp.wp.layout import ShardLayout, strides
+from internsp.wp.tensor_parallel import TensorPart, own_part
 
 Tag = tuple[int, torch.dtype]
 
@@ -32,9 +33,11 @@ class ShardedParameter:
     parameter is a ``DTensor`` whose local tensor is a view of its valid rows.
 
     Where ranks own different experts, ``layout`` is of this rank's unsharded weight, and the
-    ``DTensor`` is of all ranks' weights of that name, one after another on dimension 0.
+    ``DTensor`` is of all ranks' weights of that name, one after another on dimension 0. Where the
+    layer is tensor parallel, ``layout`` is of this tensor rank's part.
 
     Attributes:
+        tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
         name: fully qualified, of the first owner when several modules share the weight.
         axis: along which it is cut; dense weights and experts may have different ones.
         reduced_grad: the gradient summed from finished reductions so far in this backward, like
@@ -76,6 +79,7 @@ class ShardedParameter:
         self.layout = layout
         self.axis = axis
         self.rank = axis.rank
+        self.tensor = TensorPart.of(parameter)
         self._valid = layout.valid_rows(axis.rank)
         self.dtype = parameter.dtype
         self.sent_as = sent_as if layout.size > 1 else None
@@ -97,14 +101,16 @@ class ShardedParameter:
         self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
         if parameter.device.type != "meta":
             with torch.no_grad():
-                rows = layout.cut(parameter.detach(), self.rank)
+                rows = layout.cut(own_part(parameter), self.rank)
                 self.storage[: len(rows)].copy_(rows)
         self._flat = self.storage.data.view(-1)
         shape = (layout.shape[0] * axis.expert, *layout.shape[1:])
+        if self.tensor is not None:
+            shape = self.tensor.shape
         whole = DTensor.from_local(
             self.local(self.storage),
             axis.param_mesh,
-            axis.placements(layout.dim),
+            axis.placements(Shard(layout.dim), self.tensor.placement if self.tensor else None),
             run_check=False,
             shape=torch.Size(shape),
             stride=strides(shape),
@@ -124,6 +130,8 @@ class ShardedParameter:
 
     def rows_of(self, values: Tensor) -> Tensor:
         """This rank's rows of whole values in the parameter's shape, cut dimension first."""
+        if self.tensor is not None:
+            return self.layout.cut(self.tensor.own(values), self.rank)
         count = self.layout.shape[0]
         own = values.narrow(0, self.axis.expert_rank * count, count)
         return self.layout.cut(own, self.rank)

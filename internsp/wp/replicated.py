@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import all_reduce
 from internsp.wp.dtensors import Aliases, own, part
+from internsp.wp.layout import strides
 from internsp.wp.ledger import Counters
 from internsp.wp.parameter import (
     Ready,
@@ -24,6 +25,7 @@ from internsp.wp.parameter import (
     stale,
     unflatten,
 )
+from internsp.wp.tensor_parallel import TensorPart, own_part
 
 
 class ReplicatedParameter:
@@ -33,6 +35,7 @@ class ReplicatedParameter:
         compute_dtype: what its module computes with (``None``: its own).
 
     Attributes:
+        tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
         communicator: takes its gradient.
         shown: the version that was last computed with.
     """
@@ -50,19 +53,25 @@ class ReplicatedParameter:
     ) -> None:
         self.name = name
         self.dtype = parameter.dtype
-        self.shape = parameter.shape
+        self.tensor = TensorPart.of(parameter)
+        self.shape = own_part(parameter).shape
         self.compute_dtype = compute_dtype or parameter.dtype
         self._generation = 0
         self.shown = -1
         self.ready: Ready | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
-        local = torch.zeros(parameter.shape, dtype=parameter.dtype, device=mesh.device)
+        local = torch.zeros(self.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
-            local.copy_(parameter.detach())
+            local.copy_(own_part(parameter))
         self.storage = local
         whole = DTensor.from_local(
-            local, mesh.param_mesh, [Replicate(), Replicate()], run_check=False
+            local,
+            mesh.param_mesh,
+            mesh.dense.placements(Replicate(), self.tensor.placement if self.tensor else None),
+            run_check=False,
+            shape=parameter.shape,
+            stride=strides(tuple(parameter.shape)),
         )
         self._counter = whole  # has the parameter's version counter, and is read at once
         self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
@@ -114,7 +123,11 @@ class ReplicatedParameter:
         local = local_of(self.name, values, self.parameter)
         part(self.parameter, self.aliases, values)
         with torch.no_grad():
-            self.storage.copy_((values if local is None else local).detach())
+            self.storage.copy_((self.own(values) if local is None else local).detach())
+
+    def own(self, values: Tensor) -> Tensor:
+        """What this rank has of whole values."""
+        return values if self.tensor is None else self.tensor.own(values)
 
     def current(self) -> Tensor:
         """The values to compute with, published (WP-3)."""

@@ -45,7 +45,7 @@ def own_part(member: Member, values: Tensor, what: str = "") -> Tensor:
         return values.detach()
     if isinstance(member, ShardedParameter):
         return member.rows_of(values.detach()).movedim(0, member.layout.dim)
-    return values.detach()
+    return member.own(values.detach())
 
 
 def like_storage(member: Member, part: Tensor) -> Tensor:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp.errors import OrderError, StructureError
+from internsp.config import ActivationCheckpointConfig
+from internsp.errors import OrderError
 from internsp.optim import ZeroOptimizer
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, VOCABULARY, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 STEPS = 3
+FULL = ActivationCheckpointConfig(mode="full")
 
 
 class TwoHeads(Tiny):
@@ -73,14 +75,38 @@ def twice() -> nn.Module:
 
 
 def between_blocks() -> nn.Module:
+    """Two blocks, not neighbors, share a weight."""
     model = Tiny(layers=3)
     model.layers[2].q.weight = model.layers[0].q.weight  # type: ignore[union-attr]
+    return model
+
+
+class Reader(Block):
+    """A block that shares the embedding's table, and a weight with every other block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(6, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * torch.tanh(self.table(x)) @ self.table.weight
+
+
+def everywhere() -> nn.Module:
+    """Weights that all blocks share, among them the embedding's and the head's."""
+    model = Tiny(Reader, layers=3, tied=True)
+    for layer in model.layers:
+        layer.table.weight = model.embed.weight  # type: ignore[union-attr]
+        layer.w1.weight = model.layers[1].w1.weight  # type: ignore[union-attr]
     return model
 
 
 MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
     (TwoHeads, {}), (TwoTables, {}), (small_ones, {}), (lambda: Tiny(Tied, layers=2), {}),
     (twice, {"unexpected_order": "gather"}), (lambda: Tiny(tied=True), {"trigger": "rolling"}),
+    (between_blocks, {"trigger": "rolling"}), (everywhere, {}), (everywhere, {"checkpoint": FULL}),
+    (everywhere, {"granularity": "module", "plan": [{"match": "embed", "shard_dim": 1},
+                  {"match": "layers.0.w1.weight", "shard_dim": -1}]}),
 ]  # fmt: skip
 
 
@@ -109,8 +135,4 @@ def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> No
             twin.check_parameters(what)
             for name, parameter in twin.plain.named_parameters():
                 assert not torch.equal(parameter, start[name]), f"{what}: {name} has not moved"
-    raises(
-        StructureError, lambda: Twin(between_blocks, mesh_of(2)), "layers.0.q.weight is shared",
-        "layers.2.q.weight", "untie it",
-    )  # fmt: skip
     raises(OrderError, Twin(twice, mesh_of(2)).backward, "unexpected_order = 'gather'")

@@ -112,12 +112,13 @@ def test_every_parameter_has_one_place_and_shared_ones_one_assignment() -> None:
     assert next(a for a in small if a.name == "layers.0.q.weight").unit is None
 
 
-def test_a_weight_shared_between_blocks_is_refused() -> None:
+def test_a_weight_shared_between_blocks_is_a_unit_beside_them() -> None:
     model = Tiny()
     model.layers[3].q.weight = model.layers[0].q.weight  # type: ignore[union-attr]
-    message = r"layers\.0\.q\.weight, layers\.3\.q\.weight"
-    with pytest.raises(StructureError, match=message):
-        assign(model, read(model), WeightParallelConfig(min_shard_elements=20))
+    found = assign(model, read(model), WeightParallelConfig(min_shard_elements=20))
+    shared = {a.name: (a.unit, a.block) for a in found if len(a.owners) > 1}
+    assert shared == {"layers.0.q.weight": ("layers.0.q.weight", -1)}
+    assert all(a.block == 3 for a in found if a.unit and a.name.startswith("layers.3."))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Parameters that torch's ``parallelize_module`` has cut before us: two dimensions, one weight.
+
+A layer's weight is a ``DTensor`` on a mesh of tensor ranks. Each tensor rank's part of it is a
+weight like any other: sharded over the weight group of that tensor rank, whole in its slot while a
+block uses it. What the layer reads there is a ``DTensor`` on the tensor mesh again, so that its own
+inputs and outputs, which are ``DTensor`` too, meet what they were made for::
+
+    at rest      [Replicate, tensor placement, Shard(0)]   on ("replica", "tensor", "weight")
+    in use       [tensor placement]                         on the user's tensor mesh
+    its gradient that placement, from whatever autograd gives; then reduced as any gradient
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from internsp.errors import StructureError
+from internsp.mesh import ParallelMesh
+from internsp.wp.layout import strides
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """Where a parameter lies on the tensor ranks.
+
+    Attributes:
+        mesh: the user's, of one dimension.
+        placement: ``Shard`` or ``Replicate``.
+        shape: of the whole parameter, over all tensor ranks.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> TensorPart | None:
+        """``None`` for a parameter that is no ``DTensor``."""
+        if not isinstance(parameter, DTensor):
+            return None
+        return cls(parameter.device_mesh, parameter.placements[0], tuple(parameter.shape))
+
+    @property
+    def cut(self) -> bool:
+        """Whether tensor ranks hold different values."""
+        return isinstance(self.placement, Shard)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This tensor rank's part of whole values (a view)."""
+        if not isinstance(self.placement, Shard):
+            return whole
+        pieces = whole.chunk(self.mesh.size(), self.placement.dim)
+        rank = self.mesh.get_local_rank()
+        dim = self.placement.dim
+        return pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0)
+
+    def present(self, local: Tensor) -> DTensor:
+        """``local``, unsharded over the weight group, as the layer reads it. No message."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            [self.placement],
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=strides(self.shape),
+        )
+
+    def local_gradient(self, gradient: Tensor) -> Tensor:
+        """This tensor rank's part of a gradient; blocks where tensor ranks must sum it first."""
+        if not isinstance(gradient, DTensor):
+            return gradient
+        if gradient.placements != (self.placement,):
+            gradient = gradient.redistribute(placements=[self.placement])
+        local: Any = gradient._local_tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def largest_part(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the first tensor rank's part, of which no other rank's is larger.
+
+    What is cut and what is replicated must be alike on all tensor ranks, uneven or not.
+    """
+    shape = list(parameter.shape)
+    part = TensorPart.of(parameter)
+    if part is not None and isinstance(part.placement, Shard):
+        dim = part.placement.dim
+        shape[dim] = -(-shape[dim] // part.mesh.size())
+    return tuple(shape)
+
+
+def own_part(parameter: nn.Parameter) -> Tensor:
+    """The values that this rank has of it, to be cut over the weight group."""
+    local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local.detach()
+
+
+def require_on_tensor_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Every ``DTensor`` of ``model`` is one that we can cut further. No message.
+
+    Raises:
+        StructureError: names the parameter, what is wrong with it, and the remedy.
+    """
+    found = False
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            _require(name, parameter, mesh)
+            found = True
+    if mesh.tensor > 1 and not found:
+        raise StructureError(
+            f"the mesh has {mesh.tensor} tensor ranks, but no parameter is a DTensor on them: call "
+            "torch's parallelize_module(model, mesh.tensor_mesh, plan) before "
+            "internsp.parallelize(), or make the mesh without tensor ranks"
+        )
+
+
+def _require(name: str, parameter: DTensor, mesh: ParallelMesh) -> None:
+    theirs = parameter.device_mesh
+    ranks = sorted(theirs.mesh.flatten().tolist())
+    on = f"{name} is a DTensor already, on ranks {ranks} (this is rank {mesh.rank})"
+    if mesh.tensor == 1:
+        raise StructureError(
+            f"{on}: parallelize a model once, and not after FSDP; if it is tensor parallel, make "
+            "the mesh with its ranks (ParallelMesh.create(tensor=...), or from_device_mesh(..., "
+            "tensor=the name of its axis))"
+        )
+    weights = mesh.shape.grid[mesh.pipeline_rank, :, mesh.tensor_rank].tolist()
+    both = sorted(set(ranks) & set(weights) - {mesh.rank})
+    if both:
+        raise StructureError(
+            f"{on}, of which {both} hold the same part of the layers as this rank by internsp's "
+            "mesh: a rank cannot be a tensor rank and a weight or replica rank at once; the tensor "
+            f"ranks of this mesh are {mesh.shape.grid[mesh.pipeline_rank, 0].tolist()} and alike"
+        )
+    own = _tensor_ranks(mesh)
+    if theirs.ndim != 1 or ranks != own:
+        raise StructureError(
+            f"{on}, in {theirs.ndim} dimension(s), but the tensor ranks of internsp's mesh are "
+            f"{own}: hand parallelize_module mesh.tensor_mesh, or the axis that from_device_mesh "
+            "was given as tensor"
+        )
+    (placement,) = parameter.placements
+    if type(placement) not in (Shard, Replicate):
+        raise StructureError(
+            f"{name} is placed {placement} on its tensor ranks (this is rank {mesh.rank}): only "
+            "what is placed Shard or Replicate there can be cut further; redistribute it first"
+        )
+
+
+def _tensor_ranks(mesh: ParallelMesh) -> list[int]:
+    _, inside, _ = mesh.shape.place(mesh.rank)
+    found: list[int] = mesh.shape.grid[mesh.pipeline_rank, inside].tolist()
+    return found
