@@ -22,11 +22,11 @@ from torch.distributed.pipelining._backward import (
 
 from internsp.autograd import tensors
 from internsp.errors import LayoutError, StructureError
+from internsp.pipeline.backward_parts import grad_ready_order, overwritten, rehearsal
 from internsp.pipeline.chunks import MicroBatch
 from internsp.pipeline.graph import obstacle
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, ComputeAction, SchedulerHook
 from internsp.pipeline.messages import Messages
-from internsp.pipeline.split import grad_ready_order, overwritten, rehearsal
 from internsp.wp.communicator import ISPCommunicator
 
 
