@@ -32,7 +32,7 @@ def test_it_says_which_blocks_stay_and_survives_a_file(
 ) -> None:
     config = WeightParallelConfig(keep_unsharded=given)  # type: ignore[arg-type]
     assert config.keep_unsharded == value
-    assert kept(config, SIZES) == blocks
+    assert kept(config, SIZES, 1, {}) == blocks
     whole = Config(model={"layers": 9}, weight_parallel=config)  # type: ignore[arg-type]
     file = tmp_path / "run.toml"
     file.write_text(whole.to_toml())
