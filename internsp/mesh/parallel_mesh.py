@@ -128,6 +128,10 @@ class WeightAxis:
 
 
 Asked = tuple[int | tuple[int, ...] | None, ...]
+DEGREES = (
+    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "order",
+)  # fmt: skip
+"""What is asked for, in this order; ``order`` by a user's DeviceMesh alone."""
 """The arguments of :class:`MeshShape` after the world's size."""
 
 _GROUPS = (
@@ -463,9 +467,11 @@ def _agree(asked: Asked | str, rank: int) -> None:
     dist.all_gather_object(everyone, asked)
     odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
     if odd:
-        told = [f"({a})" if isinstance(a, str) else a for a in (everyone[0], everyone[odd[0]])]
+        first, other = everyone[0], everyone[odd[0]]
+        names = DEGREES if isinstance(first, str) else DEGREES[: len(first)]
+        told = [f"({a})" if isinstance(a, str) else a for a in (first, other)]
         raise MeshError(
-            "ranks ask for different meshes: rank 0 (weight, sequence, pipeline, zero, "
-            f"expert_weight, expert, tensor, order) = {told[0]}, but rank {odd[0]} {told[1]} (this "
-            f"is rank {rank}); start every rank with the same configuration"
+            f"ranks ask for different meshes: rank 0 ({', '.join(names)}) = {told[0]}, but rank "
+            f"{odd[0]} {told[1]} (this is rank {rank}); start every rank with the same "
+            "configuration"
         )
