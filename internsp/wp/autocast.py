@@ -30,8 +30,9 @@ def follow(weight: ShardedParameter) -> None:
 
 
 def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:
-    if weight.autocasts:
-        weight.use_dtype(dtype or weight.base_compute_dtype)
+    wanted = dtype or weight.base_compute_dtype
+    if weight.autocasts and wanted is not weight.compute_dtype:
+        weight.use_dtype(wanted)
 
 
 class Autocast:
