@@ -236,7 +236,7 @@ def _print_pipeline(
             told = rank.kept(config.weight_parallel.overlap).line()
             console.print(f"Pipeline rank {number}: {told}")
     print_schedules(plan, console)
-    console.print("Played with the messages between ranks: nobody waits for ever.")
+    console.print("Played with the messages between ranks: no rank waits for ever.")
     if picture is not None:
         console.print(f"Picture: {picture}")
 

@@ -120,7 +120,7 @@ def collect(
     _own(replicated.sharded)
     for weight, used in zip(replicated.sharded, used_sharded, strict=True):
         total = sums.sums.pop(weight, weight.reduced_grad)
-        if used and total is not None:
+        if used and weight.requires_grad and total is not None:
             _accumulate(weight, total.div_(ranks) if mean else total)
         weight.drop_reduced_grad()
     replicated.reset()
