@@ -15,6 +15,7 @@ from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
+from internsp.layers.casts import find_casts, register_casts
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.mesh import ParallelMesh
@@ -140,6 +141,7 @@ def _examined(
             "'qkv' (the block's entry) and no prefetch_triggers"
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
+    find_casts(model, structure, config)  # refuses what it must before anything is changed
     require_cut_attention(model, mesh, config)
     take_head_output(model, mesh, config)
     return structure, recomputed_blocks(checkpoint, len(structure.blocks))
@@ -179,7 +181,9 @@ class _Builder:
         self.model, self.mesh, self.config = model, mesh, config
         self.structure = structure
         self.recomputed = recomputed
-        self.dtype = DTYPES[config.compute_dtype] if config.compute_dtype else None
+        self.dtype = None  # to which the model's inputs are cast
+        if config.compute_dtype is not None and config.cast_inputs:
+            self.dtype = DTYPES[config.compute_dtype]
         self.sharded: list[ShardedParameter] = []
         self.originals: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self.replicated = ReplicatedParameters(mesh, self.sharded)
@@ -251,6 +255,7 @@ class _Builder:
             )
             for i, block in enumerate(self.structure.blocks)
         ]
+        casts = find_casts(self.model, self.structure, self.config)
         selective = checkpoint is not None and checkpoint.mode == "selective"
         communicator.hooks = register_hooks(
             self.model,
@@ -262,6 +267,7 @@ class _Builder:
             self.config.compile,
             checkpoint_context_fn if selective else None,
         )
+        communicator.hooks.handles += register_casts(casts)
         return communicator
 
     def _place(self, a: Assignment) -> list[tuple[Owner, ShardedParameter | ReplicatedParameter]]:
@@ -355,7 +361,8 @@ class _Builder:
         state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
-            kinds = {by_name[name]: self.options[name].quantize for name in names}
+            options = {by_name[name]: self.options[name] for name in names}
+            kinds = {weight: said.own or said.quantize for weight, said in options.items()}
             state.quantizer = Quantizer(kinds, self.mesh.device, self.config.memory_pool)
         return state
 

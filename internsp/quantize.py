@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import ConfigError
+from internsp.packed import OwnGather, PackedShard
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import Buffers
 from internsp.wp.streams import SlotStreams
@@ -91,7 +92,8 @@ class QuantizedShard:
 
 
 def buffer_bytes(
-    shards: Mapping[str, tuple[QuantizedShard, int]], gathers: Iterable[tuple[bool, str]]
+    shards: Mapping[str, tuple[QuantizedShard | PackedShard, int]],
+    gathers: Iterable[tuple[bool, str]],
 ) -> int:
     """Bytes of all buffers that a :class:`Quantizer` ever has at once: it keeps them, by size.
 
@@ -129,10 +131,11 @@ CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 class Quantizer:
-    """Rounds the weights of one chunk's blocks for their all-gathers.
+    """Rounds weights of one chunk for their all-gathers, or packs them as a user's functions do.
 
     Args:
-        kinds: for each weight that travels so ``"int8"`` or ``"fp8"`` (float8_e4m3fn).
+        kinds: for each weight that travels so ``"int8"`` or ``"fp8"`` (float8_e4m3fn), or the
+            user's functions.
         reuse: ``weight_parallel.memory_pool``.
 
     Attributes:
@@ -140,12 +143,23 @@ class Quantizer:
     """
 
     def __init__(
-        self, kinds: Mapping[ShardedParameter, str], device: torch.device, reuse: bool
+        self,
+        kinds: Mapping[ShardedParameter, str | OwnGather],
+        device: torch.device,
+        reuse: bool,
     ) -> None:
-        self.weights = {weight: CODES[kind] for weight, kind in kinds.items()}
+        self.weights = {
+            weight: CODES[kind] if isinstance(kind, str) else kind for weight, kind in kinds.items()
+        }
         self.buffers = Buffers(device, reuse)
+        self._packed = {
+            weight: PackedShard.of(weight.name, kind, weight.layout, weight.dtype)
+            for weight, kind in kinds.items()
+            if isinstance(kind, OwnGather)
+        }
         self._flying: dict[
-            ShardedParameter, tuple[QuantizedShard, Tensor, Tensor, Tensor, SlotStreams]
+            ShardedParameter,
+            tuple[QuantizedShard | PackedShard, Tensor, Tensor, Tensor, SlotStreams],
         ]
         self._flying = {}
 
@@ -158,12 +172,18 @@ class Quantizer:
             place: of the weight in its slot, flat: :meth:`dequantize` writes it.
             streams: of that slot.
         """
-        shard = weight.fresh()
-        quantized = QuantizedShard.of(
-            weight.name, weight.layout.shard_numel, weight.compute_dtype, weight.dtype
-        )
-        sent = self._take(quantized.nbytes, torch.uint8)
-        self._write(shard, quantized, sent[None], *self.weights[weight])
+        shard, kind = weight.fresh(), self.weights[weight]
+        quantized: QuantizedShard | PackedShard
+        if isinstance(kind, OwnGather):
+            quantized = self._packed[weight]
+            sent = self._take(quantized.nbytes, torch.uint8)
+            quantized.pack(kind, shard.view(weight.layout.shard_shape), sent)
+        else:
+            quantized = QuantizedShard.of(
+                weight.name, weight.layout.shard_numel, weight.compute_dtype, weight.dtype
+            )
+            sent = self._take(quantized.nbytes, torch.uint8)
+            self._write(shard, quantized, sent[None], *kind)
         received = self._take(weight.layout.size * quantized.nbytes, torch.uint8)
         self._flying[weight] = (quantized, sent, received, place, streams)
         return received, sent
@@ -172,8 +192,13 @@ class Quantizer:
         """The all-gather has been waited for: fill the slot. Runs on the current stream."""
         quantized, sent, received, place, streams = self._flying.pop(weight)
         streams.before_overwrite(weight)  # readers of what the slot held when the gather began
-        codes = self.weights[weight][0]
-        self._read(received.view(-1, quantized.nbytes), quantized, codes, place)
+        kind, pieces = self.weights[weight], received.view(-1, quantized.nbytes)
+        if isinstance(quantized, PackedShard):
+            assert isinstance(kind, OwnGather), "quantize() has packed it"
+            quantized.unpack(kind, pieces, place.view(len(pieces), *weight.layout.shard_shape))
+        else:
+            assert not isinstance(kind, OwnGather), "quantize() has rounded it"
+            self._read(pieces, quantized, kind[0], place)
         self.buffers.give(sent)
         self.buffers.give(received)
 

@@ -48,7 +48,8 @@ _SAID: dict[str, dict[Rule, str]] = {
     # What is cut decides how the optimizer's state is cut, and what weight decay leaves out.
     "weight_parallel": {
         Rule.FIXED: "experts min_shard_elements embedding_cut reduction plan",
-        Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype",
+        Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype "
+        "cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks keep_unsharded accumulation coalesce_bytes pending_blocks unexpected_order "
         "head_output compile cuts_own_sequences compare_ranks grad_dtype",
@@ -71,7 +72,10 @@ _SAID: dict[str, dict[Rule, str]] = {
     "launch": {Rule.FREE: "processes threads"},
 }
 
-_CUTTING = "ignore", "replicate_below", "shard_dim", "axis", "reduce_dtype", "quantize"
+_CUTTING = (
+    "ignore", "replicate_below", "shard_dim", "axis", "compute_dtype", "reduce_dtype", "quantize",
+    "pre_all_gather", "post_all_gather",
+)  # fmt: skip
 
 RULES: dict[str, Rule] = {
     f"{section}.{key}": rule

@@ -21,13 +21,17 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     SerializerFunctionWrapHandler,
+    WithJsonSchema,
     model_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
 from internsp.config import hf_folder
+from internsp.config.functions import checked as checked_function
+from internsp.config.functions import place_of
 from internsp.config.kept import MOST_BLOCKS, checked
 from internsp.config.names import checked as checked_pattern
 from internsp.config.names import nearest
@@ -57,6 +61,14 @@ FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
 """More overflows the clocks of torch's stores and groups, which then wait without an end."""
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Ahead = Annotated[Depth | Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Function = Annotated[
+    Any,
+    BeforeValidator(checked_function),
+    PlainSerializer(place_of),
+    WithJsonSchema({"type": "string"}),
+]
+"""A function, or its place ``"package.module:function"``."""
 
 
 def nullable(field: FieldInfo) -> bool:
@@ -212,16 +224,30 @@ class PlanRule(Section):
     """Axis of the mesh along which they are cut; in place of experts."""
     coalesce_bytes: Amount = 65536
     """Weights up to this many bytes unsharded share collectives with their neighbors."""
+    compute_dtype: Dtype | None = None
+    """Dtype of gathered weights, to which the modules' inputs are cast; none: their own."""
     reduce_dtype: Dtype | None = None
     """Dtype in which gradients travel to be summed in float32; none: that of the weights' use."""
     grad_dtype: Dtype | None = None
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
+    output_dtype: Dtype | None = None
+    """Dtype to which floating outputs of the matched modules are cast; none: as computed."""
+    cast_inputs: bool = True
+    """Whether floating inputs of the matched modules are cast to the compute dtype."""
     quantize: Literal["none", "int8", "fp8"] = "none"
     """What blocks' weights are gathered as, of whatever size."""
+    pre_all_gather: Function = None
+    """Function of a shard that gives what is sent of it in its place; with post_all_gather."""
+    post_all_gather: Function = None
+    """Function that fills the unsharded weight from what all ranks have sent."""
     keep_unsharded: bool = False
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
     prefetch_depth: Depth = 1
     """Blocks gathered ahead from these; there is one slot more than the largest of all blocks."""
+    forward_prefetch: Ahead = 1
+    """Blocks that these gather ahead in forward: how many, or patterns of names, in order."""
+    backward_prefetch: Ahead = 1
+    """The same in backward, whose order is the reverse."""
     trigger: Trigger = "out_proj"
     """Before what in the blocks the next one's gather starts; qkv: their entry."""
     prefetch_triggers: Patterns = ()
@@ -244,6 +270,13 @@ class PlanRule(Section):
     def _says_something(self) -> PlanRule:
         if not self.match or not self.said():
             raise ValueError("a rule has at least one pattern in match, and one key beside it")
+        said = self.said().keys()
+        if len(said & {"pre_all_gather", "post_all_gather"}) == 1:
+            raise ValueError("pre_all_gather and post_all_gather need each other: give both")
+        if "prefetch_depth" in said and said & {"forward_prefetch", "backward_prefetch"}:
+            raise ValueError(
+                "prefetch_depth says both forward_prefetch and backward_prefetch: give it, or them"
+            )
         return self
 
     @model_serializer(mode="wrap")
@@ -313,6 +346,8 @@ class WeightParallelConfig(Section):
     """Weights with fewer elements, the embedding's and the head's are not quantized."""
     compute_dtype: Dtype | None = None
     """Dtype of gathered weights, to which floating inputs are cast; none: the parameter's own."""
+    cast_inputs: bool = True
+    """Whether the model's floating inputs are cast to compute_dtype."""
     own_dtype: Patterns = ()
     """Patterns, as experts, of parameters that compute and travel in their own dtype."""
     grad_dtype: Dtype | None = None

@@ -63,6 +63,13 @@ def _parameter(name: str, parameter: nn.Parameter) -> None:
         raise StructureError(
             f"{name} has no shape yet (a lazy module): run a forward before parallelize()"
         )
+    for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        if hasattr(parameter, method):
+            raise StructureError(
+                f"{name} is a {type(parameter).__name__} with {method}, which would be lost, since "
+                "shards and slots are plain tensors: hold a plain parameter, and give both "
+                "functions to a rule of weight_parallel.plan (pre_all_gather, post_all_gather)"
+            )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise StructureError(
             f"{name} has a gradient hook, which parallelize() would lose, since it makes new "

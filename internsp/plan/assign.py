@@ -17,15 +17,16 @@ from torch import nn
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.config.names import within
 from internsp.errors import LayoutError, StructureError
+from internsp.packed import OwnGather
 from internsp.plan.blocks import Structure, did_you_mean
 from internsp.plan.dtypes import WeightDtypes
-from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules
+from internsp.plan.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
 from internsp.wp.tensor_parallel import largest_part, own_part
 
 EMBEDDING_CUTS = {"vocabulary": 0, "hidden": 1}
 PATTERNS = ("experts", "own_dtype")
 """Options of ``weight_parallel`` that name parameters by :func:`within`."""
-WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - {"match"}
+WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"match"}
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,35 @@ class WeightOptions:
         coalesce_bytes: up to so many unsharded it shares collectives with its neighbors.
         quantize: what its shards are rounded to for their all-gather: ``none``, ``int8``, ``fp8``.
         quantize_min_elements: of fewer elements it is not rounded.
+        own: what a user's functions send in the place of its shards.
     """
 
     coalesce_bytes: int
     quantize: str
     quantize_min_elements: int
+    own: OwnGather | None = None
 
     @classmethod
-    def of(cls, config: WeightParallelConfig, said: Mapping[str, Any]) -> WeightOptions:
-        """What ``said`` of one weight says, and ``config`` of the others."""
-        options = {f.name: getattr(config, f.name) for f in fields(cls)}
+    def of(cls, config: WeightParallelConfig, said: Mapping[str, Any], name: str) -> WeightOptions:
+        """What ``said`` of one weight says, and ``config`` of the others.
+
+        Raises:
+            StructureError: a rule names functions for its all-gather, and another quantizes it.
+        """
+        options = {f.name: getattr(config, f.name) for f in fields(cls) if f.name != "own"}
         if config.granularity == "module":
             options["coalesce_bytes"] = 0
         options |= {key: value for key, value in said.items() if key in options}
-        if said.get("quantize", "none") != "none":  # named, and so whatever its size
+        quantized = said.get("quantize", "none") != "none"
+        own = OwnGather.of(said)
+        if own is not None and quantized:
+            raise StructureError(
+                f"weight_parallel.plan: rules give {name} a pre_all_gather and quantize = "
+                f"{said['quantize']!r}: one of the two decides what travels"
+            )
+        if own is not None or quantized:  # named, and so whatever its size
             options |= {"quantize_min_elements": 0, "coalesce_bytes": -1}
-        return cls(**options)
+        return cls(**options, own=own)
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,7 @@ def _assign(
     said: Mapping[str, Any],
 ) -> Assignment:
     first = owners[0]
-    options = WeightOptions.of(config, said)
+    options = WeightOptions.of(config, said, first.full_name)
     own = is_expert([o.full_name for o in owners], config, said)
     # Of a shared weight one name is enough: it has one dtype.
     as_is = any(within(o.full_name, pattern) for o in owners for pattern in config.own_dtype)

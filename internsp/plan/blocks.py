@@ -14,6 +14,7 @@ from torch import nn
 from internsp.config import PlanRule
 from internsp.config.names import matches, nearest
 from internsp.errors import StructureError
+from internsp.plan.prefetch import ahead
 from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules, lay
 
 BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
@@ -50,6 +51,8 @@ class Structure:
     embedding: tuple[str, nn.Module] | None
     head: tuple[str, nn.Module] | None
     rules: Rules = NO_RULES
+    ahead: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """What rules say of prefetching in one direction (:mod:`internsp.plan.prefetch`)."""
 
 
 def read(
@@ -88,9 +91,9 @@ def read(
     outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
     heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
-    return Structure(
-        parts, embeddings[0] if embeddings else None, heads[-1] if heads else None, rules
-    )
+    head = heads[-1] if heads else None
+    counts = ahead([p.name for p in parts], [p.said for p in parts], head and head[0])
+    return Structure(parts, embeddings[0] if embeddings else None, head, rules, counts)
 
 
 def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from internsp.packed import PackedShard
 from internsp.quantize import QuantizedShard
 from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
 
@@ -26,8 +27,8 @@ class WeightPlan:
     """See :class:`internsp.wp.schedule.Weight`; not in a weight group of one, without a cast."""
     small: bool = False
     """Travels together with its small neighbors."""
-    quantized: QuantizedShard | None = None
-    """What is gathered of each shard, where ``weight_parallel.quantize`` rounds it."""
+    quantized: QuantizedShard | PackedShard | None = None
+    """What is gathered of each shard, where it is rounded, or a user's function packs it."""
     expert: bool = False
     """Travels over the experts' weight group, which is not the dense weights'."""
     gather_dtype: torch.dtype | None = None

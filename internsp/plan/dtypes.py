@@ -55,7 +55,8 @@ class WeightDtypes:
             said: what rules of the plan say of it, before all options.
         """
         dtype = parameter.dtype
-        compute = DTYPES[config.compute_dtype] if config.compute_dtype and not own else dtype
+        named = said.get("compute_dtype", None if own else config.compute_dtype)
+        compute = DTYPES[named] if named else dtype
         named = said.get("reduce_dtype", None if own else config.reduce_dtype)
         reduce = DTYPES[named] if named else None
         grad = parameter.grad_dtype or dtype

@@ -20,9 +20,17 @@ from internsp.config import PlanRule
 from internsp.config.names import matches, nearest
 from internsp.errors import StructureError
 
-BLOCK_KEYS = frozenset({"keep_unsharded", "prefetch_depth", "trigger", "prefetch_triggers"})
-"""What is said of blocks; everything else is said of parameters."""
-SHARDED_KEYS = frozenset({"shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize"})
+BLOCK_KEYS = frozenset({
+    "keep_unsharded", "prefetch_depth", "forward_prefetch", "backward_prefetch", "trigger",
+    "prefetch_triggers",
+})  # fmt: skip
+"""What is said of blocks."""
+MODULE_KEYS = frozenset({"output_dtype", "cast_inputs"})
+"""What is said of the matched modules themselves; everything else is said of parameters."""
+SHARDED_KEYS = frozenset({
+    "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",
+    "post_all_gather",
+})  # fmt: skip
 """What has an effect on a cut parameter alone."""
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a part of a name, or of a pattern
 CONFIGURED = "weight_parallel.plan"
@@ -36,6 +44,7 @@ class Caught:
     Attributes:
         origin: where the rule stands.
         names: of the modules and parameters that its patterns match.
+        modules: those of them that are modules.
         parameters: matched, or below what is matched.
         nbytes: of these.
     """
@@ -43,6 +52,7 @@ class Caught:
     origin: str
     rule: PlanRule
     names: Collection[str]
+    modules: Collection[str]
     parameters: int
     nbytes: int
 
@@ -85,6 +95,11 @@ class Rules:
                     )
         return {key: value for key, (_, value) in found.items()}
 
+    def of_module(self, name: str, keys: Collection[str]) -> Mapping[str, Any]:
+        """As :meth:`say`, of the module ``name`` itself: by rules that match it, not from above."""
+        own = tuple(caught for caught in self.caught if name in caught.modules)
+        return Rules(own).say([name], keys)
+
     def require_effect(self, cut: Collection[str], blocks: Collection[str]) -> None:
         """Of a whole model: each key of each configured rule has something to act on.
 
@@ -100,6 +115,8 @@ class Rules:
         acted_on["quantize"] = inside
         for caught in self.caught:
             for key in caught.rule.said() if caught.origin == CONFIGURED else ():
+                if key in MODULE_KEYS and not caught.modules:
+                    raise StructureError(f"{caught}: {key} is of modules, and it catches none")
                 if key not in acted_on or any(map(caught.holds_for, acted_on[key])):
                     continue
                 what = "a block" if key in BLOCK_KEYS else "a parameter that is cut"
@@ -148,6 +165,7 @@ def lay(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
     if not given:
         return NO_RULES
     names = list(dict.fromkeys(_names(model)))
+    modules = {name for name, _ in model.named_modules()}
     found = []
     for origin, rule in given:
         caught: dict[str, None] = {}
@@ -162,7 +180,9 @@ def lay(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
         everything = model.named_parameters(remove_duplicate=False)
         inside = {id(p): p for name, p in everything if _within_any(name, caught)}
         nbytes = sum(p.numel() * p.element_size() for p in inside.values())
-        found.append(Caught(origin, rule, caught.keys(), len(inside), nbytes))
+        found.append(
+            Caught(origin, rule, caught.keys(), caught.keys() & modules, len(inside), nbytes)
+        )
     return Rules(tuple(found))
 
 
@@ -173,7 +193,11 @@ def of_part(model: nn.Module, rules: Iterable[PlanRule]) -> tuple[PlanRule, ...]
     for rule in rules:
         here = tuple(p for p in rule.match if any(matches(name, p) for name in names))
         if here:
-            found.append(rule.model_copy(update={"match": here}))
+            update: dict[str, Any] = {"match": here}
+            for key in ("forward_prefetch", "backward_prefetch"):  # of blocks on other stages
+                if isinstance(named := rule.said().get(key), tuple):
+                    update[key] = tuple(p for p in named if any(matches(n, p) for n in names))
+            found.append(rule.model_copy(update=update))
     return tuple(found)
 
 

@@ -12,12 +12,14 @@ from internsp.config import WeightParallelConfig
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
 from internsp.mesh.shape import MeshShape
+from internsp.packed import PackedShard
 from internsp.plan.assign import Assignment, require_effect, require_experts
 from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
+from internsp.plan.prefetch import KEYS
 from internsp.quantize import QuantizedShard, buffer_bytes
 from internsp.wp.layout import ShardLayout
-from internsp.wp.schedule import Policy, fitting, spread
+from internsp.wp.schedule import FORWARD, Policy, fitting, spread
 from internsp.wp.slots import aligned
 
 
@@ -29,32 +31,41 @@ def policy_of(config: WeightParallelConfig, structure: Structure) -> Policy:
             place of.
     """
     rolling = config.trigger == "rolling"
+    depth = {"prefetch_depth", *KEYS}
     for caught in structure.rules.caught:
         said = caught.rule.said().keys()
-        if wrong := said & {"trigger", "prefetch_triggers", "prefetch_depth"} if rolling else None:
+        if wrong := said & {"trigger", "prefetch_triggers", *depth} if rolling else None:
             raise ConfigError(
                 f'{caught}: sets {min(wrong)}, but weight_parallel.trigger = "rolling" gathers '
                 "each weight as soon as there is room: choose another trigger for all"
             )
-        alone = said & {"coalesce_bytes", "prefetch_depth"}
+        alone = said & {"coalesce_bytes", *depth}
         if alone and config.granularity == "module":
             raise ConfigError(
                 f'{caught}: sets {min(alone)}, but weight_parallel.granularity = "module" gathers '
                 'each weight alone, one ahead: set granularity = "block"'
             )
     depths = [block.said.get("prefetch_depth", config.prefetch_depth) for block in structure.blocks]
+    ahead = structure.ahead
     if rolling and (config.granularity == "module" or config.prefetch_triggers):
         raise ConfigError(
             'weight_parallel.trigger = "rolling" gathers each weight as soon as there is room: '
             'set granularity = "block" and no prefetch_triggers'
         )
+    count = len(depths)
+    # A block whose rule says both directions gathers as many as these say, and not by its depth.
+    other = [d for i, d in enumerate(depths) if {(p, i) for p in KEYS.values()} - ahead.keys()]
+    reached = [min(n, count - 1 - i) for (phase, i), n in ahead.items() if phase == FORWARD]
+    reached += [n for (phase, _), n in ahead.items() if phase != FORWARD]
+    most = max(*other, *reached, 0, 0)
     return Policy(
-        len(structure.blocks),
-        max(depths),
+        count,
+        most,
         config.granularity == "module",
         accumulate_whole=config.accumulation == "full",
         rolling=rolling,
-        depths=tuple(depths) if len(set(depths)) > 1 else (),
+        depths=tuple(depths) if set(depths) != {most} else (),
+        named=ahead,
     )
 
 
@@ -183,7 +194,7 @@ def quantized_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> i
     """Bytes of the quantizer's buffers of a chunk that runs ``schedule``: exact (WP-1)."""
     shards = {
         weight.name: (weight.quantized, shape.axis(weight.expert).size)
-        for unit in chunk.blocks
+        for unit in chunk.units
         for weight in unit.weights
         if weight.quantized is not None
     }
@@ -211,8 +222,10 @@ def _weight(assignment: Assignment, shape: MeshShape) -> WeightPlan:
     shard_bytes = layout.shard_numel * compute.itemsize
     sent = assignment.dtypes.reduce if assignment.dtypes.reduce and size > 1 else compute
     small = size > 1 and layout.padded_numel * compute.itemsize <= options.coalesce_bytes
-    quantized = None
-    if options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
+    quantized: QuantizedShard | PackedShard | None = None
+    if options.own is not None and size > 1:
+        quantized = PackedShard.of(assignment.name, options.own, layout, parameter.dtype)
+    elif options.quantize != "none" and assignment.block >= 0 and size > 1 and not small:
         if math.prod(assignment.shape) >= options.quantize_min_elements:
             quantized = QuantizedShard.of(
                 assignment.name, layout.shard_numel, compute, parameter.dtype

@@ -12,8 +12,8 @@ Nothing here imports torch: weights and units are what has the attributes of :cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -167,6 +167,8 @@ class Policy:
         depth: blocks gathered ahead, at most; the chunk has ``depth + 1`` slots. With 0 each block
             is gathered when it is entered, after the one before has left the only slot.
         depths: of each block, where they differ.
+        named: how many of the blocks that come next a block's trigger gathers, where a rule has
+            said it of one direction: ``(phase, block) -> number``; the head counts as one.
         per_module: in forward the limit is the next group after each use (InternEvo's prefetch per
             module). A backward gathers a block at its entry, and the first group of the block
             before: between a block's reductions, whose moments data decide, no gather is launched.
@@ -188,6 +190,7 @@ class Policy:
     rolling: bool = False
     one_order: bool = False
     depths: tuple[int, ...] = ()
+    named: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def one_by_one(self, phase: str) -> bool:
         """Whether a block's gathers come group by group, each at the use of the one before."""
@@ -215,6 +218,8 @@ class Policy:
         if phase == FORWARD and block == self.blocks - 1:
             return [self.blocks]
         coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
+        if (phase, block) in self.named:
+            return [*coming[: self.named[phase, block]]]
         return reach(coming, depth, self.kept)
 
     @staticmethod

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from internsp.config import PlanRule, load_config
@@ -21,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_file_of_the_page_prints_what_the_page_shows(tmp_path: Path) -> None:
-    (source,), (shown,) = blocks("toml"), blocks("text")
+    (source, *_), (shown,) = blocks("toml"), blocks("text")
     path = tmp_path / "plan.toml"
     path.write_text(source)
     text = io.StringIO()
@@ -53,6 +55,21 @@ def test_the_python_of_the_page_runs_and_its_rules_hold() -> None:
         }
         assert {name for name, is_wide in wide.items() if is_wide} == {"head.weight"}
         assert triggers == [False, False, True, True]
+
+
+def test_the_other_rules_of_the_page_are_rules() -> None:
+    _, *others = blocks("toml")
+    rules = [rule for text in others for rule in tomllib.loads(text)["weight_parallel"]["plan"]]
+    variables: dict[str, Any] = {"torch": torch}
+    (functions,) = blocks("py")
+    exec(compile(functions, "plan.md", "exec"), variables)
+    rules += variables["plan"]
+    assert all(PlanRule.model_validate(rule).said() for rule in rules)
+    shard = torch.randn(3, 4, dtype=torch.float64)
+    sent = variables["pre"](shard)
+    out = torch.full((1, 3, 4), torch.nan, dtype=torch.float64)
+    variables["post"](tuple(part[None] for part in sent), out)
+    torch.testing.assert_close(out[0], shard, rtol=0.07, atol=0.02)  # fp8 has three bits
 
 
 def test_the_page_names_every_key_and_no_other() -> None:

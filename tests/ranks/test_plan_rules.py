@@ -63,6 +63,31 @@ def test_gradients_are_one_process_whatever_the_rules_and_the_plan_is_what_runs(
 
 
 @ranks(2)
+def test_blocks_gather_ahead_what_rules_name_and_the_plan_is_what_runs() -> None:
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    rules = [
+        {"match": "layers.0", "forward_prefetch": ["layers.{1-2}"]},
+        {"match": "layers.{1-2}", "forward_prefetch": 0, "backward_prefetch": 1},
+        {"match": "layers.4", "backward_prefetch": ["layers.3", "layers.2"]},
+        {"match": "layers.3", "forward_prefetch": ["layers.4", "head"]},
+    ]
+    half = ActivationCheckpointConfig(mode="full", fraction=0.5)
+    for checkpoint, options in ((None, {}), (half, {"overlap": False, "keep_unsharded": 1})):
+        twin = Twin(partial(Tiny, layers=5), mesh, checkpoint, plan=rules, prefetch_depth=0,
+                    **options)  # fmt: skip
+        assert twin.communicator.plan is not None
+        assert twin.communicator.plan.policy.depth == 2
+        wanted = simulate(twin.communicator.plan, 1, "overlap" not in options).lines(KINDS)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+        for step in range(3):
+            twin.trace.clear()
+            twin.backward()
+            if step:
+                assert twin.lines(*KINDS) == wanted, f"{options} step {step}"
+            twin.check_step(optimizers, f"{options} step {step}")
+
+
+@ranks(2)
 def test_ignored_parameters_stay_what_they_were_and_belong_to_the_user() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     plan = [{"match": ["layers.1.w1", "norm"], "ignore": True}]

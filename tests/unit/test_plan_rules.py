@@ -196,9 +196,60 @@ def test_a_models_own_rules_are_checked_as_well(own: Any, words: str) -> None:
     assert words in refused(StructureError, model=model)
 
 
+def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
+    def targets(*rules: dict[str, Any], **options: Any) -> list[list[list[int]]]:
+        policy = plan(*rules, **options).policy
+        phases = ("forward", "backward")
+        return [[policy.targets(block, phase) for block in range(4)] for phase in phases]
+
+    by_depth = [[[1], [2], [3], [4]], [[], [0], [1], [2]]]
+    assert targets() == by_depth
+    named = {"match": "layers.1", "forward_prefetch": ["layers.3", "layers.{2-2}"]}
+    assert targets(named) == [[[1], [2, 3], [3], [4]], by_depth[1]]
+    head = {"match": "layers.2", "forward_prefetch": ["layers.3", "head"]}
+    assert targets(head)[0] == [[1], [2], [3, 4], [4]]
+    last = {"match": "layers.3", "forward_prefetch": 0}  # the head comes with it at the latest
+    assert targets(last) == by_depth
+    back = {"match": "layers.*", "backward_prefetch": 9, "forward_prefetch": 0}
+    assert targets(back) == [[[], [], [], [4]], [[], [0], [1, 0], [2, 1, 0]]]
+    assert plan(back).policy.slots == 4
+    assert plan(named, prefetch_depth=0).policy.slots == 3
+    none = {"match": "layers.*", "backward_prefetch": 0, "forward_prefetch": 0}
+    assert plan(none).policy.slots == 1  # and not two, as configured for blocks without a rule
+
+
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
+        (
+            [{"match": "layers.1", "forward_prefetch": ["layers.3"]}],
+            ["forward_prefetch of layers.1 leaves out layers.2, which comes before layers.3"],
+        ),
+        (
+            [{"match": "layers.*", "forward_prefetch": "layers.2"}],
+            ["forward_prefetch of layers.0 leaves out layers.1"],
+        ),
+        (
+            [{"match": "layers.2", "backward_prefetch": "layers.3"}],
+            ["backward_prefetch of layers.2 names layers.3, which does not come after it there: "
+             "what comes is layers.1, layers.0"],
+        ),
+        (
+            [{"match": "layers.0", "forward_prefetch": "layer.1"}],
+            ["'layer.1' matches no block and no head (did you mean 'layers.1'?)"],
+        ),
+        (
+            [
+                {"match": "layers.0", "forward_prefetch": 2},
+                {"match": "layers", "prefetch_depth": 1},
+            ],
+            ["forward_prefetch and prefetch_depth of layers.0 are both said"],
+        ),
+        (
+            [{"match": "layers.0.w1", "backward_prefetch": 2}],
+            ["backward_prefetch has no effect", "is not a block"],
+        ),
+        ([{"match": "norm.weight", "cast_inputs": False}], ["is of modules, and it catches none"]),
         (
             [{"match": "layer.*", "keep_unsharded": True}],
             ["weight_parallel.plan: 'layer.*' matches no module", "did you mean 'layers.{*}'?"],
@@ -251,6 +302,9 @@ def test_a_dimension_that_is_not_there_and_options_that_exclude_each_other_are_r
     assert "rolling" in rolling
     alone = {"match": "layers.0", "coalesce_bytes": 100}
     assert 'granularity = "block"' in refused(ConfigError, alone, granularity="module")
+    ahead = {"match": "layers.0", "forward_prefetch": 2}
+    assert "sets forward_prefetch" in refused(ConfigError, ahead, trigger="rolling")
+    assert "sets forward_prefetch" in refused(ConfigError, ahead, granularity="module")
 
 
 KEYS = st.fixed_dictionaries(
@@ -261,7 +315,9 @@ KEYS = st.fixed_dictionaries(
         "shard_dim": st.integers(-64, 63),
         "axis": st.sampled_from(["dense", "experts"]),
         "reduce_dtype": st.sampled_from([None, "float32"]),
+        "compute_dtype": st.sampled_from([None, "bfloat16"]),
         "quantize": st.sampled_from(["none", "int8", "fp8"]),
+        "forward_prefetch": st.sampled_from([0, 2, ("layers.3",)]),
         "keep_unsharded": st.booleans(),
         "prefetch_triggers": st.just(("a.*",)),
     },
@@ -285,6 +341,8 @@ def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) ->
         '[[weight_parallel.plan]]\nmatch = ["layers.{9-3}"]\nkeep_unsharded = 3\n'
         '[[weight_parallel.plan]]\nshard_dim = 1\n'
         '[[weight_parallel.plan]]\nmatch = "a"\n'
+        '[[weight_parallel.plan]]\nmatch = "a"\npre_all_gather = "a:b"\n'
+        '[[weight_parallel.plan]]\nmatch = "a"\nprefetch_depth = 1\nforward_prefetch = 1\n'
     )
     config, problems = collect(path)
     assert config is None
@@ -297,6 +355,10 @@ def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) ->
         "weight_parallel.plan: rule 3 lacks match: a list of texts",
         "weight_parallel.plan: rule 4: a rule has at least one pattern in match, and one key "
         "beside it",
+        "weight_parallel.plan: rule 5: pre_all_gather and post_all_gather need each other: give "
+        "both",
+        "weight_parallel.plan: rule 6: prefetch_depth says both forward_prefetch and "
+        "backward_prefetch: give it, or them",
     ]
     path.write_text('[weight_parallel.plan]\nmatch = "layers.0"\n')
     assert "write [[weight_parallel.plan]]" in str(collect(path)[1][0])
