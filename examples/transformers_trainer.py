@@ -2,10 +2,11 @@
 
     python examples/transformers_trainer.py                                         # plain Trainer
     torchrun --nproc-per-node 4 examples/transformers_trainer.py --weight 2         # sharded
+    torchrun --nproc-per-node 4 examples/transformers_trainer.py --weight 2 --sequence 2
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --weight 2 --lora  # PEFT
     torchrun ... --weight 2 --resume                                                # goes on
 
-The first two print the same losses: the batch of a step is the same, however many processes share
+The first three print the same losses: the batch of a step is the same, however many processes share
 it. Needs transformers and accelerate (``--lora``: peft); downloads nothing.
 """
 
@@ -55,9 +56,11 @@ def make_model(lora: bool = False, dtype: torch.dtype = torch.float32) -> nn.Mod
     return get_peft_model(model, LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM"))
 
 
-def arguments(output: str, accumulate: int = 2, **changes: Any) -> TrainingArguments:
+def arguments(
+    output: str, accumulate: int = 2, sequence: int = 1, **changes: Any
+) -> TrainingArguments:
     """Two processes or four, or one: the batch of a step stays the same."""
-    rows = BATCH // accumulate // int(os.environ.get("WORLD_SIZE", "1"))
+    rows = BATCH // accumulate // (int(os.environ.get("WORLD_SIZE", "1")) // sequence)
     settings: dict[str, Any] = {
         "output_dir": output, "max_steps": 20, "gradient_accumulation_steps": accumulate,
         "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
@@ -69,7 +72,9 @@ def arguments(output: str, accumulate: int = 2, **changes: Any) -> TrainingArgum
     return TrainingArguments(**(settings | changes))
 
 
-def make_trainer(model: nn.Module, args: TrainingArguments, weight: int, text: Path) -> Trainer:
+def make_trainer(
+    model: nn.Module, args: TrainingArguments, weight: int, text: Path, sequence: int = 1
+) -> Trainer:
     """The Trainer; ``weight`` above 0: internsp's, with weights sharded over so many ranks."""
     data = {
         "train_dataset": sequences(text, 10 * BATCH, seed=1),
@@ -79,7 +84,7 @@ def make_trainer(model: nn.Module, args: TrainingArguments, weight: int, text: P
         return Trainer(model, args, **data)
     from internsp.clients.trainer import Trainer as Sharded
 
-    mesh = internsp.ParallelMesh.create(weight=weight, device_type=args.device.type)
+    mesh = internsp.ParallelMesh.create(weight, sequence, device_type=args.device.type)
     config = internsp.WeightParallelConfig(min_shard_elements=512)
     communicator = internsp.parallelize(model, mesh, config)
     return Sharded(model, args, communicator=communicator, **data)
@@ -89,13 +94,15 @@ def main() -> None:
     """Train, evaluate, predict; checkpoints lie in ``--output``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weight", type=int, default=0, help="ranks that share each weight")
+    parser.add_argument("--sequence", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--lora", action="store_true", help="train adapters of a frozen model")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint")
     parser.add_argument("--output", default="runs/transformers_trainer")
     options = parser.parse_args()
-    args = arguments(options.output)
+    args = arguments(options.output, sequence=options.sequence)
     text = Path(argparse.__file__)
-    trainer = make_trainer(make_model(options.lora), args, options.weight, text)
+    model = make_model(options.lora)
+    trainer = make_trainer(model, args, options.weight, text, options.sequence)
     trainer.train(resume_from_checkpoint=options.resume)
     found = trainer.predict(sequences(text, BATCH, seed=3))
     if trainer.is_world_process_zero():

@@ -8,9 +8,7 @@ groups that the Trainer's arguments ask for, and a checkpoint is written by all 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from internsp.clients.data_ranks import DataRanks
 from internsp.errors import ConfigError
+from internsp.hf.examine import outermost
 from internsp.optim import ZeroOptimizer
 from internsp.optim.checkpoint import check_mesh
 from internsp.wp.communicator import ISPCommunicator
@@ -35,10 +35,11 @@ class Trainer(transformers.Trainer):
     A class that itself derives from the Trainer (trl's, your own) is made parallel by
     ``class Parallel(internsp.clients.trainer.Trainer, Theirs): ...``.
 
-    Each rank has batches of its own, as under DDP, and a step's gradient is the mean over ranks of
-    what ``compute_loss`` returns. With ``average_tokens_across_devices`` (the Trainer's default)
-    that is the mean over all valid tokens of all ranks and micro-batches, as one process has it.
-    A step whose gradients are not finite is skipped (:class:`internsp.ZeroOptimizer`).
+    Each data rank has batches of its own, as under DDP, which the ranks of a sequence group share.
+    A step's gradient is the mean over data ranks of what ``compute_loss`` returns. With
+    ``average_tokens_across_devices`` (the Trainer's default) that is the mean over all valid tokens
+    of all ranks and micro-batches, as one process has it. A step whose gradients are not finite is
+    skipped (:class:`internsp.ZeroOptimizer`).
 
     A checkpoint holds the whole model for ``from_pretrained`` (of a PEFT model its adapter), which
     any mesh can go on with, and in the folder ``optimizer`` the state of this mesh's optimizer.
@@ -64,8 +65,9 @@ class Trainer(transformers.Trainer):
         communicator: ISPCommunicator,
         **options: Any,
     ) -> None:
-        _require_supported(args, communicator, options)
+        _require_supported(model, args, communicator, options)
         self._communicator = communicator
+        self._data_ranks: DataRanks | None = None
         super().__init__(model=model, args=args, **options)
 
     # The model is where it belongs: nothing moves, casts or wraps it.
@@ -75,6 +77,10 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = self._as_it_is
         self.accelerator.backward = self._backward
+        mesh, seed = self._communicator.mesh, self.args.data_seed
+        if mesh.sequence > 1:
+            seed = self.args.seed if seed is None else seed
+            self._data_ranks = DataRanks(self.accelerator, mesh, seed)
 
     def _as_it_is(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         if model not in self.accelerator._models:  # where evaluation looks for prepared ones
@@ -90,6 +96,28 @@ class Trainer(transformers.Trainer):
         """Accelerate's, which would have put it around the model's forward."""
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
+
+    # Batches: one for the ranks of a sequence group.
+
+    def get_tp_size(self) -> int:
+        """How many ranks have the same batch, by the Trainer's name for it."""
+        return self._communicator.mesh.sequence
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """A rank's own: the Trainer adds those of all ranks."""
+        return super().floating_point_ops(inputs) / self.get_tp_size()
+
+    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Tensor | int | None:
+        # The Trainer divides by get_tp_size() what it has counted on every rank.
+        count = super()._get_num_items_in_batch(*args, **options)
+        return count * self.get_tp_size() if isinstance(count, Tensor) else count
+
+    def _get_dataloader(
+        self, dataset: Any, *args: Any, is_training: bool = False, **options: Any
+    ) -> Any:
+        if self._data_ranks is not None and not is_training:
+            self._data_ranks.require_countable(dataset)
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **options)
 
     # One step.
 
@@ -121,8 +149,9 @@ class Trainer(transformers.Trainer):
 
     def _backward(self, loss: Tensor, **options: Any) -> None:
         # The Trainer counts on DDP's mean over ranks, and multiplies its loss for that; here
-        # gradients are sums (DESIGN 6). What it logs keeps its size.
-        (loss / self._communicator.mesh.shape.stage_size).backward(**options)
+        # gradients are sums (DESIGN 6). What it logs keeps its size. Of a sequence group each rank
+        # has the loss, and its own share of the gradient.
+        (loss / self._communicator.mesh.data).backward(**options)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         return None  # in the optimizer's step: no rank has the gradient before
@@ -169,27 +198,12 @@ class Trainer(transformers.Trainer):
         schedule = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
 
-    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
-        with _taking_whole_tensors(self.model):
-            super()._load_from_checkpoint(*args, **options)
-
-    def _load_best_model(self) -> None:
-        with _taking_whole_tensors(self.model):
-            super()._load_best_model()
-
-
-@contextmanager
-def _taking_whole_tensors(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model.load_state_dict`` cuts whole tensors (``assign=True`` means that here)."""
-    model.load_state_dict = partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.load_state_dict
-
 
 def _require_supported(
-    args: transformers.TrainingArguments, communicator: ISPCommunicator, options: dict[str, Any]
+    model: nn.Module,
+    args: transformers.TrainingArguments,
+    communicator: ISPCommunicator,
+    options: dict[str, Any],
 ) -> None:
     """Raises:
     ConfigError: see :class:`Trainer`.
@@ -203,8 +217,8 @@ def _require_supported(
             args.world_size != mesh.world_size,
         f"args.device is {args.device}, the mesh computes on {mesh.device}":
             args.device.type != mesh.device.type,
-        f"the mesh has sequence = {mesh.sequence}: make it with sequence = 1": mesh.sequence > 1,
         f"the mesh has pipeline = {mesh.pipeline}: make it with pipeline = 1": mesh.pipeline > 1,
+        f"the mesh has tensor = {mesh.tensor}: make it with tensor = 1": mesh.tensor > 1,
         "reduction = 'mean' in WeightParallelConfig: the loss is divided here, leave 'sum'":
             communicator.mean,
         "fp16: use bf16, or compute_dtype = 'bfloat16'": args.fp16,
@@ -225,8 +239,31 @@ def _require_supported(
             and getattr(optimizer, "_communicator", None) is not communicator
         ),
     }  # fmt: skip
+    if mesh.sequence > 1:
+        wrong |= _where_sequences_are_cut(model, args, options)
     lines = [line for line, applies in wrong.items() if applies]
     if lines:
         raise ConfigError(
             f"internsp.clients.trainer.Trainer on rank {mesh.rank}: " + "; ".join(lines)
         )
+
+
+def _where_sequences_are_cut(
+    model: nn.Module, args: transformers.TrainingArguments, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a sequence degree above 1 excludes, and whether it is asked for."""
+    config, logits = args.accelerator_config, "in training a rank has the logits of its positions"
+    return {
+        "sequence > 1: the Trainer's batches are cut by models of transformers only":
+            outermost(model) is None,
+        f"label_smoothing_factor: {logits}": args.label_smoothing_factor,
+        f"compute_loss_func: {logits}; override compute_loss":
+            options.get("compute_loss_func"),
+        "train_sampling_strategy = 'batch_rebalance': it gives each process rows of its own":
+            args.train_sampling_strategy == "batch_rebalance",
+        "eval_use_gather_object: it would count a sequence group's rows once a rank":
+            args.eval_use_gather_object,
+        "dispatch_batches: its messages are between processes": config.dispatch_batches,
+        "use_seedable_sampler = False: ranks would shuffle each in its own way":
+            not config.use_seedable_sampler,
+    }  # fmt: skip

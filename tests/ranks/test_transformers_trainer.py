@@ -9,6 +9,7 @@ adapters over a bf16 model to 1e-6).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 import internsp
 from internsp.errors import ConfigError
 from tests.support.compare import check
+from tests.support.models import Tiny
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -44,12 +46,14 @@ class Run(NamedTuple):
     log: list[dict[str, float]]
     predictions: Any
     test_loss: float
+    uneven: Any
     weights: dict[str, Tensor]
     saved: dict[str, Tensor]
 
 
 def one(
-    folder: Path, weight: int, lora: bool = False, resume: str | None = None, **changes: Any
+    folder: Path, weight: int, sequence: int, lora: bool = False, resume: str | None = None,
+    **changes: Any,
 ) -> Run:
     """Train 4 steps by the example, evaluate, predict, save."""
     from safetensors.torch import load_file
@@ -57,16 +61,21 @@ def one(
     from examples import transformers_trainer as example
 
     settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "adam_epsilon": 1e-4} | changes
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    settings["include_num_input_tokens_seen"] = "all"
+    data = int(os.environ.get("WORLD_SIZE", "1")) // sequence
     accumulate = 2
     if lora:  # bf16 rounds as a micro-batch's size has it; an evaluation is a mean over batches
-        accumulate = 8 // world
-        settings["per_device_eval_batch_size"] = 4 // world
-    args = example.arguments(str(folder), accumulate, **settings)
+        accumulate = 8 // data
+        settings["per_device_eval_batch_size"] = 4 // data
+    args = example.arguments(str(folder), accumulate, sequence, **settings)
     model = example.make_model(lora, torch.float64)
-    trainer = example.make_trainer(model, args, weight, TEXT)
+    trainer = example.make_trainer(model, args, weight, TEXT, sequence)
+    if sequence > 1:  # as dropout wants it; the order of the data must not follow
+        torch.manual_seed(int(os.environ["RANK"]))
     trainer.train(resume_from_checkpoint=resume)
     predicted = trainer.predict(example.sequences(TEXT, example.BATCH, seed=3))
+    # No number of ranks divides it, so that rows which fill the last batch must go again.
+    uneven = trainer.predict(example.sequences(TEXT, 13, seed=4)).predictions
     trainer.save_model()
     torch.distributed.barrier()  # the first rank has written
     weights = {
@@ -76,26 +85,37 @@ def one(
     file = folder / ("adapter_model.safetensors" if lora else "model.safetensors")
     return Run(
         trainer.state.log_history, predicted.predictions, predicted.metrics["test_loss"],
-        weights, load_file(file),
+        uneven, weights, load_file(file),
     )  # fmt: skip
 
 
-def runs(rank: int, world: int, weight: int, folder: Path) -> dict[str, Run] | None:
+def runs(
+    rank: int, world: int, weight: int, sequence: int, folder: Path
+) -> dict[str, Run] | None:
     if world > 1:  # as torchrun says it; without, accelerate takes a process for the only one
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    cases = CASES if world < 4 else {"clipped": CASES["clipped"]}
-    found = {name: one(folder / name, weight, **changes) for name, changes in cases.items()}
+    cases = dict(CASES) if world < 4 else {"clipped": CASES["clipped"]}
+    if sequence == world:  # one data rank: its own tokens are all there are
+        cases["recomputed"] = CASES["recomputed"] | {"average_tokens_across_devices": False}
+    found = {
+        name: one(folder / name, weight, sequence, **changes) for name, changes in cases.items()
+    }
     if world < 4:
-        found["lora"] = one(folder / "lora", weight, lora=True, **LORA)
+        found["lora"] = one(folder / "lora", weight, sequence, lora=True, **LORA)
     if weight:
         newest = str(folder / "clipped/checkpoint-2")
-        found["resumed"] = one(folder / "resumed", weight, resume=newest)
+        found["resumed"] = one(folder / "resumed", weight, sequence, resume=newest)
     if world == 2:
         newest = str(folder / "lora/checkpoint-1")
-        found["lora resumed"] = one(folder / "lora2", weight, lora=True, resume=newest, **LORA)
+        found["lora resumed"] = one(
+            folder / "lora2", weight, sequence, lora=True, resume=newest, **LORA
+        )
+    if world == 2 and sequence == 1:
         refused(folder)
         another_mesh(folder)
+    if world == 4 and sequence == 2:
+        refused_where_sequences_are_cut(folder)
     return found if rank == 0 else None
 
 
@@ -116,22 +136,51 @@ def refused(folder: Path) -> None:
     communicator = internsp.parallelize(example.make_model(), mesh, mean)
     with pytest.raises(ConfigError, match=r"rank [01]: reduction = 'mean'"):
         Trainer(model, args, communicator=communicator)
-    cut = internsp.ParallelMesh.create(weight=1, sequence=2, device_type="cpu")
+
+
+def refused_where_sequences_are_cut(folder: Path) -> None:
+    from torch.utils.data import IterableDataset
+
+    from examples import transformers_trainer as example
+    from internsp.clients.trainer import Trainer
+
+    mesh = internsp.ParallelMesh.create(weight=2, sequence=2, device_type="cpu")
+    args = example.arguments(
+        str(folder / "refused"), label_smoothing_factor=0.1, eval_use_gather_object=True,
+        train_sampling_strategy="batch_rebalance",
+        accelerator_config={"dispatch_batches": True, "use_seedable_sampler": False},
+    )  # fmt: skip
     own = internsp.WeightParallelConfig(cuts_own_sequences=True)
-    communicator = internsp.parallelize(example.make_model(), cut, own)
-    with pytest.raises(ConfigError, match="sequence = 2: make it with sequence = 1"):
-        Trainer(model, args, communicator=communicator)
+    torch.manual_seed(0)
+    net = Tiny()
+    communicator = internsp.parallelize(net, mesh, own)
+    with pytest.raises(ConfigError) as error:
+        Trainer(net, args, communicator=communicator, compute_loss_func=lambda *_, **__: None)
+    for name in (
+        "models of transformers only", "label_smoothing_factor", "compute_loss_func",
+        "batch_rebalance", "eval_use_gather_object", "dispatch_batches", "use_seedable_sampler",
+    ):  # fmt: skip
+        assert name in str(error.value)
+
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    model = example.make_model()
+    trainer = example.make_trainer(model, example.arguments(str(folder / "refused")), 2, TEXT, 2)
+    with pytest.raises(ConfigError, match="Endless has no length"):
+        trainer.evaluate(Endless())
 
 
 def another_mesh(folder: Path) -> None:
     """Weights go on anywhere, an optimizer's state on its own mesh."""
     with pytest.raises(internsp.errors.MeshError, match="resume with the same degrees"):
-        one(folder / "mesh", weight=1, resume=str(folder / "clipped/checkpoint-2"))
+        one(folder / "mesh", 1, 1, resume=str(folder / "clipped/checkpoint-2"))
 
 
 @cache
 def plain(folder: Path) -> dict[str, Run]:
-    (found,) = run_ranks(runs, 1, 0, folder)
+    (found,) = run_ranks(runs, 1, 0, 1, folder)
     assert found is not None
     return found  # type: ignore[no-any-return]
 
@@ -156,16 +205,18 @@ def compare(
                 assert abs(row[key] - other[key]) <= bound, (what, key, row, other)
     assert abs(found.test_loss - wanted.test_loss) <= logged, what
     assert abs(found.predictions - wanted.predictions).max() <= tolerance, what
+    assert abs(found.uneven - wanted.uneven).max() <= tolerance, what
     check(found.weights, wanted.weights, what, tolerance)
     check(found.saved, wanted.saved, f"{what}, the file", tolerance)
 
 
+@pytest.mark.parametrize("sequence", [1, 2], ids=["whole", "cut sequences"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_run_logs_and_becomes_what_one_process_does(
-    world: int, folder: Path, tmp_path: Path
+    world: int, sequence: int, folder: Path, tmp_path: Path
 ) -> None:
     expected = plain(folder)
-    found = run_ranks(runs, world, 2, tmp_path)[0]
+    found = run_ranks(runs, world, 2, sequence, tmp_path)[0]
     for name in CASES if world == 2 else ["clipped"]:
         losses = [row["loss"] for row in expected[name].log if "loss" in row]
         assert len(set(losses)) == len(losses) >= 2, "the reference logged something"
