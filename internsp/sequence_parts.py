@@ -89,7 +89,8 @@ def attach_sequences(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: b
     """Give attention its sequence group."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
-            module.attach(mesh.sequence_group if mesh.sequence > 1 else None, trace, name)
+            heads = mesh.heads_group if mesh.sequence > 1 else None
+            module.attach(heads, trace, name, ring=mesh.ring_group)
     attach(model, mesh, trace, mean)
 
 

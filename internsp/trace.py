@@ -1,9 +1,10 @@
 """Append-only log of what one rank did. Off by default; an object that is passed in, never global.
 
 Kinds for weights: ``AG`` (gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS`` (reduction
-launched), ``FINISH``, ``EX`` (exchange between replicas launched); for sequences ``A2A``; for the
-optimizer ``STEP`` and ``PUBLISH``; for the timeline ``FORWARD`` and ``BACKWARD`` (the latter also
-where a block's recompute is over).
+launched), ``FINISH``, ``EX`` (exchange between replicas launched); for sequences ``A2A``, and
+``RING`` (keys and values that arrive along a ring, and gradients that come home); for the optimizer
+``STEP`` and ``PUBLISH``; for the timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a
+block's recompute is over).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class HFCausalLM(nn.Module):
         # this rank's in training, and all in evaluation.
         logits = self._logits(layout.all_ids, layout.all_positions)
         if logits.shape[1] == layout.length:
-            logits = logits[:, layout.start : layout.stop]
+            logits = layout.own(logits)
         return token_loss(logits, _same, labels, chunk_tokens=loss_chunk, layout=layout)
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:

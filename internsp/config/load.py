@@ -69,6 +69,11 @@ class Config(Section):
             raise ValueError("\n".join(mistakes))
         return self
 
+    def degrees(self) -> dict[str, Any]:
+        """Arguments of ``MeshShape`` and ``ParallelMesh.create``."""
+        own = self.model.family != "hf"  # models of transformers share heads alone
+        return self.parallel.degrees(self.model.heads if own else self.parallel.sequence)
+
     def check(self, world_size: int) -> list[str]:
         """Every mistake that only ``world_size`` ranks and the file system show, one a line."""
         return [str(problem) for problem in machine(self, world_size)]

@@ -172,6 +172,10 @@ class ParallelConfig(Section):
     """Ranks over which every large weight is cut."""
     sequence: Degree = 1
     """Ranks over which every sequence is cut."""
+    ring: Degree | None = None
+    """Of those, ranks in a ring for keys and values; none: 1, or what gives each rank a head."""
+    balance: Literal["auto", "contiguous", "zigzag", "level"] = "auto"
+    """How positions are dealt to the ranks of a ring, see internsp.sp.dispatch."""
     pipeline: Degree = 1
     """Pipeline stages."""
     zero: Degree | None = None
@@ -185,9 +189,17 @@ class ParallelConfig(Section):
     timeout_seconds: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_SECONDS)] = 300
     """Seconds a collective may take before the run fails, up to 30 days."""
 
-    def degrees(self) -> dict[str, Any]:
-        """Arguments of ``MeshShape`` and ``ParallelMesh.create``."""
-        return self.model_dump(exclude={"device", "timeout_seconds"})
+    def degrees(self, heads: int) -> dict[str, Any]:
+        """Arguments of ``MeshShape`` and ``ParallelMesh.create``.
+
+        Args:
+            heads: query heads of the model.
+        """
+        found = self.model_dump(exclude={"device", "timeout_seconds", "balance"})
+        if self.ring is None:
+            rings = [n for n in range(1, self.sequence + 1) if self.sequence % n == 0]
+            found["ring"] = next(n for n in rings if self.sequence // n <= max(heads, 1))
+        return found
 
 
 class PipelineConfig(Section):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from internsp.errors import StructureError
 from internsp.hf.attention import Kernel
 from internsp.hf.examine import attentions, finds_documents, outermost, own_positions
 from internsp.hf.forward import Entry
@@ -25,6 +26,11 @@ def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> No
     inner = outermost(model)
     if inner is None or mesh.sequence == 1:
         return
+    if mesh.ring > 1:
+        raise StructureError(
+            f"attention of transformers models is cut by heads alone, and the mesh has a ring of "
+            f"{mesh.ring}: make it with ring = 1 (this is rank {mesh.rank})"
+        )
     _own_configs(model)
     channel = Channel.of(mesh.sequence_group, trace)
     by_kernel: dict[str, dict[nn.Module, str]] = {}

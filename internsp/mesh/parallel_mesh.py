@@ -129,14 +129,14 @@ class WeightAxis:
 
 Asked = tuple[int | tuple[int, ...] | None, ...]
 DEGREES = (
-    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "order",
+    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "order", "ring",
 )  # fmt: skip
 """What is asked for, in this order; ``order`` by a user's DeviceMesh alone."""
 """The arguments of :class:`MeshShape` after the world's size."""
 
 _GROUPS = (
     "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data",
-    "pipeline", "expert", "tensor", "model",
+    "pipeline", "expert", "tensor", "model", "heads", "ring",
 )  # fmt: skip
 
 
@@ -151,6 +151,9 @@ class ParallelMesh:
             layers.
         stage_ranks, model_ranks: global ranks of :attr:`stage_group`, and of ``model_group``, which
             is the stages of all tensor ranks together.
+        ring: of the ranks of a sequence, those between which keys and values travel.
+        heads_group, ring_group: a sequence's ranks that share heads, which hold neighboring
+            positions, and its ranks with the same heads.
         dense, experts: weight axes (:class:`WeightAxis`); the same object where experts have none
             of their own.
         weight, sequence, pipeline, data, replicas, zero: degrees (of the dense axis).
@@ -185,6 +188,7 @@ class ParallelMesh:
         self.sequence_rank, self.data_rank = inside % shape.sequence, inside // shape.sequence
         self.stage_group = groups["stage"]
         self.sequence_group = groups["sequence"]
+        self.ring, self.heads_group, self.ring_group = shape.ring, groups["heads"], groups["ring"]
         self.data_group = groups["data"]
         self.pipeline_group = groups["pipeline"]
         self.tensor_group, self.model_group = groups["tensor"], groups["model"]
@@ -221,6 +225,7 @@ class ParallelMesh:
         expert_weight: int | None = None,
         expert: int = 1,
         tensor: int = 1,
+        ring: int = 1,
     ) -> ParallelMesh:
         """Make the groups. Collective: all ranks call it with the same arguments; blocks.
 
@@ -237,6 +242,8 @@ class ParallelMesh:
             expert: expert parallel degree: so many ranks own different experts.
             tensor: ranks over which torch's ``parallelize_module`` will cut layers (on
                 :attr:`tensor_mesh`, before ``internsp.parallelize``): neighbors.
+            ring: ranks of a sequence over which attention itself is cut, by positions; the other
+                ``sequence / ring``, neighbors, share its heads.
 
         Raises:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
@@ -246,7 +253,7 @@ class ParallelMesh:
         if not dist.is_initialized():
             _initialize(device_type, timeout_seconds)
         device = _device(device_type)
-        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor)
+        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, None, ring)
         return cls._made(degrees, device, timeout_seconds)
 
     @classmethod
@@ -263,6 +270,7 @@ class ParallelMesh:
         timeout_seconds: float = 300.0,
         expert_weight: int | None = None,
         expert: int = 1,
+        ring: int = 1,
     ) -> ParallelMesh:
         """:meth:`create` with the degrees of ``device_mesh``. Collective; blocks.
 
@@ -285,7 +293,7 @@ class ParallelMesh:
         Args:
             device_mesh: of all ranks, with names of its axes. Its device type is taken.
             weight, replicas, sequence, pipeline, tensor: names of axes; ``()`` for none.
-            zero, timeout_seconds, expert_weight, expert: see :meth:`create`.
+            zero, timeout_seconds, expert_weight, expert, ring: see :meth:`create`.
 
         Raises:
             MeshError: on every rank: an axis is named twice, absent or left without a meaning, the
@@ -303,7 +311,7 @@ class ParallelMesh:
         try:
             found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
             *degrees, tensors = found.values()
-            asked = (*degrees, zero, expert_weight, expert, tensors, order)
+            asked = (*degrees, zero, expert_weight, expert, tensors, order, ring)
         except MeshError as error:
             asked = error
         return cls._made(asked, _device(kind), timeout_seconds)
@@ -407,6 +415,9 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
         ranks = shape.ranks(name)
         if name == "model" and shape.tensor == 1:
             groups[name] = groups["stage"]
+            continue
+        if name == "heads" and shape.ring == 1:
+            groups[name] = groups["sequence"]
             continue
         if len(ranks[0]) > 1:
             groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)

@@ -85,6 +85,8 @@ class MeshShape:
         expert: ranks that own experts of their own (expert parallel degree).
         tensor: ranks over which torch's ``parallelize_module`` has cut the layers.
         order: the global rank at each place of ``pipeline x stage x tensor``; ``None``: its number.
+        ring: of ``sequence``, the ranks between which keys and values travel; the others share
+            heads: ``sequence_rank = ring_rank * (sequence / ring) + heads_rank``.
 
     Raises:
         MeshError: when a degree is not positive or does not divide what it must divide.
@@ -99,6 +101,7 @@ class MeshShape:
     expert: int = 1
     tensor: int = 1
     order: tuple[int, ...] | None = None
+    ring: int = 1
 
     def __post_init__(self) -> None:
         mistakes = self.mistakes()
@@ -114,6 +117,7 @@ class MeshShape:
             "expert_weight": 1 if self.expert_weight is None else self.expert_weight,
             "expert": self.expert,
             "tensor": self.tensor,
+            "ring": self.ring,
         }
         found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
         if found:
@@ -138,6 +142,11 @@ class MeshShape:
         for name in ("weight", "sequence"):
             if stage % degrees[name]:
                 found.append(f"{name}={degrees[name]} {where} one of {_divisors(stage)}")
+        if self.sequence % self.ring:
+            found.append(
+                f"ring={self.ring} does not divide the sequence degree of {self.sequence}; choose "
+                f"one of {_divisors(self.sequence)}"
+            )
         if self.zero is not None and stage % self.weight == 0:
             replicas = stage // self.weight
             if self.zero < 1 or replicas % self.zero:
@@ -237,6 +246,8 @@ class MeshShape:
             "sequence": self.sequence,
             "data": self.data,
         }
+        if self.ring > 1:
+            found["ring"] = self.ring
         if self.tensor > 1:
             found["tensor"] = self.tensor
         if self.separate:
@@ -249,8 +260,8 @@ class MeshShape:
         """Global ranks of every group of one kind, in a fixed order.
 
         Args:
-            name: ``weight, gradient, replica, zero, zero_replica, sequence, data, stage,
-                pipeline, tensor`` or ``model`` (the stages of all tensor ranks together); of
+            name: ``weight, gradient, replica, zero, zero_replica, sequence, heads, ring, data,
+                stage, pipeline, tensor`` or ``model`` (the stages of all tensor ranks together); of
                 experts ``expert, expert_weight, expert_gradient, expert_replica, expert_zero`` or
                 ``expert_zero_replica``.
         """
@@ -267,6 +278,9 @@ class MeshShape:
         elif name in ("sequence", "data"):
             grid = stages.view(-1, self.data, self.sequence)
             grid = grid if name == "sequence" else grid.transpose(1, 2).sort().values
+        elif name in ("heads", "ring"):
+            grid = stages.view(-1, self.ring, self.sequence // self.ring)
+            grid = grid if name == "heads" else grid.transpose(1, 2)
         elif name.startswith("expert"):
             grid = self.experts.groups(stages, name.removeprefix("expert_"))
         else:

@@ -33,7 +33,7 @@ from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
 from internsp.plan.repeats import Item, folded_lines, ranges
 from internsp.plan.units import chunk_plan
-from internsp.sp.heads import balanced
+from internsp.sp.dispatch import fixed_sizes
 
 _LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times
 
@@ -104,7 +104,7 @@ def make_pipeline_plan(config: Config, world_size: int) -> PipelinePlan:
     mistakes = config.check(world_size)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    shape = MeshShape(world_size, **config.parallel.degrees())
+    shape = MeshShape(world_size, **config.degrees())
     return plan_of(config, shape, kind_of(config.pipeline.schedule), config.pipeline.chunks)
 
 
@@ -137,7 +137,7 @@ def _message_bytes(config: Config, shape: MeshShape) -> int:
     """Hidden states ``[rows, s, hidden]`` of the longest part of a sequence."""
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)
-    length = balanced(config.data.sequence_length, shape.sequence)[0]
+    length = max(fixed_sizes(config.data.sequence_length, shape.sequence, shape.ring))
     dtype = DTYPES[config.weight_parallel.compute_dtype or train.dtype]
     return rows * length * config.model.hidden_size * dtype.itemsize
 

@@ -38,6 +38,9 @@ from internsp.plan.pipeline import (
 from internsp.plan.rules import Rules, lay
 from internsp.plan.simulate import simulate
 from internsp.plan.units import chunk_plan, quantized_bytes
+from internsp.sp.dispatch import deal
+from internsp.sp.ranges import Seen
+from internsp.sp.routes import routes
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
 
@@ -76,7 +79,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     weights = config.weight_parallel
-    shape = MeshShape(world_size, **config.parallel.degrees())
+    shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
     structure = read(
         model, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
@@ -147,7 +150,8 @@ def _memory(
 
 
 def _exchange_bytes(config: Config, shape: MeshShape) -> int:
-    """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute."""
+    """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute;
+    and what travels around a ring."""
     if shape.sequence == 1:
         return 0
     model = config.model
@@ -156,11 +160,28 @@ def _exchange_bytes(config: Config, shape: MeshShape) -> int:
     rows = config.train.global_batch // shape.data
     tokens = rows * config.data.sequence_length // shape.sequence
     one = tokens * features * DTYPES[config.train.dtype].itemsize
-    one = one * (shape.sequence - 1) // shape.sequence
+    shares = shape.sequence // shape.ring
+    one = one * (shares - 1) // shares
+    ring, home = _ring_bytes(config, shape, rows)
     again = 0
     if config.activation_checkpoint.mode == "full":
         again = len(config.activation_checkpoint.selected(config.model.layers))
-    return one * (2 * config.model.layers + again)
+    return (one + ring) * (2 * config.model.layers + again) + home * config.model.layers
+
+
+def _ring_bytes(config: Config, shape: MeshShape, rows: int) -> tuple[int, int]:
+    """Of a block: keys and values that the busiest rank of a ring passes on, for one document a
+    row, and their gradients on the way home."""
+    model, length = config.model, config.data.sequence_length
+    seen = Seen(True, None, ((length,),))
+    held = deal(length, shape.ring, config.parallel.balance, seen)
+    found = routes(held, seen)
+    shares = shape.sequence // shape.ring
+    heads = -(-(model.kv_heads or model.heads) // shares)
+    features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
+    one = rows * features * DTYPES[config.train.dtype].itemsize
+    sent = max(route.sent_positions for route in found)
+    return one * sent, one * max(route.returned_positions for route in found)
 
 
 def print_plan(

@@ -32,6 +32,7 @@ _NAMES = {
     "RS": "reduce-scatter",
     "EX": "exchange between replicas",
     "A2A": "all-to-all",
+    "RING": "keys and values",
     "WAIT": "waiting",
     "COMPUTE": "compute",
     "STEP": "optimizer step",

@@ -25,6 +25,7 @@ COMMUNICATION: Mapping[str, str] = {
     "RS": "reduce-scatters",
     "EX": "exchanges between replicas",
     "A2A": "all-to-alls",
+    "RING": "keys and values",
     "PUBLISH": "parameters published",
 }
 """Kinds of events that are communication, with their names."""
@@ -32,14 +33,15 @@ COMMUNICATION: Mapping[str, str] = {
 LANES = ("compute", "gathers", "reduce-scatters", "all-to-alls", "optimizer")
 """Lanes of a step's timeline, from top to bottom."""
 
-WAITS = ("WAIT", "A2A_WAIT")
-"""Kinds in which the computing thread waited; the exchange's have a name of their own."""
+WAITS = ("WAIT", "A2A_WAIT", "RING_WAIT")
+"""Kinds in which the computing thread waited; those of a sequence have names of their own."""
 
 _LANE_OF = {
     "AG": "gathers",
     "RS": "reduce-scatters",
     "EX": "reduce-scatters",
     "A2A": "all-to-alls",
+    "RING": "all-to-alls",
     "STEP": "optimizer",
     "FINISH": "optimizer",
     "PUBLISH": "optimizer",

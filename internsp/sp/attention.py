@@ -3,6 +3,10 @@ sequence half of Intern sequence parallelism, arXiv 2401.09149).
 
 One all-to-all turns ``[B, S / sp, heads, d]`` into ``[B, S, heads / sp, d]``, any attention kernel
 runs on whole sequences, and a second all-to-all turns the result back.
+
+Where ranks are more than heads, or a near group is smaller than the ranks, a *ring* cuts attention
+itself: of ``sp = shares x ring`` ranks, ``shares`` exchange heads as above, each with its share of
+the positions of ``ring`` parts, and keys and values travel between the parts (:mod:`.ring`).
 """
 
 from __future__ import annotations
@@ -15,13 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.errors import LayoutError
+from internsp.sp.dispatch import joined
 from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
+from internsp.sp.ranges import Ranges, Seen
+from internsp.sp.ring import Ring, ring_attention
+from internsp.sp.routes import routes
 from internsp.trace import Trace
 
 _ROLES = ("q", "k", "v")
+_MOST_RINGS = 16  # batches whose routes are remembered
 
 
 class DistributedAttention(nn.Module):
@@ -65,20 +74,37 @@ class DistributedAttention(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.unit = ""
         self.channel: Channel | None = None
+        self.around: Channel | None = None
+        self.form, self.near = "auto", 1
+        self._rings: dict[tuple[tuple[Ranges, ...], Seen], Ring] = {}
         self.plan = HeadPlan.create(heads, kv_heads, 1)
 
     def attach(
-        self, group: dist.ProcessGroup | None, trace: Trace | None = None, unit: str = ""
+        self,
+        group: dist.ProcessGroup | None,
+        trace: Trace | None = None,
+        unit: str = "",
+        *,
+        ring: dist.ProcessGroup | None = None,
+        form: str = "auto",
+        near: int = 1,
     ) -> None:
-        """Exchange over ``group`` from now on (None: not at all).
+        """Exchange heads over ``group`` from now on (None: not at all).
 
         Args:
             trace: gets ``A2A`` for each exchange that really runs and ``A2A_WAIT`` for the time
-                spent waiting for it.
+                spent waiting for it; ``RING`` and ``RING_WAIT`` for keys and values that travel.
             unit: this module's name in the trace.
+            ring: ranks between which keys and values travel: those with the same heads, in the
+                order of their positions' parts. Ranks of ``group`` are neighbors in the sequence.
+            form, near: how they travel, see :func:`internsp.sp.routes.routes`.
         """
         size = 1 if group is None else dist.get_world_size(group)
         self.channel = None if group is None or size == 1 else Channel.of(group, trace)
+        parts = 1 if ring is None else dist.get_world_size(ring)
+        self.around = None if ring is None or parts == 1 else Channel.of(ring, trace)
+        self.form, self.near = form, near
+        self._rings.clear()
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 
@@ -158,11 +184,22 @@ class DistributedAttention(nn.Module):
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, window={self.window}, kernel={self.kernel!r}, "
-            f"sequence={self.plan.size}"
+            f"sequence={self.plan.size * self._parts}"
         )
 
     @property
+    def _parts(self) -> int:
+        """Parts of the positions over which attention is cut."""
+        return 1 if self.around is None else self.around.size
+
+    @property
+    def _first(self) -> int:
+        """Rank in the sequence of the first that shares heads with this one."""
+        return 0 if self.around is None else self.around.rank * self.plan.size
+
+    @property
     def _rank(self) -> int:
+        """Among those that share heads."""
         return 0 if self.channel is None else self.channel.rank
 
     def _mine(self) -> tuple[int, int]:
@@ -171,16 +208,17 @@ class DistributedAttention(nn.Module):
         return q1 - q0, kv1 - kv0
 
     def _lengths(self, length: int, layout: SequenceLayout | None) -> tuple[int, ...]:
-        """Positions of each rank, from the layout or taken to be equal."""
+        """Positions of each rank that shares heads, from the layout or taken to be equal."""
         if layout is None:
             return (length,) * self.plan.size
-        if layout.size != self.plan.size or layout.rank != self._rank:
+        size, rank = self.plan.size * self._parts, self._first + self._rank
+        if layout.size != size or layout.rank != rank:
             raise LayoutError(
                 f"The layout is for rank {layout.rank} of {layout.size}, but this "
-                f"DistributedAttention is rank {self._rank} of {self.plan.size}. Attach the "
+                f"DistributedAttention is rank {rank} of {size}. Attach the "
                 "sequence group (attach), or make the layout for it."
             )
-        return layout.sizes
+        return layout.sizes[self._first : self._first + self.plan.size]
 
     def _start(
         self,
@@ -208,7 +246,9 @@ class DistributedAttention(nn.Module):
             raise LayoutError(
                 f"The layout has {len(documents.lengths)} rows, the queries {q.shape[0]}."
             )
-        if q.numel():
+        if self.around is not None:
+            out = ring_attention(self._ring(self.around, q.shape[1], layout), q, k, v, self.unit)
+        elif q.numel():
             mask = AttentionMask(self.causal, self.window, documents)
             kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
             out = kernel(q, k, v, self.plan.key_value_of(self._rank), mask, self.scale)
@@ -227,6 +267,31 @@ class DistributedAttention(nn.Module):
             unit=self.unit,
             label="out",
         )
+
+    def _ring(self, around: Channel, length: int, layout: SequenceLayout | None) -> Ring:
+        """How keys and values travel for a batch, remembered for the next of the same cut."""
+        if layout is None:
+            held: tuple[Ranges, ...] = tuple(
+                ((n * length, (n + 1) * length),) for n in range(around.size)
+            )
+            documents: tuple[tuple[int, ...], ...] = ((around.size * length,),)
+        else:
+            shares = range(self.plan.size)
+            held = tuple(
+                joined([span for i in shares for span in layout.ranges[n * self.plan.size + i]])
+                for n in range(around.size)
+            )
+            documents = layout.documents.rows
+        seen = Seen(self.causal, self.window, documents)
+        ring = self._rings.get((held, seen))
+        if ring is None:
+            route = routes(held, seen, self.form, self.near)[around.rank]
+            reads = self.plan.key_value_of(self._rank)
+            ring = Ring(around, route, seen, reads, self.scale)
+            while len(self._rings) >= _MOST_RINGS:
+                self._rings.pop(next(iter(self._rings)))
+            self._rings[held, seen] = ring
+        return ring
 
 
 def no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

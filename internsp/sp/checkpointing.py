@@ -21,6 +21,7 @@ _KEPT = frozenset(
     {
         "internsp_sp::start",
         "internsp_sp::finish",
+        "internsp_sp::ring",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",

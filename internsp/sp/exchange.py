@@ -160,7 +160,7 @@ def _unpack(received: Tensor, cut: Sequence[int], size: int, shape: tuple[int, .
     return out.to(received.dtype)
 
 
-def _phase(adjoint: bool) -> str:
+def phase_of(adjoint: bool) -> str:
     """Found from where the operator runs, never from a flag that someone must set (WP-9)."""
     if adjoint:
         return "backward"
@@ -186,7 +186,7 @@ def _start(
     send = _pack(x, cut, link.size) if to_heads else x.transpose(0, 1).contiguous().view(-1)
     sent, got = (columns, rows) if to_heads else (rows, columns)
     received = send.new_empty(sum(got))
-    phase = _phase(adjoint)
+    phase = phase_of(adjoint)
     event = -1
     if link.trace is not None:
         nbytes = (sum(sent) - sent[link.rank]) * x.element_size()

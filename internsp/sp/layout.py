@@ -6,7 +6,7 @@ a shard is trained against the first of the next shard, and never against the ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from internsp.errors import LayoutError
-from internsp.sp.heads import balanced, spans
+from internsp.sp.dispatch import cut
+from internsp.sp.ranges import Ranges, Seen
 
 IGNORE_INDEX = -100
 
@@ -63,6 +64,11 @@ class Documents:
         """Whether every row is a single document."""
         return all(len(sizes) == 1 for sizes in self.lengths)
 
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """``lengths``, of one row only where all rows have the same."""
+        return self.lengths[:1] if len(set(self.lengths)) == 1 else self.lengths
+
     def to(self, device: torch.device | str) -> Documents:
         """The same documents, with ``cu_seqlens`` on ``device``."""
         return replace(self, cu_seqlens=self.cu_seqlens.to(device))
@@ -74,8 +80,8 @@ class SequenceLayout:
 
     Attributes:
         length: tokens of the whole sequence, ``S``.
-        sizes: tokens of each rank; they differ by at most one and may be zero.
-        start, stop: this rank's half-open range of the sequence; ``s = stop - start``.
+        sizes: tokens of each rank, ``s`` of this one; they may differ, and be zero.
+        ranges: of each rank, the half-open ranges of the sequence that it holds, in that order.
         input_ids: ``[B, s]`` int64, this rank's tokens.
         all_ids: ``[B, S]`` int64, those of all ranks, for a model that cuts them itself.
         positions: ``[B, s]`` int64, position of each token within its document.
@@ -90,8 +96,7 @@ class SequenceLayout:
 
     length: int
     sizes: tuple[int, ...]
-    start: int
-    stop: int
+    ranges: tuple[Ranges, ...] = field(repr=False)
     input_ids: Tensor = field(repr=False)
     all_ids: Tensor = field(repr=False)
     positions: Tensor = field(repr=False)
@@ -114,11 +119,21 @@ class SequenceLayout:
         boundaries: Sequence[Sequence[int]] | None = None,
         labels: Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
+        ring: int = 1,
+        balance: str = "auto",
+        causal: bool = True,
+        window: int | None = None,
     ) -> SequenceLayout:
         """Cut a batch for ``rank`` of ``size`` ranks. Pure: no communication.
 
         Args:
             ids: ``[B, S]`` integers, the whole batch, equal on all ranks of the group.
+            ring: of the ranks, over how many attention is cut by positions (``mesh.ring``); the
+                others share heads.
+            balance: how positions are dealt to the ranks of a ring (:mod:`internsp.sp.dispatch`):
+                ``contiguous``, ``zigzag``, ``level`` or ``auto``. With a ring of one they follow
+                one another.
+            causal, window: of the model's attention, which ``balance`` levels.
             boundaries: per row, the starts of its documents, 0 included; None: one document a row.
             labels: ``[B, S]``, already aligned (``labels[t]`` is what position ``t`` predicts).
                 None: the next token of the same document, ``ignore_index`` at its end.
@@ -143,17 +158,18 @@ class SequenceLayout:
         positions = _positions(documents, ids.device)
         if labels is None:
             labels = _next_tokens(ids, positions, ignore_index)
-        sizes = balanced(length, size)
-        start, stop = spans(sizes)[rank]
-        mine = labels[:, start:stop].to(torch.int64)
+        seen = Seen(causal, window, documents.rows)
+        ranges = cut(length, size, ring, balance, seen)
+        sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
+        held = _taker(ranges[rank])
+        mine = held(labels).to(torch.int64)
         return cls(
             length=length,
             sizes=sizes,
-            start=start,
-            stop=stop,
-            input_ids=ids[:, start:stop].to(torch.int64).contiguous(),
+            ranges=ranges,
+            input_ids=held(ids).to(torch.int64).contiguous(),
             all_ids=ids.to(torch.int64),
-            positions=positions[:, start:stop].contiguous(),
+            positions=held(positions).contiguous(),
             labels=mine.contiguous(),
             valid_tokens=int((mine != ignore_index).sum()),
             total_valid_tokens=int((labels != ignore_index).sum()),
@@ -163,6 +179,10 @@ class SequenceLayout:
             size=size,
             ignore_index=ignore_index,
         )
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What this rank holds of ``whole [B, S, ...]``: ``[B, s, ...]``."""
+        return _taker(self.ranges[self.rank])(whole)
 
     @property
     def all_positions(self) -> Tensor:
@@ -179,6 +199,16 @@ class SequenceLayout:
             labels=self.labels.to(device),
             documents=self.documents.to(device),
         )
+
+
+def _taker(held: Ranges) -> Callable[[Tensor], Tensor]:
+    """Takes the positions of some ranges out of ``[B, S, ...]``; a view where it is one range."""
+
+    def take(whole: Tensor) -> Tensor:
+        pieces = [whole[:, start:stop] for start, stop in held]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole[:, :0]], dim=1)
+
+    return take
 
 
 def _positions(documents: Documents, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
-from internsp.sp.heads import balanced
+from internsp.sp.dispatch import fixed_sizes
 from internsp.trace import Trace
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.streams import device_clock
@@ -72,7 +72,7 @@ class Session:
         """
         parallel = config.parallel
         mesh = ParallelMesh.create(
-            **parallel.degrees(),
+            **config.degrees(),
             device_type=None if parallel.device == "auto" else parallel.device,
             timeout_seconds=parallel.timeout_seconds,
         )
@@ -119,7 +119,8 @@ def _pipeline(
         return None
     train = config.train
     rows = train.global_batch // (train.micro_batches * mesh.data)
-    length = balanced(config.data.sequence_length, mesh.sequence)[mesh.sequence_rank]
+    lengths = fixed_sizes(config.data.sequence_length, mesh.sequence, mesh.ring)
+    length = lengths[mesh.sequence_rank]
     return Pipeline.create(
         model,
         mesh,

@@ -16,6 +16,7 @@ from internsp.errors import ConfigError, OrderError
 from internsp.plan.simulate import simulate
 from internsp.report.metrics import StepMetrics
 from internsp.sp import SequenceLayout
+from internsp.sp.dispatch import FIXED
 from internsp.train.passes import Pipelined, Whole
 from internsp.train.session import Session
 from internsp.train.stop import StopRequest
@@ -115,9 +116,13 @@ class StepRunner:
 
     def _layout(self, batch: Batch) -> SequenceLayout:
         mesh = self.session.mesh
+        config = self.session.config
+        # Stages of a pipeline pass on hidden states of one shape, whatever the documents.
+        balance = config.parallel.balance if mesh.pipeline == 1 else FIXED
         layout = SequenceLayout.create(
-            batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries
-        )
+            batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
+            ring=mesh.ring, balance=balance,
+        )  # fmt: skip
         return layout.to(mesh.device)
 
     def _sum(self, *values: float, stages: bool = False) -> list[float]:

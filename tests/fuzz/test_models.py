@@ -14,7 +14,7 @@ from tests.fuzz.runner import MEANINGLESS, RIGHT, run
 from tests.fuzz.sample import SHAPES, sample
 
 SEED = 0
-NUMBERS = sample(SEED)  # about a minute of a core
+NUMBERS = sample(SEED)  # about a minute of two cores
 
 
 @pytest.mark.ranks

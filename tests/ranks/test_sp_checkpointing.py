@@ -15,6 +15,7 @@ from internsp.errors import OrderError
 from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
 from internsp.trace import Trace
 from tests.support.ranks import ranks
+from tests.support.ring import groups
 
 
 class Block(nn.Module):
@@ -41,6 +42,55 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.parametrize(("world_size", "size"), [(2, 2), (4, 2)])
+@ranks()
+def test_a_ring_keeps_the_numbers_and_selective_repeats_no_message(
+    rank: int, world_size: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    block = Block()
+    whole = torch.randn(2, 9, 12, dtype=torch.float64)
+    ids, starts = torch.zeros(2, 9, dtype=torch.long), [[0, 2], [0]]
+
+    def run(layout: SequenceLayout, wrap: Any) -> tuple[Tensor, list[Tensor]]:
+        block.zero_grad()
+        x = layout.own(whole).clone().requires_grad_()
+        y = wrap(block, x, layout)
+        y.square().sum().backward()
+        return y.detach(), [x.grad, *(p.grad.clone() for p in block.parameters())]
+
+    plain = run(SequenceLayout.create(ids, boundaries=starts), lambda f, *a: f(*a))
+    heads, around = groups(world_size, size)
+    layout = SequenceLayout.create(
+        ids, rank=rank, size=world_size, boundaries=starts, ring=size, balance="zigzag"
+    )
+    trace = Trace(enabled=True)
+    block.attend.attach(heads, trace, ring=around)
+    ways = {
+        "none": lambda f, *a: f(*a),
+        "reentrant": partial(checkpoint, use_reentrant=True),
+        "full": partial(checkpoint, use_reentrant=False),
+        "selective": partial(
+            checkpoint, use_reentrant=False, context_fn=checkpoint_context_fn
+        ),
+    }
+    messages: dict[str, int] = {}
+    for name, wrap in ways.items():
+        trace.clear()
+        y, grads = run(layout, wrap)
+        messages[name] = sum(e.kind == "RING" for e in trace.events)
+        again = sum(e.kind == "RING" and e.phase == "recompute" for e in trace.events)
+        assert (again > 0) == (name in ("reentrant", "full")), name
+        torch.testing.assert_close(y, layout.own(plain[0]), atol=1e-12, rtol=0)
+        torch.testing.assert_close(grads[0], layout.own(plain[1][0]), atol=1e-12, rtol=0)
+        for mine, theirs in zip(grads[1:], plain[1][1:], strict=True):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+    assert messages["selective"] == messages["none"] > 0
+    assert messages["full"] == messages["reentrant"] > messages["none"]
+    retained(block, layout.own(whole), layout)
+
+
 def retained(block: Block, x: Tensor, layout: SequenceLayout) -> None:
     """A graph that is kept gives the same gradients twice."""
     x = x.clone().requires_grad_()
@@ -61,7 +111,7 @@ def test_checkpointing_keeps_the_numbers_and_selective_repeats_no_exchange(
 
     def run(layout: SequenceLayout, wrap: Any) -> tuple[Tensor, list[Tensor]]:
         blocks.zero_grad()
-        x = whole[:, layout.start : layout.stop].clone().requires_grad_()
+        x = layout.own(whole).clone().requires_grad_()
         y = x
         for block in blocks:
             y = wrap(block, y, layout)
@@ -91,13 +141,12 @@ def test_checkpointing_keeps_the_numbers_and_selective_repeats_no_exchange(
         assert (name, calls[0], len(recorded)) == (name, wanted, wanted)
         again = sum(e.phase == "recompute" for e in recorded)
         assert again == wanted - 16
-        here = slice(layout.start, layout.stop)
-        torch.testing.assert_close(y, plain[0][:, here], atol=1e-12, rtol=0)
-        torch.testing.assert_close(grads[0], plain[1][0][:, here], atol=1e-12, rtol=0)
+        torch.testing.assert_close(y, layout.own(plain[0]), atol=1e-12, rtol=0)
+        torch.testing.assert_close(grads[0], layout.own(plain[1][0]), atol=1e-12, rtol=0)
         for mine, theirs in zip(grads[1:], plain[1][1:], strict=True):
             dist.all_reduce(mine)
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
-    retained(blocks[0], whole[:, layout.start : layout.stop], layout)
+    retained(blocks[0], layout.own(whole), layout)
     assert not blocks[0].attend.channel.flights
 
 
@@ -169,7 +218,7 @@ def test_a_compiled_block_leaves_its_graph_for_attention_and_compiles_once(
     for first in (1, 2, 3):
         ids, starts = torch.zeros(2, 7, dtype=torch.long), [[0, first], [0]]
         layout = SequenceLayout.create(ids, rank=rank, size=world_size, boundaries=starts)
-        x = torch.randn(2, layout.stop - layout.start, 12, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(2, layout.sizes[layout.rank], 12, dtype=torch.float64, requires_grad=True)
         wanted = block(x, layout)
         selective = {"use_reentrant": False, "context_fn": checkpoint_context_fn}
         trace.clear()

@@ -82,6 +82,7 @@ MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
     (2, {"weight": 2, "sequence": 2}, (0, 1)),
     (4, {"weight": 2, "sequence": 4}, (0,)),
     (4, {"weight": 1, "sequence": 2, "zero": 2}, (1,)),
+    (4, {"weight": 4, "sequence": 4, "ring": 2}, (0,)),
 ]
 
 

@@ -188,4 +188,4 @@ def test_every_option_is_read_by_the_code_that_it_is_for() -> None:
     }
     options = {(name, key) for name, section in sections().items() for key in section.model_fields}
     unread = {(name, key) for name, key in options if key not in read}
-    assert unread <= {("parallel", key) for key in ParallelConfig().degrees()}, "handed on as one"
+    assert unread <= {("parallel", key) for key in ParallelConfig().degrees(1)}, "handed on as one"

@@ -1,0 +1,143 @@
+"""Attention that is cut by positions: outputs and gradients equal one process, whatever the ring.
+
+All in fp64. Ranks hold what the layout deals them; keys and values travel in every form.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp.sp import DistributedAttention, SequenceLayout
+from internsp.sp.layout import Documents
+from internsp.sp.partial import Attend
+from internsp.sp.routes import FORMS
+from internsp.trace import Trace
+from tests.support.ranks import ranks
+from tests.support.ring import groups
+
+DEPTH = 4
+HEADS = [(4, 4), (4, 2), (2, 1), (3, 1), (1, 1)]
+# Length, starts of documents per row (two rows), causal, window.
+SHAPES: list[tuple[int, list[list[int]] | None, bool, int | None]] = [
+    (16, None, True, None),
+    (21, [[0, 1, 5], [0, 17]], True, None),
+    (19, [[0, 3], [0, 3]], True, 4),
+    (13, [[0, 2, 9], [0]], False, 3),
+    (12, None, False, None),
+    (3, None, True, None),
+]
+CLOSE = {"atol": 1e-12, "rtol": 0.0}
+
+
+def inputs(heads: int, kv_heads: int, length: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    torch.manual_seed(heads * 100 + kv_heads * 10 + length)
+    shapes = [heads, kv_heads, kv_heads, heads]
+    return [torch.randn(2, length, n, DEPTH, dtype=torch.float64) for n in shapes]
+
+
+def one_process(case: tuple[int, int], shape: tuple) -> list[Tensor]:
+    """Output and gradients of q, k, v."""
+    length, starts, causal, window = shape
+    *given, upstream = inputs(*case, length)
+    leaves = [x.requires_grad_() for x in given]
+    ids = torch.zeros(2, length, dtype=torch.long)
+    attend = DistributedAttention(*case, DEPTH, causal=causal, window=window)
+    out = attend(*leaves, SequenceLayout.create(ids, boundaries=starts))
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize(("world_size", "ring"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+@ranks()
+def test_every_form_equals_one_process(rank: int, world_size: int, ring: int) -> None:
+    heads, around = groups(world_size, ring)
+    cases = itertools.product(HEADS, SHAPES)
+    ways = itertools.cycle(itertools.product(FORMS, ("contiguous", "zigzag", "level")))
+    for (case, shape), (form, balance) in zip(cases, ways, strict=False):
+        wanted = one_process(case, shape)
+        length, starts, causal, window = shape
+        layout = SequenceLayout.create(
+            torch.zeros(2, length, dtype=torch.long), rank=rank, size=world_size,
+            boundaries=starts, ring=ring, balance=balance, causal=causal, window=window,
+        )  # fmt: skip
+        attend = DistributedAttention(*case, DEPTH, causal=causal, window=window)
+        near = 2 if form == "double" and ring == 4 else 1
+        attend.attach(heads, ring=around, form=form, near=near)
+        *given, upstream = (layout.own(x) for x in inputs(*case, length))
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = attend(*leaves, layout)
+        got = [out, *torch.autograd.grad(out, leaves, upstream)]
+        for what, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+            told = f"{case} {shape} {form} {balance}: {what}"
+            torch.testing.assert_close(a, layout.own(b), **CLOSE, msg=lambda m, t=told: f"{t} {m}")
+
+
+@ranks(2)
+def test_without_a_layout_positions_follow_one_another(rank: int) -> None:
+    heads, around = groups(2, 2)
+    wanted = one_process((2, 1), (10, None, True, None))
+    trace = Trace(enabled=True)
+    attend = DistributedAttention(2, 1, DEPTH)
+    attend.attach(heads, trace, "block", ring=around)
+    here = slice(rank * 5, rank * 5 + 5)
+    leaves = [x[:, here].clone().requires_grad_() for x in inputs(2, 1, 10)[:3]]
+    out = attend(*leaves)
+    got = [out, *torch.autograd.grad(out, leaves, inputs(2, 1, 10)[3][:, here])]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b[:, here], **CLOSE)
+    # The first half is needed by the second, nothing the other way; gradients go home.
+    lines = [(e.kind, e.phase, e.weight, e.nbytes) for e in trace.events if e.kind == "RING"]
+    block = 2 * 2 * 5 * DEPTH * 8
+    assert lines == (
+        [("RING", "forward", "kv", block), ("RING", "backward", "kv", block)] if rank
+        else [("RING", "backward", "gradients", block)]
+    )  # fmt: skip
+
+
+@ranks(2)
+def test_faults_that_others_had_are_seen(rank: int) -> None:
+    """Put in on purpose: a backward that reads the last block's keys, dropped documents."""
+    heads, around = groups(2, 2)
+    shape = (16, [[0, 5], [0, 5]], True, None)
+    wanted = one_process((2, 2), shape)
+
+    def gaps() -> list[float]:
+        layout = SequenceLayout.create(
+            torch.zeros(2, 16, dtype=torch.long), rank=rank, size=2, boundaries=shape[1], ring=2,
+            balance="zigzag",
+        )  # fmt: skip
+        attend = DistributedAttention(2, 2, DEPTH)
+        attend.attach(heads, ring=around)
+        *given, upstream = (layout.own(x) for x in inputs(2, 2, 16))
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = attend(*leaves, layout)
+        got = [out, *torch.autograd.grad(out, leaves, upstream)]
+        apart = [(a - layout.own(b)).abs().max() for a, b in zip(got, wanted, strict=True)]
+        worst = torch.stack(apart).detach()
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.tolist()
+
+    assert max(gaps()) < 1e-12
+    with pytest.MonkeyPatch.context() as patch:
+        held = Attend.backward
+        last: list[Tensor] = []
+
+        def of_the_last(self, grad, out, lse, k, v, parts, *totals) -> None:
+            if parts and parts[0].kind != "causal" and last:
+                k, v = (x[:, : k.shape[1]] if x.shape[1] >= k.shape[1] else y
+                        for x, y in zip(last, (k, v), strict=True))  # fmt: skip
+            last[:] = k, v
+            held(self, grad, out, lse, k, v, parts, *totals)
+
+        patch.setattr(Attend, "backward", of_the_last)
+        found = gaps()
+        assert found[0] < 1e-12
+        assert max(found[1:]) > 1e-3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Documents, "rows", property(lambda self: ((self.length,),)))
+        assert min(gaps()) > 1e-3

@@ -1,0 +1,184 @@
+"""Attention over ranges as plain data: who sees what, what travels where, who holds what."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from internsp.errors import ConfigError, LayoutError
+from internsp.sp.dispatch import BALANCES, cost, cut, deal, fixed_sizes, imbalance
+from internsp.sp.heads import Span
+from internsp.sp.ranges import BAND, CAUSAL, FULL, Part, Ranges, Seen, parts, united
+from internsp.sp.routes import FORMS, routes
+
+Pairs = set[tuple[int, int]]
+
+
+def drawn(
+    random: random.Random,
+) -> tuple[tuple[Ranges, ...], Seen, int]:
+    """Ranges of some ranks, in any order, what is seen, and a length."""
+    length, size = random.randint(4, 30), random.choice([1, 2, 3, 4, 6])
+
+    def spans(most: int) -> list[Span]:
+        edges = sorted(random.sample(range(1, length), min(length - 1, random.randint(0, most))))
+        return list(zip([0, *edges], [*edges, length], strict=True))
+
+    held: list[list[Span]] = [[] for _ in range(size)]
+    for span in spans(8):
+        held[random.randrange(size)].append(span)
+    rows = [tuple(b - a for a, b in spans(4)) for _ in range(random.choice([1, 1, 2]))]
+    window = random.choice([None, None, 1, 2, 5, 100])
+    return tuple(map(tuple, held)), Seen(random.random() < 0.7, window, tuple(rows)), length
+
+
+def wanted(queries: Ranges, keys: Ranges, seen: Seen, row: int) -> Pairs:
+    """What queries see of keys, pair by pair, by the definition."""
+    document = [number for number, size in enumerate(seen.documents[row]) for _ in range(size)]
+    q, k = ([p for start, stop in held for p in range(start, stop)] for held in (queries, keys))
+    return {
+        (i, j) for i, a in enumerate(q) for j, b in enumerate(k)
+        if document[a] == document[b] and (b <= a or not seen.causal)
+        and (seen.window is None or abs(a - b) < seen.window)
+    }  # fmt: skip
+
+
+def pairs_of(part: Part, seen: Seen) -> list[tuple[int, int]]:
+    """What a kernel computes of a part."""
+    found = []
+    for i in range(*part.q):
+        for j in range(*part.k):
+            apart = part.distance + (i - part.q[0]) - (j - part.k[0])
+            near = seen.window is None or abs(apart) < seen.window
+            if part.kind == FULL or (
+                apart >= 0 if part.kind == CAUSAL else near and (apart >= 0 or not seen.causal)
+            ):
+                found.append((i, j))
+    return found
+
+
+def positions(spans: Ranges) -> set[int]:
+    return {position for span in spans for position in range(*span)}
+
+
+def test_parts_are_the_pairs_that_are_seen_each_once() -> None:
+    for number in range(400):
+        held, seen, _ = drawn(random.Random(number))
+        for queries in held:
+            for keys in held:
+                found = parts(queries, keys, seen)
+                for part in found:
+                    here = {i for i, _ in pairs_of(part, seen)}
+                    assert here == set(range(*part.q)), "a kernel needs a key for every query"
+                    assert part.kind in (FULL, CAUSAL, BAND)
+                for row in range(len(seen.documents)):
+                    pairs = [x for p in found if p.row in (-1, row) for x in pairs_of(p, seen)]
+                    assert len(pairs) == len(set(pairs))
+                    assert set(pairs) == wanted(queries, keys, seen, row)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_arrive_before_they_are_used_and_messages_meet(form: str) -> None:
+    for number in range(150):
+        held, seen, _ = drawn(random.Random(number))
+        size = len(held)
+        near = random.Random(number).choice([n for n in range(1, size + 1) if size % n == 0])
+        found = routes(held, seen, form, near)
+        for rank, route in enumerate(found):
+            assert route.steps[0].block == rank
+            assert sorted(step.block for step in route.steps) == list(range(size))
+            have = {rank: set(range(sum(b - a for a, b in held[rank])))}
+            for at, step in enumerate(route.steps):
+                needs = positions(united(part.k for part in step.parts))
+                assert needs <= have.get(step.block, set())
+                for move in step.sends:
+                    assert move.peer != rank
+                    assert positions(move.what) <= have[move.block]
+                    (met,) = [
+                        other for other in found[move.peer].steps[at].receives
+                        if (other.block, other.peer) == (move.block, rank)
+                    ]  # fmt: skip
+                    assert met.what == move.what
+                for move in step.receives:
+                    have[move.block] = positions(move.what)
+                home = positions(step.home.what) if step.home is not None else set()
+                assert home == (needs if step.block != rank else set())
+                if step.home is not None:
+                    back = found[step.block].steps[at].arrives
+                    assert back is not None
+                    assert (back.block, back.peer, back.what) == (step.block, rank, step.home.what)
+
+
+def test_direct_sends_no_more_than_a_ring_and_auto_takes_the_least() -> None:
+    fewer = 0
+    for number in range(100):
+        held, seen, _ = drawn(random.Random(number))
+        sent = {
+            form: [route.sent_positions for route in routes(held, seen, form)]
+            for form in ("auto", "ring", "reverse", "direct")
+        }
+        assert sum(sent["direct"]) <= min(sum(sent["ring"]), sum(sent["reverse"]))
+        assert max(sent["auto"]) == min(max(sent[form]) for form in ("ring", "reverse", "direct"))
+        fewer += sum(sent["direct"]) < sum(sent["ring"])
+    assert fewer > 10
+
+
+def test_a_zigzag_of_one_causal_document_is_level_and_sends_what_is_needed() -> None:
+    held = cut(64, 4, 4, "zigzag", Seen(True, None, ((64,),)))
+    assert held[1] == ((8, 16), (48, 56))
+    seen = Seen(True, None, ((64,),))
+    assert imbalance(held, seen) == 1.0
+    # Of a block's two chunks the later one is needed by the ranks before its owner alone.
+    found = routes(held, seen, "direct")
+    assert [route.sent_positions for route in found] == [24, 32, 40, 48]
+    assert sum(r.sent_positions for r in routes(held, seen, "reverse")) == 24 + 32 + 40 + 48
+    assert sum(r.sent_positions for r in routes(held, seen, "ring")) == 168
+    assert routes(held, seen)[0].form == "reverse"
+
+
+def test_a_window_needs_the_edge_of_the_neighbor_alone() -> None:
+    seen = Seen(True, 5, ((64,),))
+    held = cut(64, 4, 4, "auto", seen)
+    assert held == (((0, 16),), ((16, 32),), ((32, 48),), ((48, 64),))
+    assert [route.sent_positions for route in routes(held, seen)] == [4, 4, 4, 0]
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_every_position_is_held_once_and_costs_are_those_of_the_pairs(balance: str) -> None:
+    for number in range(150):
+        held, seen, length = drawn(random.Random(number))
+        for ranges in held:
+            pairs = sum(
+                len(wanted(ranges, keys, seen, row))
+                for keys in held for row in range(len(seen.documents))
+            )  # fmt: skip
+            assert sum(cost(span, seen) for span in ranges) == pairs
+        shares, ring = random.Random(number).choice([(1, 2), (2, 2), (2, 3), (3, 1), (1, 4)])
+        found = cut(length, shares * ring, ring, balance, seen)
+        assert sorted(p for ranges in found for p in positions(ranges)) == list(range(length))
+        sizes = [sum(b - a for a, b in ranges) for ranges in found]
+        assert max(sizes) - min(sizes) <= (16 if balance in ("auto", "level") else 3)
+        if balance == "zigzag":
+            assert tuple(sizes) == fixed_sizes(length, shares * ring, ring)
+
+
+@pytest.mark.parametrize("lengths", [(100, 300, 112), (400, 50, 62), (512,), (17,) * 30 + (2,)])
+def test_packed_documents_are_level_too(lengths: tuple[int, ...]) -> None:
+    seen = Seen(True, None, (lengths,))
+    for ring in (2, 4, 8):
+        held = deal(sum(lengths), ring, "auto", seen)
+        assert imbalance(held, seen) <= 1.05
+        assert {sum(b - a for a, b in ranges) for ranges in held} == {sum(lengths) // ring}
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    seen = Seen(True, None, ((8,),))
+    with pytest.raises(ConfigError, match="No form 'circle'"):
+        routes((((0, 8),),), seen, "circle")
+    with pytest.raises(ConfigError, match="Near groups of 3 do not divide 2 ranks"):
+        routes((((0, 4),), ((4, 8),)), seen, "double", 3)
+    with pytest.raises(ConfigError, match="No balance 'fair'"):
+        cut(8, 2, 2, "fair", seen)
+    with pytest.raises(LayoutError, match="A ring of 3 does not divide the 4 ranks"):
+        cut(8, 4, 3, "auto", seen)
