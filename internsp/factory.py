@@ -12,6 +12,7 @@ import model_zoo
 from internsp import accelerator
 from internsp.clients.causal_lm import HFCausalLM
 from internsp.config import Config
+from internsp.load import load_weights
 from internsp.parallel import initialize
 from internsp.plan.dtypes import DTYPES
 from internsp.wp.communicator import ISPCommunicator
@@ -37,7 +38,8 @@ def build_to_train(config: Config) -> Model:
 
     :func:`first_values` completes it then.
 
-    One of the zoo has no values yet. One of transformers has them, whole, in this process.
+    One of the zoo has no values yet, nor has one of transformers whose folder can be streamed. Any
+    other of transformers has them, whole, in this process.
 
     Returns:
         A module called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``.
@@ -67,6 +69,8 @@ def first_values(
         for communicator in communicators:
             initialize(communicator, model.initialize, config.train.seed)
         return
+    if model.unread is not None:
+        load_weights(model.model, model.unread)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     if config.data.pack:

@@ -78,6 +78,17 @@ def load_weights(
     return missing, unused
 
 
+def stored_shapes(path: Path) -> dict[str, list[int]]:
+    """Names and shapes of a folder of ``safetensors``, from the files' headers alone.
+
+    Raises:
+        ConfigError: it has none, or its index names a file that is not there.
+    """
+    files = _Files(path)
+    with files:
+        return {name: files.shape(name) for name in files.place}
+
+
 @contextmanager
 def _refusal() -> Iterator[list[Exception]]:
     """What is raised inside is kept: the other ranks are to know of it first."""

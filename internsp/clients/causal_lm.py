@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import ConfigError, MissingDependencyError, StructureError
+from internsp.load import stored_shapes
 from internsp.sp import SequenceLayout, token_loss
 
+_LOG = logging.getLogger(__name__)
 _PROBE = 4  # tokens of each of two documents
 
 
@@ -25,7 +28,12 @@ class HFCausalLM(nn.Module):
             there are none the model's own initialization is used, from ``seed``, the same on every
             rank and mesh.
         device: ``"cpu"`` holds the whole model with its values, ``"meta"`` its shapes alone.
-        weights: whether to read those of the folder.
+        weights: whether the model is to have those of the folder. They are left to
+            :func:`internsp.load_weights` (:attr:`unread`) where the folder has every parameter
+            under its own name, in its own shape; else they are read whole here.
+
+    Attributes:
+        unread: the folder from which the model, on the meta device, is to be loaded; or None.
 
     Raises:
         ConfigError: transformers cannot make a causal model of the folder.
@@ -44,18 +52,28 @@ class HFCausalLM(nn.Module):
             ) from error
         path = Path(folder)
         saved = weights and device != "meta" and any(path.glob("*.safetensors"))
+        self.unread: Path | None = None
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
-            with torch.random.fork_rng(devices=[]), torch.device(device):
-                torch.manual_seed(seed)
-                self.model = (
-                    AutoModelForCausalLM.from_pretrained(
+
+            def build(device: str) -> Any:
+                with torch.random.fork_rng(devices=[]), torch.device(device):
+                    torch.manual_seed(seed)
+                    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+            if saved:
+                self.model = build("meta")
+                why = _not_streamed(self.model, path, dtype)
+                if why:
+                    _LOG.warning("every process reads the whole model: %s", why)
+                    self.model = AutoModelForCausalLM.from_pretrained(
                         path, config=config, dtype=dtype, use_safetensors=True,
                         local_files_only=True,
-                    )
-                    if saved
-                    else AutoModelForCausalLM.from_config(config, dtype=dtype)
-                )  # fmt: skip
+                    )  # fmt: skip
+                else:
+                    self.unread = path
+            else:
+                self.model = build(device)
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"model.path: transformers cannot load {folder}: {error}") from error
         self.model.train()
@@ -118,6 +136,29 @@ class HFCausalLM(nn.Module):
                 max_new_tokens=tokens, eos_token_id=stop_id, pad_token_id=stop_id, **options,
             )[0]  # fmt: skip
         return ids
+
+
+def _not_streamed(model: Any, path: Path, dtype: torch.dtype) -> str:
+    """Why the folder's weights are not the model's, one by one; empty where they are."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    if dtype.itemsize < 4 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
+        return f"{type(model).__name__} keeps some of its modules in fp32"
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return f"transformers converts the weights of a {type(model).__name__}"
+    stored = stored_shapes(path)
+    named = model.named_parameters(remove_duplicate=False)
+    members = [*named, *((n, b) for n, b in model.named_buffers() if n in model.state_dict())]
+    for name, member in members:
+        alike = {n for n, other in members if other is member} & stored.keys()
+        if len(alike) != 1:
+            return f"{path} has {'no' if not alike else 'several values of'} {name}"
+        if any(stored[n] != list(member.shape) for n in alike):
+            return f"{name} has another shape in {path}"
+    more = stored.keys() - {name for name, _ in members}
+    return f"{path} has {sorted(more)[0]} beside the model's own" if more else ""
 
 
 def _same(logits: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from internsp import load
+from internsp.clients.causal_lm import HFCausalLM, _not_streamed
 from internsp.config import Config
 from internsp.data.batches import DataSource
 from internsp.errors import StructureError
@@ -119,14 +122,77 @@ def runs(rank: int, world: int, folder: Path, output: Path) -> dict[str, Any]:
         name: trained(config(folder, name, world)) for name in ("llama", "gpt2")
     }
     if world == 2:
+        found["read"] = read_of(config(folder, "llama", world))
         found["cut"] = trained(config(folder, "llama", world, sequence=2))
     if world == 1:
         found["one by one"] = one_by_one(config(folder, "llama", 1))
+        read_whole(folder)
         return found
     with pytest.raises(StructureError, match=r"MambaFor.* does not keep .*data\.pack = false"):
         Session.create(config(folder, "mamba", world))
     found["command"] = command(rank, folder, output)
     return found
+
+
+def read_of(settings: Config) -> tuple[dict[str, int], int]:
+    """How many elements of each weight this rank has read, and the model's elements."""
+    from transformers import AutoModelForCausalLM
+
+    sizes: dict[str, int] = {}
+    own = load._Files.read
+
+    def read(files: Any, name: str, rows: Any) -> Tensor:
+        value = own(files, name, rows)
+        sizes[name] = sizes.get(name, 0) + value.numel()
+        return value
+
+    with (
+        patch.object(load._Files, "read", read),
+        patch.object(AutoModelForCausalLM, "from_pretrained", None),
+    ):
+        session = Session.create(settings)
+    return sizes, session.parameters
+
+
+def read_whole(folder: Path) -> None:
+    """Folders whose tensors are not the model's, one by one: transformers reads them."""
+    from safetensors.torch import load_file, save_file
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    small = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    mixtral = MixtralConfig(
+        hidden_size=8, intermediate_size=8, num_local_experts=2, **small, **SMALL
+    )
+    torch.manual_seed(1)
+    MixtralForCausalLM(mixtral).double().save_pretrained(folder / "mixtral")
+    values = load_file(folder / "llama/model.safetensors")
+    norm, embedding = values["model.norm.weight"], values["model.embed_tokens.weight"]
+    cases = {
+        "beside the model's own": {**values, "rotary": norm.clone()},
+        "has no model.norm.weight": {n: v for n, v in values.items() if v is not norm},
+        "has several values of": {**values, "lm_head.weight": embedding.clone()},
+        "": values,
+    }
+    for number, (why, content) in enumerate(cases.items()):
+        other = folder / f"other{number}"
+        other.mkdir()
+        (other / "config.json").write_bytes((folder / "llama/config.json").read_bytes())
+        save_file(content, other / "model.safetensors", {"format": "pt"})
+        model = HFCausalLM(str(other), torch.float64, 0)
+        assert why in _not_streamed(model.model, other, torch.float64)
+        assert (model.unread == other) == (not why), why
+        assert all(p.is_meta == (not why) for p in model.parameters())
+        if why:
+            assert torch.equal(model.model.model.embed_tokens.weight, embedding)
+    model = HFCausalLM(str(folder / "mixtral"), torch.float64, 0)
+    assert "converts the weights of a MixtralForCausalLM" in _not_streamed(
+        model.model, folder / "mixtral", torch.float64
+    )
+    assert model.unread is None
+    experts = model.model.model.layers[0].mlp.experts.down_proj
+    saved = load_file(folder / "mixtral/model.safetensors")
+    one = next(v for n, v in saved.items() if "experts.0." in n and ("w2" in n or "down" in n))
+    assert torch.equal(experts[0], one)
 
 
 def command(rank: int, folder: Path, output: Path) -> dict[str, Any] | None:
@@ -175,6 +241,9 @@ def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_p
             for row, of_one in zip(rows, expected, strict=True):
                 assert row == pytest.approx(of_one, rel=1e-9), name
             assert held_out == pytest.approx(expected_held_out, rel=1e-9), name
+    for sizes, elements in (first["read"], other["read"]):
+        assert sizes["model.layers.1.mlp.up_proj.weight"] == 32 * 64 // 2
+        assert sum(sizes.values()) < 0.52 * elements, "this rank's rows, and the norms"
     done = first["command"]
     run, again = done["rows"]
     assert [step for step, *_ in run] == [1, 2, 3]

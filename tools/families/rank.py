@@ -92,16 +92,18 @@ class Widened(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the class."""
-        if func is Tensor.backward:
+        if func in (Tensor.backward, torch.autograd.backward):
             # A recompute must see this mode, which a function called below it does not: the engine
-            # itself has no such look (private, as torch.autograd.graph calls it).
+            # itself has no such look (private, as torch.autograd.graph calls it). A reentrant
+            # checkpoint calls torch.autograd.backward, and another may lie in it.
             engine = torch.autograd.Variable._execution_engine
+            given = (kwargs or {}).get("grad_tensors")
+            outputs = args[:1] if given is None else tuple(args[0])
+            ones = tuple(torch.ones_like(x) for x in outputs) if given is None else tuple(given)
             with self:
-                one = torch.ones_like(args[0])
                 return engine.run_backward(
-                    (args[0],), (one,), False, False, (),
-                    allow_unreachable=True, accumulate_grad=True,
-                )  # fmt: skip
+                    outputs, ones, False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         args, kwargs = tree_map(_wide, (args, kwargs or {}))
         return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
