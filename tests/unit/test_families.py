@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tools.families.__main__ import main
 from tools.families.configs import FAMILIES
 from tools.families.options import CHECKPOINTING, MESHES, Kind, Options, Setting
-from tools.families.report import Found, cell, remarks, rows
+from tools.families.report import Found, cell, remarks, restored, rows, summary
 
 NONE = Setting(2, 1, "none", False)
 FULL = Setting(2, 1, "full", False)
@@ -104,3 +107,18 @@ def test_a_column_is_the_worst_of_its_settings_and_says_what_was_refused() -> No
     (wrong,) = remarks([found(gradient=0.1)])
     assert wrong.startswith("llama (2x1; none): differs: ")
     assert "gradient head.weight, step 1 by 1.0e-01" in wrong
+
+
+def test_parts_of_a_table_are_printed_together_and_the_later_of_two_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = {"gradient": (1e-15, "head.weight"), "loss": (0.0, "")}
+    one, other = found(gradient=1e-7, widened=wide), found(FULL)
+    again = [one, other, replace(one, widened=None, apart=wide)]
+    assert restored(json.loads(json.dumps(summary(again)))) == [again[2], other]
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+    for path, each in zip(paths, (one, other), strict=True):
+        path.write_text(json.dumps(summary([each])))
+    assert main(["--parts", *map(str, paths)]) == 0
+    assert "1 families, 2 comparisons, 2 right" in capsys.readouterr().out
+    assert main(["--parts", str(tmp_path / "none.json")]) == 2

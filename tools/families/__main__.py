@@ -6,7 +6,8 @@ Each family is a tiny model with random weights, built offline, in fp64 on gloo.
 weights over two ranks and sequences over none; ranks beyond that compute other sequences. Compared
 with one process: the loss and every gradient of two steps of SGD, every parameter after them, and
 the logits of an evaluation. Each mesh, form of checkpointing and head is met at least once in each
-family, every pair in some; --thorough takes all with all.
+family, every pair in some; --thorough takes all with all. That is long: --json keeps what a part
+found, and --parts prints parts together.
 
 Exit status 1 where something differs, or failed otherwise than by a refusal in words.
 """
@@ -32,6 +33,7 @@ from tools.families.report import (
     page,
     printed,
     remarks,
+    restored,
     summary,
     worst,
 )
@@ -95,8 +97,11 @@ def main(arguments: Sequence[str]) -> int:
     found: list[Found] = []
     try:
         options = Options.read(arguments, __doc__)
-        found.extend(run(options))
-    except (RankError, Refused, ValueError) as error:
+        if options.parts:
+            found = restored(x for path in options.parts for x in json.loads(path.read_text()))
+        else:
+            found.extend(run(options))
+    except (RankError, Refused, ValueError, OSError) as error:
         say(error)
         return 2
     except KeyboardInterrupt as error:

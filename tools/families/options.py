@@ -74,6 +74,8 @@ class Options:
     least once in each family, and every pair in some family."""
     timeout: float = 120.0
     """Seconds that one comparison may take."""
+    parts: tuple[Path, ...] = ()
+    """Compare nothing: print what --json of earlier runs has written to these files, together."""
     json: Path | None = None
     """Write everything found to this file."""
     markdown: Path | None = None

@@ -169,3 +169,16 @@ def printed(found: Sequence[Found]) -> Table:
 def summary(found: Sequence[Found]) -> list[dict[str, Any]]:
     """For a file."""
     return [asdict(one) | {"right": one.right} for one in found]
+
+
+def restored(summaries: Iterable[dict[str, Any]]) -> list[Found]:
+    """What :func:`summary` was made of; of what was compared twice the later."""
+    found: dict[tuple[str, Setting], Found] = {}
+    for line in summaries:
+        given = {name: value for name, value in line.items() if name != "right"}
+        for kind in ("apart", "widened"):
+            apart = given[kind]
+            given[kind] = apart and {k: (v, where) for k, (v, where) in apart.items()}
+        one = Found(**given | {"setting": Setting(**given["setting"])})
+        found[one.family, one.setting] = one
+    return list(found.values())
