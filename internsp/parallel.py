@@ -49,6 +49,7 @@ from internsp.wp.communicator import (
     WPCommunicator,
 )
 from internsp.wp.hooks import BlockHooks, register_hooks
+from internsp.wp.host import HostLink
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.parameter import ShardedParameter
@@ -189,6 +190,7 @@ class _Builder:
         self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
         self.options: dict[str, WeightOptions] = {}
+        self.link: HostLink | None = None
         self.unfilled: list[ShardedParameter | ReplicatedParameter] = []
         self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
         self.scopes[-1] = Scope(block=False)
@@ -208,6 +210,14 @@ class _Builder:
             self.mesh.device.type,
         )
         places: list[tuple[Owner, ShardedParameter | ReplicatedParameter]] = []
+        offloaded = [a.name for a in assignments if a.unit is not None and a.options.offload]
+        if offloaded:
+            if self.own is not None:
+                raise ConfigError(
+                    f"weight_parallel.offload of {offloaded[0]}: a communicator of your own reads "
+                    "shards on the device; offload nothing, or take the library's communicator"
+                )
+            self.link = HostLink(self.mesh.device)
         for assignment in assignments:
             made = self._place(assignment)
             places += made
@@ -284,7 +294,7 @@ class _Builder:
         layout = ShardLayout.create(a.shape, a.dim, axis.size)
         weight = ShardedParameter(
             a.name, a.parameter, layout, axis, self.mesh.device, a.dtypes.compute, a.autocasts,
-            a.dtypes.reduce,
+            a.dtypes.reduce, a.options.offload, self.link,
         )  # fmt: skip
         weight.parameter.grad_dtype = a.dtypes.grad
         self.sharded.append(weight)
@@ -359,6 +369,7 @@ class _Builder:
         reducer = GradientReducer(reductions, trace, buffers)
         collectives = gathers[self.mesh.dense]
         state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
+        state.link = self.link
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
             options = {by_name[name]: self.options[name] for name in names}

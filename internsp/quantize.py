@@ -164,15 +164,16 @@ class Quantizer:
         self._flying = {}
 
     def quantize(
-        self, weight: ShardedParameter, place: Tensor, streams: SlotStreams
+        self, weight: ShardedParameter, shard: Tensor, place: Tensor, streams: SlotStreams
     ) -> tuple[Tensor, Tensor]:
         """Where a gather of ``weight`` receives, and what it sends; both uint8, flat.
 
         Args:
+            shard: the weight's own, padded, flat.
             place: of the weight in its slot, flat: :meth:`dequantize` writes it.
             streams: of that slot.
         """
-        shard, kind = weight.fresh(), self.weights[weight]
+        kind = self.weights[weight]
         quantized: QuantizedShard | PackedShard
         if isinstance(kind, OwnGather):
             quantized = self._packed[weight]

@@ -348,7 +348,7 @@ class Masters:
         bucket = self.buckets.get(member, (None, None))[1]
         if bucket is None or not bucket.has_master:
             if isinstance(member, ShardedParameter):
-                return member.fresh().view(member.storage.shape)
+                return member.fresh().view(member.storage.shape).to(member.device)
             local: Tensor = member.parameter._local_tensor  # type: ignore[attr-defined]
             return local.detach()
         if bucket not in self._gathered:
@@ -385,11 +385,11 @@ class Masters:
         bucket = self.buckets.get(member, (None, None))[1]
         if bucket is not None and bucket.has_master:
             rows = member.local(shard)
-            rows.copy_(_merged(rows, part))
+            rows.copy_(_merged(rows, part.to(rows.device)))
             bucket.put(bucket.master, member, shard)
             local.copy_(rows)
         else:
-            local.copy_(_merged(local, part))
+            local.copy_(_merged(local, part.to(local.device)))
         member.invalidate()
 
     def write_gradient(self, member: Member, part: Tensor | None) -> None:

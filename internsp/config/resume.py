@@ -52,7 +52,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         "cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks keep_unsharded accumulation coalesce_bytes pending_blocks unexpected_order "
-        "head_output compile cuts_own_sequences compare_ranks grad_dtype",
+        "head_output compile cuts_own_sequences compare_ranks grad_dtype offload",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.

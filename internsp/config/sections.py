@@ -214,6 +214,9 @@ class PipelineConfig(Section):
 
 
 Trigger = Literal["qkv", "attention", "out_proj", "mlp"]
+Offload = Annotated[
+    tuple[Literal["weights", "optimizer", "gradients"], ...], Field(strict=False, max_length=3)
+]
 
 
 class PlanRule(Section):
@@ -252,6 +255,8 @@ class PlanRule(Section):
     """Function of a shard that gives what is sent of it in its place; with post_all_gather."""
     post_all_gather: Function = None
     """Function that fills the unsharded weight from what all ranks have sent."""
+    offload: Offload = ()
+    """What of them lies in host memory, as in [weight_parallel]; empty: nothing."""
     keep_unsharded: bool = False
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
     prefetch_depth: Depth = 1
@@ -364,6 +369,8 @@ class WeightParallelConfig(Section):
     """Patterns, as experts, of parameters that compute and travel in their own dtype."""
     grad_dtype: Dtype | None = None
     """Dtype of .grad of narrower parameters, without a ZeroOptimizer; none: the parameter's own."""
+    offload: Offload = ()
+    """What of cut parameters lies in host memory: weights, optimizer (state), gradients (sums)."""
 
 
 class ActivationCheckpointConfig(Section):

@@ -24,10 +24,12 @@ from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
+from internsp.wp.layout import laid_out
 from internsp.wp.parameter import Ready, ShardedParameter
 from internsp.wp.unfinished import Member
 
-ALIGNMENT = 16  # bytes: what NCCL and vector loads like
+_Place = tuple[frozenset[str], HostLink | None, torch.device]
 
 
 @dataclass(eq=False)
@@ -76,7 +78,7 @@ class Publication(Ready):
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's parameters of one kind (dtype, axis, whether tensor ranks hold parts of them).
+    """One unit's parameters of one kind (dtype, axis, tensor parallel or not, what is offloaded).
 
     Moves their storage into ``flat`` when made.
 
@@ -89,6 +91,10 @@ class Bucket:
         owned: this rank's slice of ``flat``.
         master: the slice in fp32 or wider; ``owned`` itself where that is wide enough.
         gradient: the slice's reduced sum, like ``master``; ``None`` when there is none.
+        offload: what lies in host memory: ``flat`` (weights); ``master``, where it is a copy, and
+            the state (optimizer); ``gradient`` (gradients).
+        link: copies that.
+        sum: what ``gradient`` is a part of, where that is offloaded.
         inner: the optimizer of the segments; ``None`` when the slice is all padding.
     """
 
@@ -102,36 +108,52 @@ class Bucket:
     owned: Tensor
     master: Tensor
     segments: list[Segment]
+    offload: frozenset[str] = frozenset()
+    link: HostLink | None = None
+    sum: HostSum | None = None
     gradient: Tensor | None = None
     inner: torch.optim.Optimizer | None = None
     groups: list[int] = field(default_factory=list)
+    slabs: dict[str, Tensor] = field(default_factory=dict)
+    """Offloaded state by its name, like ``master``."""
 
     @classmethod
     def create(
-        cls, name: str, members: list[Member], place: dict[Member, int], mesh: ParallelMesh
+        cls,
+        name: str,
+        members: list[Member],
+        place: dict[Member, int],
+        mesh: ParallelMesh,
+        link: HostLink | None = None,
     ) -> Bucket:
         """Lay ``members`` (of one kind) out and move their storage. No message."""
         dtype, axis = members[0].dtype, _axis(members[0], mesh)
-        step = max(ALIGNMENT // dtype.itemsize, 1)
-        offsets, gaps, end = {}, [], 0
-        for member in members:
-            offsets[member] = end
-            filled = end + member.storage.numel()
-            end = math.ceil(filled / step) * step
-            gaps.append((filled, end))
-        length = math.ceil(end / (step * axis.zero)) * step
-        gaps.append((end, length * axis.zero))
-        flat = torch.zeros(length * axis.zero, dtype=dtype, device=mesh.device)
+        numels = [member.storage.numel() for member in members]
+        starts, length = laid_out(numels, dtype.itemsize, axis.zero)
+        offsets = dict(zip(members, starts, strict=True))
+        filled = [start + numel for start, numel in zip(starts, numels, strict=True)]
+        gaps = list(zip(filled, [*starts[1:], length * axis.zero], strict=True))
+        offload = members[0].offload
+        link = link if offload else None
+        place_of = offload, link, mesh.device
+        flat = _zeros(WEIGHTS, place_of, length * axis.zero, dtype)
         for member, start in offsets.items():
             part = flat[start : start + member.storage.numel()]
             member.relocate(part.view(member.storage.shape))
             member.invalidate()
         owned = flat[axis.zero_rank * length : (axis.zero_rank + 1) * length]
         wide = torch.promote_types(dtype, torch.float32)
-        master = owned if wide == dtype else owned.to(wide)
+        master = owned
+        if wide != dtype:
+            master = _zeros(OPTIMIZER, place_of, length, wide)
+            master.copy_(owned)
+        total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
         small, tensor = not isinstance(members[0], ShardedParameter), _tensor(members[0])
         segments = _segments(offsets, master, mesh, place)
-        return cls(name, axis, small, tensor, flat, offsets, gaps, owned, master, segments)
+        return cls(
+            name, axis, small, tensor, flat, offsets, gaps, owned, master, segments, offload, link,
+            total,
+        )  # fmt: skip
 
     @property
     def weights(self) -> list[ShardedParameter]:
@@ -148,6 +170,38 @@ class Bucket:
         """Whether 16-bit parameters have a copy in fp32."""
         return self.master is not self.owned
 
+    @property
+    def hosted(self) -> bool:
+        """Whether the weights lie in host memory."""
+        return WEIGHTS in self.offload
+
+    @property
+    def master_hosted(self) -> bool:
+        """Whether the master values do."""
+        return (OPTIMIZER if self.has_master else WEIGHTS) in self.offload
+
+    def home(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
+        """Where a segment's state of this name lies in host memory."""
+        assert self.link is not None, "the caller has looked"
+        if name not in self.slabs:
+            self.slabs[name] = self.link.zeros(OPTIMIZER, (self.master.numel(),), dtype)
+        return self.slabs[name][segment.start : segment.stop]
+
+    def kept(self, segment: Segment, name: str, value: Any) -> Any:
+        """``value`` of a segment's state, copied to where it belongs."""
+        if not isinstance(value, Tensor):
+            return value
+        if not value.dim():
+            return value.detach().clone()
+        if OPTIMIZER in self.offload:
+            return self.home(segment, name, value.dtype).copy_(value)
+        return value.detach().to(self.device, copy=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.master.device if self.link is None else self.link.device
+
     def make_inner(self, cls: OptimizerClass, settings: list[dict[str, Any]]) -> None:
         """Make the optimizer of this rank's segments with the settings of their groups."""
         self.groups = sorted({segment.group for segment in self.segments})
@@ -159,30 +213,51 @@ class Bucket:
                 ]
             )
 
-    def adopt(self) -> None:
+    def adopt(self, masters: bool = True) -> None:
         """Take over values that were written from outside since the last step.
 
         A parameter may have new storage (``.data =``), and 16-bit values may have been loaded or
         edited: where they are no longer the rounded master, they are the truth.
+
+        Args:
+            masters: of 16-bit values too; the step of what is offloaded does it on the device.
         """
         for member in self.offsets:
             local = member.parameter._local_tensor  # type: ignore[attr-defined]
             if local.numel() and local.data_ptr() != member.storage.data_ptr():
                 member.local(member.storage).copy_(local)
                 member.relocate(member.storage)
-        if self.has_master:
-            rounded = self.master.to(self.owned.dtype)
-            self.master.copy_(torch.where(rounded == self.owned, self.master, self.owned))
+        if self.has_master and masters:
+            self.master.copy_(self.adopted(self.master, self.owned.to(self.master.device)))
 
-    def update(self, used: set[Member], factor: float, settings: list[dict[str, Any]]) -> None:
+    @staticmethod
+    def adopted(master: Tensor, owned: Tensor) -> Tensor:
+        """``master``, but ``owned`` where that is no longer its rounded value."""
+        return torch.where(master.to(owned.dtype) == owned, master, owned)
+
+    def add(self, total: Tensor) -> None:
+        """Add ``total``, like ``gradient`` but on the device and given away."""
+        if self.sum is not None:
+            if self.gradient is None:
+                self.sum.clear()
+            self.sum.add(total)
+            self.gradient = self.sum.values
+        else:
+            self.gradient = total if self.gradient is None else self.gradient.add_(total)
+
+    def configure(self, settings: list[dict[str, Any]]) -> None:
+        """Give the inner optimizer the settings of its groups."""
+        if self.inner is not None:
+            for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
+                inner.update(settings[index])
+
+    def update(self, used: set[Member], factor: float) -> None:
         """One step of the inner optimizer with ``factor`` times the gradient."""
         if self.inner is None:
             return
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         if factor != 1.0:
             self.gradient.mul_(factor)
-        for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
-            inner.update(settings[index])
         for segment in self.segments:
             if segment.member in used:  # an unused one is skipped, as torch skips grad None
                 segment.tensor.grad = self.gradient[segment.start : segment.stop]
@@ -197,8 +272,8 @@ class Bucket:
 
         Collective over the ZeRO group; blocks.
         """
-        whole = torch.empty(self.flat.numel(), dtype=own.dtype, device=own.device)
-        work = gather_slices(whole, own, self.axis.zero_group)
+        whole = torch.empty(self.flat.numel(), dtype=own.dtype, device=self.device)
+        work = gather_slices(whole, own.to(self.device), self.axis.zero_group)
         if work is not None:
             work.wait()
         return {
@@ -217,6 +292,8 @@ class Bucket:
     def drop_gradient(self, member: Member) -> None:
         """Make zeros of what this rank's slice has of ``member``'s gradient."""
         assert self.gradient is not None, "the caller has looked"
+        if self.link is not None:
+            self.link.rest()
         self.zero(self.gradient, member)
 
     def zero(self, slice_: Tensor, member: Member) -> None:
@@ -232,12 +309,19 @@ class Bucket:
             member.invalidate()
 
     def state_nbytes(self) -> int:
-        """Bytes of optimizer state and master values of this rank."""
+        """Bytes of master values, and of state that has an element for each of a weight's."""
         total = self.master.numel() * self.master.element_size() if self.has_master else 0
         if self.inner is None:
             return total
         values = [v for state in self.inner.state.values() for v in state.values()]
-        return total + sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
+        return total + sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim())
+
+
+def _zeros(what: str, like: _Place, numel: int, dtype: torch.dtype) -> Tensor:
+    offload, link, device = like
+    if link is not None and what in offload:
+        return link.zeros(what, (numel,), dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _segments(
@@ -307,9 +391,10 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
         # both uses': it belongs to the first that forward needs, and to no second bucket.
         trained = [m for m in members if m in place and m not in placed]
         placed.update(trained)
-        kinds = [(m.dtype, _axis(m, communicator.mesh), _tensor(m)) for m in trained]
+        kinds = [(m.dtype, _axis(m, communicator.mesh), _tensor(m), m.offload) for m in trained]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
-            buckets.append(Bucket.create(name, same, place, communicator.mesh))
+            link = communicator.state.link
+            buckets.append(Bucket.create(name, same, place, communicator.mesh, link))
     assert len(placed) == len(place), "assign() takes none that is not this communicator's"
     return buckets

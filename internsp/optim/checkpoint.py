@@ -88,7 +88,9 @@ def restore(buckets: list[Bucket], state: StateDict, mesh: ParallelMesh) -> None
         assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
         bucket.inner.state.pop(segment.tensor, None)
         if flag:
-            bucket.inner.state[segment.tensor] = {k: _copy(v) for k, v in entry.items()}
+            bucket.inner.state[segment.tensor] = {
+                k: bucket.kept(segment, k, v) for k, v in entry.items()
+            }
 
 
 def _rank_key(mesh: ParallelMesh) -> str:
@@ -123,7 +125,3 @@ def _check(segment: Segment, entry: dict[str, Any]) -> None:
                 f"{name} of {segment.key} has {list(value.shape)} elements in the optimizer state, "
                 f"here {list(segment.tensor.shape)}; it is of another model or mesh"
             )
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -29,7 +29,11 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
             continue  # tensor ranks hold the same values
         counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.small)
         if counts and bucket.gradient is not None:
-            total += torch.linalg.vector_norm(bucket.gradient, dtype=torch.float64).square()
+            parts: Iterable[Tensor] = (bucket.gradient,)
+            if bucket.sum is not None and bucket.link is not None:
+                parts = bucket.link.through(bucket.gradient)
+            for part in parts:
+                total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
     for group in (mesh.stage_group, mesh.tensor_group, mesh.pipeline_group):
         work = all_reduce(total, group)
         if work is not None:
@@ -67,17 +71,18 @@ def clip_grad_norm_(
         gradients' dtype), the same on all ranks.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    by_mesh: dict[tuple[DeviceMesh | None, torch.device], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = getattr(parameter.grad, "device_mesh", None)
-            by_mesh.setdefault(mesh, []).append(parameter.grad)
-    device = parameters[0].device if parameters else None
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for gradients in by_mesh.values():
+        if parameter.grad is not None:  # on the host where the weight is offloaded
+            key = getattr(parameter.grad, "device_mesh", None), _local(parameter.grad).device
+            by_mesh.setdefault(key, []).append(parameter.grad)
+    kinds = [mesh.device_type if mesh else device for mesh, device in by_mesh]
+    squares = torch.zeros((), dtype=torch.float64, device=kinds[0] if kinds else None)
+    for (mesh, _), gradients in by_mesh.items():
         norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        if isinstance(norm, DTensor) and mesh is not None:
+            there = norm._local_tensor.to(mesh.device_type)
+            norm = DTensor.from_local(there, mesh, norm.placements, run_check=False).full_tensor()
         squares += norm.to(squares).square()
     if group is not None:
         work = all_reduce(squares, group)
@@ -87,9 +92,9 @@ def clip_grad_norm_(
     # A tensor, also where it is 1: the host need not wait for a device to know it, and a number
     # would be rounded to bf16 before it is multiplied with gradients of that dtype.
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradients in by_mesh.values():
+    for (_, device), gradients in by_mesh.items():
         # Local parts: for each DTensor torch would work out the result's layout, which takes long.
-        torch._foreach_mul_([_local(g) for g in gradients], factor)
+        torch._foreach_mul_([_local(g) for g in gradients], factor.to(device))
     return total
 
 

@@ -163,10 +163,11 @@ class Reducer:
         for member, start in bucket.offsets.items():
             assert isinstance(member, ShardedParameter), "a small bucket is no parcel"
             place = packed[start : start + member.storage.numel()]
-            if member.reduced_grad is None:  # unused on this rank, perhaps not on others: zeros
+            total = member.reduced()
+            if total is None:  # unused on this rank, perhaps not on others: zeros
                 place.zero_()
             else:
-                place.copy_(member.reduced_grad.flatten())
+                place.copy_(total.flatten())
                 member.drop_reduced_grad()
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
@@ -183,7 +184,10 @@ class Reducer:
         exchange = self._flying.popleft()
         if exchange.total is None:
             self._sum(exchange)
-        self._slices.append(exchange)
+        if exchange.bucket.sum is not None:  # to the host at once
+            self._add(exchange)
+        else:
+            self._slices.append(exchange)
 
     def discard(self) -> None:
         """Let what is in flight arrive and keep nothing: no step is expected to be like the last.
@@ -216,13 +220,18 @@ class Reducer:
     def _arrive(self) -> None:
         """All exchanges are finished: their slices are in their buckets when they are summed."""
         for exchange in self._slices:
-            bucket, total = exchange.bucket, exchange.total
-            assert total is not None, "finish_oldest has summed it"
-            self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
-            for member in exchange.dropped:
-                bucket.zero(total, member)
-            bucket.gradient = total if bucket.gradient is None else bucket.gradient.add_(total)
+            self._add(exchange)
         self._slices.clear()
+        if self._state.link is not None:
+            self._state.link.rest()
+
+    def _add(self, exchange: _Exchange) -> None:
+        bucket, total = exchange.bucket, exchange.total
+        assert total is not None, "finish_oldest has summed it"
+        self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
+        for member in exchange.dropped:
+            bucket.zero(total, member)
+        bucket.add(total)
 
     def _add_small(self, bucket: Bucket) -> None:
         replicated = self._communicator.replicated
@@ -257,7 +266,7 @@ class Reducer:
             self._communicator.replicated.add(index, local if first else torch.zeros_like(local))
             return None
         self._state.reducer.touched[member] = True
-        padded = torch.zeros_like(member.storage, dtype=local.dtype)
+        padded = member.zeros(local.dtype)
         member.local(padded).copy_(local)
         return padded
 
@@ -268,7 +277,8 @@ class Reducer:
             if segment.member in direct:
                 begin, end = segment.offset, segment.offset + segment.tensor.numel()
                 part = direct[segment.member].flatten()[begin:end]
-                bucket.gradient[segment.start : segment.stop] += part
+                place = bucket.gradient[segment.start : segment.stop]
+                place += part.to(place.device)
 
     def _launched(self, work: dist.Work | None) -> Handle:
         """Of the replicated parameters."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.elementwise import OptimizerClass
+from internsp.wp.host import OPTIMIZER
 from internsp.wp.unfinished import Member
 from internsp.wp.values import like_storage, own_part
 
@@ -75,6 +76,8 @@ def collect(
         gathered = {n: bucket.gathered(_slice(bucket, n, d)) for n, d in dtypes.items()}
         if bucket.has_master:
             gathered[MASTER] = bucket.gathered(bucket.master)
+        if OPTIMIZER in bucket.offload:
+            gathered = {n: {m: v.cpu() for m, v in of.items()} for n, of in gathered.items()}
         for member in bucket.offsets:
             own = names[place[member]]
             kept = [*own.slices, *([MASTER] if bucket.has_master else [])]
@@ -149,7 +152,7 @@ def _take(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tenso
     assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
     bucket.inner.state.pop(segment.tensor, None)
     reach = slice(segment.offset, segment.offset + segment.tensor.numel())
-    own: State = {name: part.view(-1)[reach].clone() for name, part in parts.items()}
+    own: State = {n: bucket.kept(segment, n, part.view(-1)[reach]) for n, part in parts.items()}
     step = state.get("step")
     # What no step has used has no state, as its first step may differ from later ones.
     if step == 0 or (step is None and not any(bool(part.any()) for part in own.values())):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from internsp.failure.recovery import unbroken
-from internsp.optim import checkpoint, whole_state
+from internsp.optim import checkpoint, streamed, whole_state
 from internsp.optim.bucket import Bucket, Publication, make_buckets
 from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
 from internsp.optim.finite import NotFinite, broken_gradients
@@ -23,6 +23,7 @@ from internsp.optim.scaler import LossScaler
 from internsp.optim.whole_state import Names, States
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.host import OPTIMIZER
 from internsp.wp.unfinished import Member
 
 _LOG = logging.getLogger("internsp.optim")
@@ -319,12 +320,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def memory(self) -> list[tuple[str, int]]:
-        """(component, bytes) of this rank: gradient sums at their largest, and optimizer state."""
-        sums = sum(b.flat.numel() * b.master.element_size() for b in self._buckets if not b.small)
+        """(component, bytes) on the device: gradient sums at their largest, optimizer state."""
+        sums = sum(b.nbytes for b in self._buckets if not b.small and b.sum is None)
         if self._communicator.replicated.flat is not None:
             flat = self._communicator.replicated.flat
             sums += flat.numel() * flat.element_size()
-        state = sum(bucket.state_nbytes() for bucket in self._buckets)
+        state = sum(b.state_nbytes() for b in self._buckets if OPTIMIZER not in b.offload)
         return [("gradient sums", sums), ("optimizer state", state)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -344,16 +345,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         trace = self._communicator.state.trace
         for bucket in self._buckets:
             start = trace.now()
-            bucket.adopt()
-            bucket.update(self._used, factor, settings)
+            bucket.adopt(masters=bucket.link is None)
+            bucket.configure(settings)
+            if bucket.link is None:
+                bucket.update(self._used, factor)
+            else:
+                streamed.update(bucket, bucket.link, self._used, factor)
             trace.record("STEP", bucket.name, start=start, end=trace.now())
             self._publish(bucket)
+        if self._communicator.state.link is not None:
+            self._communicator.state.link.rest()  # shards are new where others may read them
 
     def _publish(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's new slices; its members are ready when it ends."""
         state, axis = self._communicator.state, bucket.axis
         # `.data`: the collective must not raise a version counter that saved tensors share.
         flat, owned = bucket.flat.data, bucket.owned.data
+        link = bucket.link if bucket.hosted and axis.zero > 1 else None
+        if link is not None:
+            flat, owned = streamed.brought(bucket, link)
         nbytes = (axis.zero - 1) * owned.nbytes
         state.counters.gathered_bytes += nbytes
         state.counters.gathers += axis.zero > 1
@@ -365,6 +375,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 lambda flat, owned: gather_slices(flat, owned, axis.zero_group),
                 (flat, owned), "PUBLISH", bucket.name, {"": nbytes}, "step", "publish",
             )  # fmt: skip
+        if link is not None:  # whole on the device, and home at once: there is little room
+            state.collectives.wait(handle, bucket.name, "", "publish")
+            handle.keep = ()
+            link.store([(bucket.flat, flat)])
         bucket.announce(Publication(state.collectives, handle, bucket.name))
 
     def _parameters(self) -> list[Tensor]:

@@ -49,12 +49,14 @@ class WeightOptions:
 
     Attributes:
         coalesce_bytes: up to so many unsharded it shares collectives with its neighbors.
+        offload: what of it lies in host memory.
         quantize: what its shards are rounded to for their all-gather: ``none``, ``int8``, ``fp8``.
         quantize_min_elements: of fewer elements it is not rounded.
         own: what a user's functions send in the place of its shards.
     """
 
     coalesce_bytes: int
+    offload: tuple[str, ...]
     quantize: str
     quantize_min_elements: int
     own: OwnGather | None = None

@@ -10,6 +10,7 @@ import torch
 
 from internsp.packed import PackedShard
 from internsp.quantize import QuantizedShard
+from internsp.wp.host import WEIGHTS
 from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
 
 
@@ -37,6 +38,10 @@ class WeightPlan:
     """What its gradient travels in."""
     autocasts: bool = False
     """Whether an active autocast decides its dtype."""
+    dtype: torch.dtype = torch.float32
+    """At rest."""
+    offload: frozenset[str] = frozenset()
+    """What of it lies in host memory."""
     gradient_bytes: int = 0
     """Of its unsharded gradient as it travels, padded."""
     sum_bytes: int = 0
@@ -44,12 +49,17 @@ class WeightPlan:
 
     def kind(self) -> tuple[object, ...]:
         """What those that travel together have in common."""
-        return self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts
+        return self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts, self.hosted
+
+    @property
+    def hosted(self) -> bool:
+        """Whether its shard lies in host memory."""
+        return WEIGHTS in self.offload
 
     @property
     def travels(self) -> bool:
         """See :class:`internsp.wp.schedule.Weight`."""
-        return self.reduce_bytes > 0
+        return self.reduce_bytes > 0 or self.hosted
 
     @property
     def trained(self) -> bool:

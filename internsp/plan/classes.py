@@ -15,6 +15,7 @@ from internsp.config.errors import in_words
 from internsp.config.sizes import human
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import Schedule
+from internsp.plan.offloaded import with_sums
 from internsp.plan.repeats import Item, folded_lines, ranges
 from internsp.plan.rules import CONFIGURED, Rules
 
@@ -113,9 +114,12 @@ def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
     """
     columns = list(zip(*rows.values(), strict=True))
     same = classes(columns)
-    title, names = "Memory of a rank, without activations", [*rows, "sum"]
-    sums = [[*columns[ranks[0]], sum(columns[ranks[0]])] for ranks in same.values()]
-    values = [[human(nbytes) for nbytes in each] for each in sums]
+    title = "Memory of a rank, without activations"
+    sums = [
+        dict(with_sums(list(zip(rows, columns[ranks[0]], strict=True)))) for ranks in same.values()
+    ]
+    names = list(sums[0])
+    values = [[human(nbytes) for nbytes in each.values()] for each in sums]
     if len(same) <= FEW_STAGES:
         heads = ("<component", *map(ranks_label, same.values()))
         return table(title, heads, zip(names, *values, strict=True))

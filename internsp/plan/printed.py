@@ -29,6 +29,7 @@ from internsp.plan.classes import (
 )
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
+from internsp.plan.offloaded import Offloaded, with_sums
 from internsp.plan.pipeline import (
     PipelinePlan,
     make_pipeline_plan,
@@ -41,6 +42,7 @@ from internsp.plan.units import chunk_plan, quantized_bytes
 from internsp.sp.dispatch import deal
 from internsp.sp.ranges import Seen
 from internsp.sp.routes import routes
+from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
 
@@ -118,27 +120,30 @@ def _memory(
     units += list({id(u): u for u in (chunk.embedding, chunk.head) if u}.values())
     weights = [w for u in units for w in u.weights]
     shards = sum(w.shard_bytes for w in weights)
-    experts = sum(w.shard_bytes for w in weights if w.expert)
+    off = Offloaded.of(chunk, shape, moments(config), config.train.micro_batches)
     small = [a.parameter for a in assignments if a.unit is None]
     small_bytes = sum(p.numel() * p.element_size() for p in small)
     size = DTYPES[config.train.dtype].itemsize
     wide = max(size, 4)
-    elements = (shards + small_bytes) // size
+    elements = (shards - off.shards[GRADIENTS] + small_bytes) // size
     # A weight group of one sends nothing.
     moving = [[w.gradient_bytes for w in u.weights if w.reduce_bytes] for u in units]
     largest = sorted(map(sum, moving), reverse=True)
     pending = sum(largest[: config.weight_parallel.pending_blocks])
     masters = int(size < 4)
-    owned = -(-(elements - experts // size) // shape.zero_size)
-    owned += -(-(experts // size) // shape.experts.zero)
+    stated = [w for w in weights if OPTIMIZER not in w.offload]
+    own = sum(w.shard_bytes for w in stated if not w.expert) + small_bytes
+    owned = -(-(own // size) // shape.zero_size)
+    owned += -(-(sum(w.shard_bytes for w in stated if w.expert) // size) // shape.experts.zero)
     summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
-    whole = sum(w.sum_bytes for w in weights if w.trainable) if summed else 0
+    held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
+    whole = sum(w.sum_bytes for w in held) if summed else 0
     quantized = []
     if any(w.quantized for w in weights):
         found = quantized_bytes(chunk, schedule, shape)
         quantized = [("quantized shards in flight (exact)", found)]
     return [
-        ("weight shards", shards),
+        ("weight shards", shards - off.shards[WEIGHTS]),
         ("replicated parameters", small_bytes),
         ("unsharded weights (slots, exact)", sum(chunk.slots())),
         *quantized,
@@ -146,6 +151,7 @@ def _memory(
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),
         ("optimizer state", owned * wide * (moments(config) + masters)),
+        *off.rows(),
     ]
 
 
@@ -242,16 +248,16 @@ def _print_pipeline(
     _print_rules(lay(build_model(config), config.weight_parallel.plan), console)
     for printed in tables(config, plan):
         console.print(printed)
-    rows: dict[str, list[int]] = {}
+    memory: list[dict[str, int]] = []
     for rank in plan.ranks:
         mine: dict[str, int] = {}
         for chunk in rank.chunks:
             each = _memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule)
             for name, nbytes in each:
                 mine[name] = mine.get(name, 0) + nbytes
-        for name, nbytes in mine.items():
-            rows.setdefault(name, []).append(nbytes)
-    console.print(memory_by_rank(rows))
+        memory.append(mine)
+    names = dict.fromkeys(name for mine in memory for name in mine)  # a rule may be of one alone
+    console.print(memory_by_rank({n: [mine.get(n, 0) for mine in memory] for n in names}))
     for number, rank in enumerate(plan.ranks):
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
             told = rank.kept(config.weight_parallel.overlap).line()
@@ -287,6 +293,5 @@ def _schedule_table(plan: Plan) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    memory = [*plan.memory, ("sum", sum(nbytes for _, nbytes in plan.memory))]
-    rows = [(name, human(nbytes)) for name, nbytes in memory]
+    rows = [(name, human(nbytes)) for name, nbytes in with_sums(plan.memory)]
     return table("Memory of one rank, without activations", ("<component", "bytes"), rows)

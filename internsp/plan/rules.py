@@ -29,7 +29,7 @@ MODULE_KEYS = frozenset({"output_dtype", "cast_inputs"})
 """What is said of the matched modules themselves; everything else is said of parameters."""
 SHARDED_KEYS = frozenset({
     "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",
-    "post_all_gather",
+    "post_all_gather", "offload",
 })  # fmt: skip
 """What has an effect on a cut parameter alone."""
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a part of a name, or of a pattern

@@ -18,6 +18,7 @@ from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
 from internsp.plan.prefetch import KEYS
 from internsp.quantize import QuantizedShard, buffer_bytes
+from internsp.wp.host import WEIGHTS
 from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import FORWARD, Policy, fitting, spread
 from internsp.wp.slots import aligned
@@ -237,7 +238,7 @@ def _weight(assignment: Assignment, shape: MeshShape) -> WeightPlan:
         slot_bytes=aligned(layout.padded_numel * compute.itemsize),
         shard_bytes=layout.shard_numel * parameter.dtype.itemsize,
         trainable=parameter.requires_grad,
-        moves=size > 1 or compute != parameter.dtype,
+        moves=size > 1 or compute != parameter.dtype or WEIGHTS in options.offload,
         small=small,
         quantized=quantized,
         gradient_bytes=layout.padded_numel * sent.itemsize,
@@ -245,5 +246,7 @@ def _weight(assignment: Assignment, shape: MeshShape) -> WeightPlan:
         gather_dtype=compute,
         reduce_dtype=sent,
         autocasts=assignment.autocasts,
+        dtype=parameter.dtype,
+        offload=frozenset(options.offload),
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

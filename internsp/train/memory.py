@@ -1,16 +1,17 @@
-"""Memory of one rank by component, in bytes, from what exists."""
+"""Memory of one rank by component, in bytes, from what exists: on the device, then on the host."""
 
 from __future__ import annotations
 
+from internsp.plan.offloaded import HOSTED, STAGED
 from internsp.train.session import Session
 
 
 def components(session: Session) -> list[tuple[str, int]]:
-    """(component, bytes) of this rank: shards, slots, reduction buffers, optimizer."""
+    """(component, bytes) of this rank: shards, slots, reduction buffers, optimizer, host memory."""
     total: dict[str, int] = {}
     for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
         replicated, pool = communicator.replicated, communicator.state.pool
-        shards = sum(w.storage.numel() * w.storage.element_size() for w in replicated.sharded)
+        shards = sum(w.storage.nbytes for w in replicated.sharded if not w.hosted)
         whole = sum(m.storage.numel() * m.storage.element_size() for m in replicated.members)
         rows = [
             ("weight shards", shards),
@@ -18,6 +19,10 @@ def components(session: Session) -> list[tuple[str, int]]:
             ("unsharded weights (slots)", pool.slot_nbytes if pool.reuse else pool.live_nbytes()),
             ("reduction buffers", communicator.state.reducer.buffers.nbytes),
         ]
-        for name, nbytes in (*rows, *optimizer.memory()):
+        link = communicator.state.link
+        hosted = [(HOSTED[what], link.held[what]) for what in HOSTED] if link is not None else []
+        if link is not None:
+            rows.append((STAGED, link.staged_bytes))
+        for name, nbytes in (*rows, *optimizer.memory(), *hosted):
             total[name] = total.get(name, 0) + nbytes
     return list(total.items())

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Handle, wait_all
+from internsp.wp.host import OPTIMIZER
 from internsp.wp.parameter import ShardedParameter, grad_dtype
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
@@ -72,7 +74,7 @@ class ReplicaSums:
             self._flying.append(None)
             return
         if weight.reduced_grad is None:
-            weight.reduced_grad = torch.zeros_like(weight.storage, dtype=_wide(weight))
+            weight.add_reduced_grad(weight.zeros(_wide(weight)))
         mine = weight.own_reduced_grad()
         weight.drop_reduced_grad()  # a later gradient must not be added to what is on its way
         collectives = self._state.between[weight.axis].replica
@@ -104,7 +106,20 @@ def collect(
     mesh: ParallelMesh,
     mean: bool,
 ) -> None:
-    """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks."""
+    """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
+
+    Raises:
+        ConfigError: optimizer state is to lie in host memory, and no ``ZeroOptimizer`` has it.
+    """
+    if state.link is not None:
+        for weight in replicated.sharded:
+            if OPTIMIZER in weight.offload and weight.requires_grad:
+                raise ConfigError(
+                    f"weight_parallel: offload = \"optimizer\" of {weight.name} (on rank "
+                    f"{mesh.rank}) is the business of a ZeroOptimizer, and there is none: a torch "
+                    "optimizer has its state where the parameters are, which offload = "
+                    "\"weights\" puts into host memory"
+                )
     ledger, what = state.collectives.ledger, "gradients of replicated parameters"
     replicated.flag(state.reducer.touched)
     with ledger.launching(what):
@@ -118,11 +133,22 @@ def collect(
         if used and member.requires_grad:
             _accumulate(member, value.div_(ranks) if mean else value)
     _own(replicated.sharded)
+    hosted: list[tuple[ShardedParameter, Tensor]] = []
     for weight, used in zip(replicated.sharded, used_sharded, strict=True):
-        total = sums.sums.pop(weight, weight.reduced_grad)
+        total = sums.sums.pop(weight) if weight in sums.sums else weight.reduced()
         if used and weight.requires_grad and total is not None:
-            _accumulate(weight, total.div_(ranks) if mean else total)
+            value = total.div_(ranks) if mean else total
+            if weight.hosted and weight.link is not None:
+                value = value.to(grad_dtype(weight.parameter))
+                hosted.append((weight, weight.link.zeros("grad", value.shape, value.dtype)))
+                weight.link.store([(hosted[-1][1], value)])
+            else:
+                _accumulate(weight, value)
         weight.drop_reduced_grad()
+    if state.link is not None:
+        state.link.rest()
+    for weight, value in hosted:
+        _accumulate(weight, value)
     replicated.reset()
     state.reducer.touched.clear()
 

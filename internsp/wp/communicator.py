@@ -481,6 +481,8 @@ class ISPCommunicator(WPCommunicator):
                 "Set weight_parallel.unexpected_order = 'gather' for models that skip blocks"
             )
         self._forward_open = False
+        if self.state.link is not None:
+            self.state.link.rest()  # from here on a program may write weights
 
     def enter_block(self, unit: Unit) -> None:
         """A block's forward or recompute begins."""
@@ -561,6 +563,8 @@ class ISPCommunicator(WPCommunicator):
             assert self._sums is not None, "parallelize() has called collect_itself()"
             collect(self.state, self._sums, self.replicated, self.mesh, self.mean)
         self._backward_task, self._graphs = -1, 0
+        if self.state.link is not None:
+            self.state.link.rest()
         for callback in self.after_backward:
             callback()
 
@@ -741,6 +745,8 @@ class ISPCommunicator(WPCommunicator):
         self.unfinished.take()  # now that there is no sum left
         self._forward_open, self._backward_task, self._nested = False, -1, False
         self._recomputed, self._next, self._graphs = False, 0, 0
+        if self.state.link is not None:
+            self.state.link.rest()
         for callback in self.after_rest:
             callback()
 

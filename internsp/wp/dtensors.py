@@ -97,6 +97,10 @@ class ShardParameter(OfParameters):
         """
         if self._member.meet is not None:
             self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
+        kind = self.device_mesh.device_type
+        if self._local_tensor.device.type != kind:  # offloaded: messages are the device's
+            there: Any = self.to(kind)
+            return there.redistribute(*args, **options)  # type: ignore[no-any-return]
         return super().redistribute(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

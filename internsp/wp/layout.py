@@ -13,12 +13,15 @@ transposed view of the slot.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from internsp.errors import LayoutError
+
+ALIGNMENT = 16  # bytes, of what is packed: what NCCL and vector loads like
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,20 @@ class ShardLayout:
     def in_rows(self, gradient: Tensor) -> bool:
         """Whether ``gradient``'s rows are, as they lie, those of the shards."""
         return self.dim == 0 and gradient.is_contiguous()
+
+
+def laid_out(numels: Sequence[int], itemsize: int, ranks: int) -> tuple[list[int], int]:
+    """Tensors one after another in flat memory that is cut into equal slices over ``ranks``.
+
+    Returns:
+        The first element of each, and the elements of a slice; all aligned.
+    """
+    step = max(ALIGNMENT // itemsize, 1)
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(end)
+        end += math.ceil(numel / step) * step
+    return starts, math.ceil(end / (step * ranks)) * step
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.mesh import WeightAxis
 from internsp.wp.dtensors import Aliases, own, part
+from internsp.wp.host import GRADIENTS, WEIGHTS, HostLink, HostSum
 from internsp.wp.layout import ShardLayout, strides
 from internsp.wp.tensor_parallel import TensorPart, own_part
 
@@ -42,7 +43,7 @@ class ShardedParameter:
         axis: along which it is cut; dense weights and experts may have different ones.
         reduced_grad: the gradient summed from finished reductions so far in this backward, like
             ``storage`` but fp32 or wider (unless ``borrowed``); ``None`` before the first reduction
-            is finished.
+            is finished. In host memory where gradients are offloaded: read :meth:`reduced`.
         borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
         ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
@@ -51,8 +52,11 @@ class ShardedParameter:
         trained: whether it was when the last forward began: all ranks have agreed on that.
         reduce_dtype, gradient_bytes: what a reduction moves, and the bytes of it, padded.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
-        device_type: where it computes.
-        travels: whether other ranks hold a part of it.
+        device, device_type: where it computes.
+        link: copies what is offloaded of it; ``None``: nothing is, of the whole chunk.
+        offload: what of it lies in host memory (``weight_parallel.offload``).
+        hosted: whether the shard does, and so ``storage`` and the parameter.
+        travels: whether it comes from elsewhere, other ranks or the host, and is waited for.
         moves: whether it is gathered: false where the shard is the unsharded weight already.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
         unit: its block, or what it is beside the blocks; decides when it is gathered.
@@ -74,6 +78,8 @@ class ShardedParameter:
         compute_dtype: torch.dtype | None,
         autocasts: bool,
         sent_as: torch.dtype | None = None,
+        offload: Collection[str] = (),
+        link: HostLink | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -86,11 +92,14 @@ class ShardedParameter:
         self.use_dtype(compute_dtype or parameter.dtype)
         self.base_compute_dtype = self.compute_dtype
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
-        self.travels = layout.size > 1
+        self.link, self.offload = link, frozenset(offload)
+        self.hosted = WEIGHTS in self.offload
+        self.travels = layout.size > 1 or self.hosted
         self.moves = self.travels or self.compute_dtype != self.dtype
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.moves
-        self.device_type = device.type
+        self.device, self.device_type = device, device.type
+        self._sum: HostSum | None = None
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
         self.ready: Ready | None = None
@@ -98,7 +107,10 @@ class ShardedParameter:
         self.aliases: Aliases = {}
         self.shown: Tag | None = None
         self._generation = 0
-        self.storage = torch.zeros(layout.shard_shape, dtype=self.dtype, device=device)
+        if self.hosted and link is not None:
+            self.storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
+        else:
+            self.storage = self.zeros(self.dtype)
         if parameter.device.type != "meta":
             with torch.no_grad():
                 rows = layout.cut(own_part(parameter), self.rank)
@@ -118,6 +130,10 @@ class ShardedParameter:
         self._counter = whole  # has the parameter's version counter, and is read at once
         self.trained = parameter.requires_grad
         self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """Zeros like the padded shard, where it computes."""
+        return torch.zeros(self.layout.shard_shape, dtype=dtype, device=self.device)
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
@@ -142,6 +158,7 @@ class ShardedParameter:
         self.storage, self._flat = storage, storage.data.view(-1)
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
+        self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
 
     @property
     def requires_grad(self) -> bool:
@@ -235,19 +252,37 @@ class ShardedParameter:
 
     def add_reduced_grad(self, total: Tensor) -> None:
         """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""
+        if self.link is not None and GRADIENTS in self.offload:
+            if self._sum is None:
+                self._sum = HostSum(self.link, total.numel(), total.dtype)
+            self._sum.add(total)
+            self.reduced_grad = self._sum.values.view(self.layout.shard_shape)
+            return
         before = self.reduced_grad
         self.reduced_grad = total if before is None else self.own_reduced_grad().add_(total)
 
     def borrow_grad(self, gradient: Tensor) -> None:
         """:meth:`add_reduced_grad` of autograd's own tensor, not copied until it is changed."""
+        if GRADIENTS in self.offload:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self.add_reduced_grad(gradient.to(wide, copy=True))
+            return
         if self.reduced_grad is not None:
             self.own_reduced_grad().add_(gradient.view(self.layout.shard_shape))
             return
         self.reduced_grad, self.borrowed = gradient.view(self.layout.shard_shape), True
 
+    def reduced(self) -> Tensor | None:
+        """``reduced_grad`` on the device."""
+        if self._sum is None or self.reduced_grad is None:
+            return self.reduced_grad
+        return self._sum.fetch().view(self.layout.shard_shape)
+
     def own_reduced_grad(self) -> Tensor:
-        """``reduced_grad``, to be changed in place: fp32 or wider, and memory of its own."""
+        """:meth:`reduced`, to be changed in place: fp32 or wider, and memory of its own."""
         assert self.reduced_grad is not None, "the caller has looked"
+        if self._sum is not None:
+            return self._sum.fetch().view(self.layout.shard_shape)
         if self.borrowed:
             wide = torch.promote_types(self.reduced_grad.dtype, torch.float32)
             self.reduced_grad, self.borrowed = self.reduced_grad.to(wide, copy=True), False
@@ -256,6 +291,8 @@ class ShardedParameter:
     def drop_reduced_grad(self) -> None:
         """Forget the sum."""
         self.reduced_grad, self.borrowed = None, False
+        if self._sum is not None:
+            self._sum.clear()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

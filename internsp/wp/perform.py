@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from internsp.mesh import WeightAxis
 from internsp.quantize import Quantizer
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
+from internsp.wp.host import Copied, HostLink
 from internsp.wp.ledger import Counters
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.queue import GatherQueue
@@ -41,6 +44,7 @@ class Chunk:
         between: of each axis, between replicas.
         queue: decides what happens next.
         replicas: exchanges reduced gradients between replicas.
+        link: copies what is offloaded to the host; ``None``: nothing is.
         quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
             runs.
@@ -58,6 +62,7 @@ class Chunk:
     trace: Trace
     replicas: ReplicaExchange = field(init=False)
     quantizer: Quantizer | None = None
+    link: HostLink | None = None
     streams: bool = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
@@ -80,7 +85,11 @@ class Chunk:
             elif kind == WAIT:
                 self._wait(action)
             elif kind == ALL_GATHER:
-                self._all_gather(action)
+                if self.link is not None and weights[0].hosted:
+                    with self.link.aside():
+                        self._all_gather(action)
+                else:
+                    self._all_gather(action)
             elif kind == FREE:
                 if self.trace.enabled:
                     self._record(kind, phase, unit, weights)
@@ -130,14 +139,36 @@ class Chunk:
                 self._launched(run, self._coalesced(unit, slot, run, phase))
             return
         weight, output = weights[0], slot.flat(unit, weights[0])
-        weight.shown = weight.tag()
+        weight.shown, copied = weight.tag(), None
         if self.quantizer is not None and weight in self.quantizer.weights:  # it goes alone
-            output, shard = self.quantizer.quantize(weight, output, slot.streams)
+            shard = weight.fresh()
+            if self.link is not None and weight.hosted:
+                shard = self.link.staged(shard)
+            output, shard = self.quantizer.quantize(weight, shard, output, slot.streams)
+        elif self.link is not None and weight.hosted:
+            shard, copied = self._from_host(self.link, weight, output)
         else:
             shard = weight.to_send()
         collectives = self.gathers[weight.axis]
         handle = collectives.all_gather(output, shard, unit.name, weight.name, phase)
+        if weight.layout.size == 1 and copied is not None:
+            handle.work = copied  # all that is to be waited for
         self._launched(weights, handle)
+
+    def _from_host(
+        self, link: HostLink, weight: ShardedParameter, output: Tensor
+    ) -> tuple[Tensor, Copied]:
+        """Bring an offloaded shard to its place in ``output``, a slot: a gather sends it there."""
+        size, shard = weight.layout.size, weight.fresh()
+        place = output.view(size, -1)[weight.rank] if size > 1 else output
+        if shard.dtype == place.dtype:
+            copied = link.fetch([(place, shard)])
+        else:
+            place.copy_(link.staged(shard))
+            copied = link.here()
+        if size > 1:
+            copied.wait()
+        return place, copied
 
     def _coalesced(
         self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
@@ -145,7 +176,12 @@ class Chunk:
         outputs = [slot.flat(unit, weight) for weight in weights]
         for weight in weights:
             weight.shown = weight.tag()
-        shards, names = [w.to_send() for w in weights], [w.name for w in weights]
+        names = [w.name for w in weights]
+        if self.link is not None and weights[0].hosted:
+            pairs = zip(weights, outputs, strict=True)
+            shards = [self._from_host(self.link, w, output)[0] for w, output in pairs]
+        else:
+            shards = [w.to_send() for w in weights]
         collectives = self.gathers[weights[0].axis]
         if len(weights) == 1:
             return collectives.all_gather(outputs[0], shards[0], unit.name, names[0], phase)

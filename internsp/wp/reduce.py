@@ -20,6 +20,7 @@ from internsp.accelerator import current_stream
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
+from internsp.wp.host import GRADIENTS, HostSum
 from internsp.wp.layout import ShardLayout
 from internsp.wp.parameter import ShardedParameter, unflatten
 from internsp.wp.schedule import runs_of
@@ -249,7 +250,8 @@ class UnshardedSums:
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
-        self._sums: dict[ShardedParameter, tuple[Unit, Tensor | None]] = {}
+        self._sums: dict[ShardedParameter, tuple[Unit, Tensor | HostSum | None]] = {}
+        self._hosted: dict[ShardedParameter, HostSum] = {}
 
     def __contains__(self, weight: ShardedParameter) -> bool:
         return weight in self._sums
@@ -264,27 +266,48 @@ class UnshardedSums:
     def nbytes(self) -> int:
         """Bytes of the sums that exist now."""
         sums = [total for _, total in self._sums.values() if total is not None]
-        return sum(total.numel() * total.element_size() for total in sums)
+        return sum((t.values if isinstance(t, HostSum) else t).nbytes for t in sums)
 
     def add(self, unit: Unit, weight: ShardedParameter, gradient: Tensor | None) -> None:
         """Add an unsharded gradient; ``None`` stands for zeros. No message."""
         _, total = self._sums.get(weight, (unit, None))
         if gradient is not None:
-            if total is None:
-                wide = torch.promote_types(weight.compute_dtype, torch.float32)
-                total = self.buffers.take(weight.layout.padded_numel, wide)
-                weight.layout.pack(gradient, total)
-            else:
+            if isinstance(total, Tensor):
                 weight.layout.add(gradient, total)
+            else:
+                wide = torch.promote_types(weight.compute_dtype, torch.float32)
+                part = self.buffers.take(weight.layout.padded_numel, wide)
+                weight.layout.pack(gradient, part)
+                total = self._offloaded(weight, total, part) or part
         self._sums[weight] = (unit, total)
+
+    def _offloaded(
+        self, weight: ShardedParameter, total: HostSum | None, part: Tensor
+    ) -> HostSum | None:
+        """``part`` added to ``weight``'s sum in host memory, where its gradients lie there."""
+        if weight.link is None or GRADIENTS not in weight.offload:
+            return None
+        if total is None:
+            if weight not in self._hosted:
+                self._hosted[weight] = HostSum(weight.link, part.numel(), part.dtype)
+            total = self._hosted[weight]
+            total.clear()
+        total.add(part, self.buffers.give)
+        return total
 
     def take(self, weight: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
         """The sum with ``gradient`` added, as it travels: flat, padded, as it is sent.
 
         A pooled buffer, which the caller gives back; ``None``: there was no gradient.
         """
-        self.add(self._sums[weight][0], weight, gradient)
+        unit, total = self._sums[weight]
+        if isinstance(total, HostSum):
+            there = self.buffers.take(total.values.numel(), total.values.dtype)
+            self._sums[weight] = unit, total.fetch(there)
+        self.add(unit, weight, gradient)
         total = self._sums.pop(weight)[1]
+        if isinstance(total, HostSum):  # the first gradient of all, after zeros
+            total = total.fetch(self.buffers.take(total.values.numel(), total.values.dtype))
         if total is None or total.dtype == weight.reduce_dtype:
             return total
         packed = self.buffers.take(total.numel(), weight.reduce_dtype)
@@ -296,13 +319,13 @@ class UnshardedSums:
         """Make ``weight``'s sum zeros: its place in the order stays (WP-2)."""
         if weight in self._sums:
             unit, total = self._sums[weight]
-            if total is not None:
+            if isinstance(total, Tensor):
                 self.buffers.give(total)
             self._sums[weight] = (unit, None)
 
     def discard(self) -> None:
         """Forget every sum."""
         for _, total in self._sums.values():
-            if total is not None:
+            if isinstance(total, Tensor):
                 self.buffers.give(total)
         self._sums.clear()

@@ -40,6 +40,7 @@ class ReplicatedParameter:
         shown: the version that was last computed with.
     """
 
+    offload: frozenset[str] = frozenset()  # too small for it to be worth a copy
     guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
     communicator: ReplicatedParameters
     index: int
@@ -89,6 +90,7 @@ class ReplicatedParameter:
         self.storage = storage
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = storage  # type: ignore[attr-defined]
+        self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
 
     def local(self, storage: Tensor) -> Tensor:
         """A tensor like ``storage``, as the parameter sees it."""

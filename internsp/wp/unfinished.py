@@ -221,6 +221,6 @@ def discard_sums(
     if member.reduced_grad is not None:
         wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
         member.drop_reduced_grad()
-        member.reduced_grad = torch.zeros_like(member.storage, dtype=wide)
+        member.add_reduced_grad(member.zeros(wide))
     if member in state.reducer.touched:
         state.reducer.touched[member] &= used

@@ -17,7 +17,7 @@ LEVELS = [
      "internsp.train.stop", "internsp.cli.lifetime", "internsp.cli.fork_server",
      "internsp.failure.outcome",
      "internsp.failure.last_words", "internsp.failure.standstill",
-     "internsp.wp.streams", "internsp.wp.collectives", "internsp.wp.mixed"],
+     "internsp.wp.streams", "internsp.wp.host", "internsp.wp.collectives", "internsp.wp.mixed"],
     ["internsp.config", "internsp.mesh", "internsp.cli.environment"],
     ["internsp.wp.dtensors", "internsp.wp.ledger", "internsp.wp.works", "internsp.wp.collectives",
      "internsp.wp.layout", "internsp.wp.tensor_parallel", "internsp.wp.parameter",

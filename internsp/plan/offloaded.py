@@ -1,0 +1,117 @@
+"""Pure: the host memory that offloaded weights take on one rank, and what passes the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from internsp.mesh.shape import MeshShape
+from internsp.plan.chunk import ChunkPlan, WeightPlan
+from internsp.wp.host import GRADIENTS, OPTIMIZER, PIECE, WEIGHTS
+from internsp.wp.layout import laid_out
+
+HOSTED = {
+    WEIGHTS: "host: weight shards (exact)",
+    GRADIENTS: "host: gradient sums (exact)",
+    OPTIMIZER: "host: optimizer state (exact)",
+}
+STAGED = "offloaded shards, to be cast (exact)"
+PASSING = "offloaded, passing the device (at most)"
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What of one chunk is offloaded, on one rank.
+
+    Attributes:
+        shards: bytes of the shards (unpadded) of which that is offloaded, by what.
+        host: bytes in host memory, by what.
+        staged: bytes on the device of shards that are cast or quantized there.
+        passing: bytes on the device of what is on its way, at most.
+    """
+
+    shards: dict[str, int]
+    host: dict[str, int]
+    staged: int
+    passing: int
+
+    @classmethod
+    def of(
+        cls, chunk: ChunkPlan, shape: MeshShape, moments: int, micro_batches: int
+    ) -> Offloaded:
+        """With a ``ZeroOptimizer`` that keeps ``moments`` values for each element."""
+        weights = [w for unit in chunk.units for w in unit.weights]
+        shards = {kind: sum(w.shard_bytes for w in weights if kind in w.offload) for kind in HOSTED}
+        host = dict.fromkeys(HOSTED, 0)
+        host[WEIGHTS] = sum(w.shard_bytes for w in weights if w.hosted and not w.trainable)
+        passing = published = 0
+        for bucket in _buckets(chunk):
+            first, zero = bucket[0], shape.axis(bucket[0].expert).zero
+            numels = [w.shard_bytes // w.dtype.itemsize for w in bucket]
+            length = laid_out(numels, first.dtype.itemsize, zero)[1]
+            size, wide = first.dtype.itemsize, _wide(first.dtype)
+            copied = wide > size  # 16-bit weights have master values
+            state = wide * (moments + copied) if OPTIMIZER in first.offload else 0
+            sums = wide if GRADIENTS in first.offload else 0
+            host[WEIGHTS] += length * zero * size if first.hosted else 0
+            host[OPTIMIZER] += length * state
+            host[GRADIENTS] += length * sums
+            # Of one element in the step: state, gradient, and the weight, as it came and goes.
+            one = state + sums + (2 * size if first.hosted else 0)
+            piece = min(length, max(PIECE // wide, *numels))
+            passing = max(passing, 3 * one * piece if first.offload else 0)
+            if first.hosted and zero > 1:
+                published = max(published, 2 * length * zero * size)
+        summed = [w for w in weights if w.trainable and GRADIENTS in w.offload]
+        sizes = [
+            w.shard_bytes // w.dtype.itemsize * _wide(w.reduce_dtype or w.dtype) for w in summed
+        ]
+        host[GRADIENTS] += sum(sizes)
+        # One is added to, one leaves, one has left and is let go when the next comes.
+        passing += published + 3 * max(sizes, default=0)
+        if chunk.policy.accumulate_whole and micro_batches > 1:
+            host[GRADIENTS] += sum(w.sum_bytes for w in summed)
+            passing += 3 * sum({w.sum_bytes for w in summed})  # pooled, by size
+        staged = max((w.shard_bytes for w in weights if w.hosted and _staged(w)), default=0)
+        return cls(shards, host, staged, passing)
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(component, bytes): on the device, then on the host; none where nothing is offloaded."""
+        if not any(self.shards.values()):
+            return []
+        host = [(HOSTED[what], nbytes) for what, nbytes in self.host.items()]
+        return [(STAGED, self.staged), (PASSING, self.passing), *host]
+
+
+def with_sums(memory: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """``memory`` with the sum of the device's components behind them, and the host's sum last."""
+    host = [row for row in memory if row[0] in HOSTED.values()]
+    device = [row for row in memory if row not in host]
+    rows = [*device, ("sum", sum(nbytes for _, nbytes in device)), *host]
+    return [*rows, ("host: sum", sum(nbytes for _, nbytes in host))] if host else rows
+
+
+def _buckets(chunk: ChunkPlan) -> Iterator[Sequence[WeightPlan]]:
+    """The weights of each bucket of a ``ZeroOptimizer``: see ``internsp.optim.bucket``."""
+    head = [chunk.head] if chunk.head is not None and chunk.head not in chunk.outer else []
+    first = [chunk.embedding] if chunk.embedding is not None else []
+    beside = [w for unit in chunk.others for w in unit.weights]
+    for weights in (beside, *(unit.weights for unit in (*first, *chunk.blocks, *head))):
+        yield from _kinds(w for w in weights if w.trainable)
+
+
+def _kinds(weights: Iterable[WeightPlan]) -> Iterator[Sequence[WeightPlan]]:
+    kinds: dict[object, list[WeightPlan]] = {}
+    for weight in weights:
+        kinds.setdefault((weight.dtype, weight.expert, weight.offload), []).append(weight)
+    yield from kinds.values()
+
+
+def _wide(dtype: torch.dtype) -> int:
+    return torch.promote_types(dtype, torch.float32).itemsize
+
+
+def _staged(weight: WeightPlan) -> bool:
+    return weight.quantized is not None or weight.gather_dtype != weight.dtype

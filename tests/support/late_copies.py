@@ -1,0 +1,78 @@
+"""A link to host memory whose copies are late: what a device with streams may do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from internsp import parallel
+from internsp.wp.host import HostLink, Pairs
+
+
+class Late:
+    """Copies that happen when they are waited for, behind those of their direction before them."""
+
+    def __init__(self, queue: deque[Late], work: Callable[[], None]) -> None:
+        self._queue, self._work, self.over = queue, work, False
+        queue.append(self)
+
+    def wait(self) -> None:
+        while not self.over:
+            first = self._queue.popleft()
+            first._work()
+            first.over = True
+
+    synchronize = wait
+
+
+class LateLink(HostLink):
+    """Its copies happen as late as they may, and what they write is NaN until then.
+
+    The two directions overtake each other, as two streams do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._inward: Any = deque()
+        self._outward: Any = deque()
+
+    def fetch(self, pairs: Pairs) -> Any:
+        spoil(pairs)
+        return super().fetch(pairs)
+
+    def store(self, pairs: Pairs, then: Callable[[], None] | None = None) -> None:
+        spoil(pairs)
+        super().store(pairs, then)
+
+    def _run(self, stream: Any, work: Callable[[], None]) -> Any:
+        return Late(stream, work)
+
+    def _on(self, stream: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class HastyLink(LateLink):
+    """Wrong on purpose: it gives memory back before its copy has ended."""
+
+    def _left(self) -> None:
+        _, _, then = self._leaving.popleft()
+        if then is not None:
+            then()
+
+
+def spoil(pairs: Pairs) -> None:
+    for to, _ in pairs:
+        to.fill_(torch.nan)
+
+
+def install(kind: type[HostLink], monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+    """Models that are made parallel from now on, in this process, have links of this kind."""
+    if monkeypatch is None:
+        parallel.HostLink = kind  # type: ignore[misc]
+    else:
+        monkeypatch.setattr(parallel, "HostLink", kind)
