@@ -371,7 +371,7 @@ class ParallelMesh:
     @property
     def pass_groups(self) -> list[dist.ProcessGroup]:
         """Groups in whose collectives a forward or backward may wait, each once."""
-        groups = [self.sequence_group, self.expert_group]
+        groups = [self.sequence_group, self.heads_group, self.ring_group, self.expert_group]
         for axis in self.axes:
             groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
         return list(dict.fromkeys(groups))
@@ -392,6 +392,8 @@ class ParallelMesh:
             f" = pipeline {s.pipeline} x replicas {s.replicas} x weight {s.weight}"
             f" (ZeRO over {s.zero_size})"
         )
+        if s.ring > 1:
+            line += f"; sequence = heads {s.sequence // s.ring} x ring {s.ring}"
         if s.tensor > 1:
             line += f", each x tensor {s.tensor}"
         if s.separate:

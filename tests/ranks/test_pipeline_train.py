@@ -69,7 +69,7 @@ RUNS: dict[int, list[Changes]] = {
     ],
     4: [
         pipelined("DualPipeV", 2, weight=2),
-        pipelined("1F1B", weight=2, sequence=2),
+        pipelined("1F1B", weight=2, sequence=2, ring=2),
         {
             **pipelined("InterleavedZeroBubble", 2, sequence=2, weight=2),
             "weight_parallel": {"accumulation": "full"},
