@@ -55,3 +55,48 @@ def test_a_block_that_recomputes_refuses_a_cache_in_training_and_takes_it_otherw
     with torch.no_grad():
         block(x, cache)
         assert len(block(x, cache)) == 4
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x) * mask.mul_(2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_writes_into_an_input_is_refused(reentrant: bool) -> None:
+    block: Any = Writing()
+    checkpoint_block(block, reentrant)
+    x, mask = torch.randn(2, 3, requires_grad=True), torch.ones(3)
+    raises(StructureError, partial(block, x, mask), "a Writing writes into one of its inputs")
+    with torch.no_grad():
+        block(x, mask)  # nothing is recomputed
+    torch.testing.assert_close(mask, torch.full((3,), 4.0))
+
+
+class Nesting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, more: Any = None, *, scale: Tensor | None = None) -> Any:
+        h = self.layer(x).tanh()
+        if more is not None:
+            return h, (h * more[0],)
+        return h if scale is None else h * scale.exp()
+
+
+def test_the_reentrant_form_loses_no_gradient_in_silence() -> None:
+    block: Any = Nesting()
+    x, scale = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+    block(x, scale=scale).sum().backward()
+    wanted = x.grad, scale.grad
+    x.grad = scale.grad = None
+    checkpoint_block(block, reentrant=True)
+    block(x, scale=scale).sum().backward()  # it carries positional tensors' gradients alone
+    torch.testing.assert_close((x.grad, scale.grad), wanted)
+    inside = [torch.ones(3)]
+    raises(StructureError, partial(block, x, inside), "a Nesting returns tensors inside of a tuple")
