@@ -34,8 +34,9 @@ def write(folder: Path, content: Any, more: str = "") -> Path:
         LLAMA,
         {"text_config": LLAMA, "vision_config": {"hidden_size": 5}},
         {**LLAMA, "num_key_value_heads": [2, 1], "head_dim": None},
+        {**LLAMA, "num_key_value_heads": 0, "head_dim": None},
     ],
-    ids=["flat", "nested", "a list for each layer"],
+    ids=["flat", "nested", "a list for each layer", "no sensible number"],
 )
 def test_sizes_are_those_of_config_json_and_survive_the_resolved_file(
     content: dict[str, Any], tmp_path: Path
