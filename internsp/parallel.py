@@ -24,6 +24,7 @@ from internsp.plan.assign import (
     Assignment,
     Owner,
     WeightOptions,
+    around_of,
     assign,
     block_of,
     require_patterns_matched,
@@ -48,7 +49,8 @@ from internsp.wp.communicator import (
     UsersCommunicator,
     WPCommunicator,
 )
-from internsp.wp.hooks import BlockHooks, register_hooks
+from internsp.wp.enclosing import Enclosing, EnclosingBlocks
+from internsp.wp.hooks import BlockHooks, EnclosingHooks, register_hooks
 from internsp.wp.host import HostLink
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
@@ -145,7 +147,7 @@ def _examined(
     find_casts(model, structure, config)  # refuses what it must before anything is changed
     require_cut_attention(model, mesh, config)
     take_head_output(model, mesh, config)
-    return structure, recomputed_blocks(checkpoint, len(structure.blocks))
+    return structure, recomputed_blocks(checkpoint, structure.layers)
 
 
 def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) -> set[int]:
@@ -192,7 +194,15 @@ class _Builder:
         self.options: dict[str, WeightOptions] = {}
         self.link: HostLink | None = None
         self.unfilled: list[ShardedParameter | ReplicatedParameter] = []
-        self.scopes = {i: Scope(recomputed=i in recomputed) for i in range(len(structure.blocks))}
+        self.again = {
+            i: structure.recomputes(i, recomputed) for i in range(len(structure.blocks))
+        }
+        around = [around.layer in recomputed for around in structure.enclosing]
+        self.scopes = {
+            i: Scope(recomputed=again or (block.around >= 0 and around[block.around]))
+            for (i, again), block in zip(self.again.items(), structure.blocks, strict=True)
+        }
+        self.enclosed = [Scope(recomputed=again) for again in around]
         self.scopes[-1] = Scope(block=False)
 
     def build(
@@ -241,14 +251,15 @@ class _Builder:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
             if self.own is not None:
                 weight.communicator = UsersCommunicator(communicator.state, self.own)
-        for i, scope in self.scopes.items():
-            block = self.structure.blocks[i] if i >= 0 else None
+        communicator.enclosing = EnclosingBlocks(communicator.queue, self._enclosing(plan))
+        named: list[Any] = [*self.structure.blocks, None, *self.structure.enclosing]
+        for scope, block in zip([*self.scopes.values(), *self.enclosed], named, strict=True):
             scope.module = self.model if block is None else block.module
             scope.name = "" if block is None else block.name
             scope.communicator = communicator
         copies = {m: list(copies_of(m)) for m in self.model.modules()}
         for owner, member in places:
-            scope = self.scopes[block_of(owner.module_name, self.structure)]
+            scope = self._scope(owner.module_name)
             attach(owner.module, owner.module_name, owner.name, member, scope)
             communicator.places[owner.module, owner.name] = member
             for copy in copies[owner.module]:
@@ -261,9 +272,19 @@ class _Builder:
                 blocks[i],
                 self.scopes[i],
                 block.trigger_module,
-                checkpoint if i in self.recomputed else None,
+                checkpoint if self.again[i] else None,
+                [module for _, module in block.modules],
             )
             for i, block in enumerate(self.structure.blocks)
+        ]
+        enclosing = [
+            EnclosingHooks(
+                around.module,
+                communicator.enclosing.blocks[number],
+                self.enclosed[number],
+                checkpoint if around.layer in self.recomputed else None,
+            )
+            for number, around in enumerate(self.structure.enclosing)
         ]
         casts = find_casts(self.model, self.structure, self.config)
         selective = checkpoint is not None and checkpoint.mode == "selective"
@@ -276,6 +297,7 @@ class _Builder:
             self.dtype,
             self.config.compile,
             checkpoint_context_fn if selective else None,
+            enclosing,
         )
         communicator.hooks.handles += register_casts(casts)
         return communicator
@@ -307,17 +329,41 @@ class _Builder:
             o.module._parameters[o.name] = weight.parameter
         return [(o, weight) for o in a.owners]
 
+    def _scope(self, module_name: str) -> Scope:
+        """In whose forward parameters of a module may be read."""
+        block = block_of(module_name, self.structure)
+        around = around_of(module_name, self.structure) if block < 0 else -1
+        return self.enclosed[around] if around >= 0 else self.scopes[block]
+
+    def _enclosing(self, plan: ChunkPlan) -> list[Enclosing[Unit]]:
+        return [
+            Enclosing(
+                each.name,
+                each.number,
+                self.units.get(each.name) or Unit(each.name, []),
+                each.first,
+                each.last,
+                each.recomputed,
+            )
+            for each in plan.enclosing
+        ]
+
     def _block_unit(self, index: int) -> Unit:
-        name = self.structure.blocks[index].name
-        if name not in self.units:
-            self.units[name] = Unit(
-                name,
+        block = self.structure.blocks[index]
+        if block.name not in self.units:
+            within = [name for name, _ in block.modules]
+            if block.around >= 0 and self.structure.enclosing[block.around].first == index:
+                within = [self.structure.enclosing[block.around].name]  # its rest's too
+            self.units[block.name] = Unit(
+                block.name,
                 [],
                 block=index,
-                has_trigger=self.structure.blocks[index].trigger_module is not None,
-                recomputed=index in self.recomputed,
+                around=block.around,
+                within=tuple(f"{name}." for name in within),
+                has_trigger=block.trigger_module is not None,
+                recomputed=self.again[index],
             )
-        return self.units[name]
+        return self.units[block.name]
 
     def _state(
         self, blocks: list[Unit], others: list[Unit], plan: ChunkPlan, trace: Trace

@@ -229,6 +229,8 @@ class PlanRule(Section):
 
     match: Annotated[Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
     """Patterns of the names of modules, blocks or parameters; each must match something."""
+    unit: Literal["each", "one"] = "each"
+    """Modules in blocks that are gathered and freed by themselves: each of them, or all as one."""
     ignore: bool = False
     """Leave the parameters alone: neither cut nor replicated, their gradients this rank's own."""
     replicate_below: Amount = 0

@@ -55,7 +55,7 @@ def find_casts(
     }
     if not matched:
         return ()
-    blocks = [block.name for block in structure.blocks]
+    blocks = [name for block in structure.blocks for name, _ in block.modules]
     beside = [structure.head[0]] if structure.head is not None else []
     found = []
     for name, module in model.named_modules():

@@ -184,6 +184,13 @@ def _assign(
     block = blocks.pop() if len(blocks) == 1 else -1
     beside = first.full_name if blocks else first.module_name
     unit = structure.blocks[block].name if block >= 0 else beside
+    if block < 0 and not blocks:  # in no unit: of an enclosing block that is its rest
+        around = {around_of(o.module_name, structure) for o in owners}
+        number = around.pop()
+        if around:
+            unit = first.full_name
+        elif number >= 0:
+            unit = structure.enclosing[number].name
     dim = _dim(parameter, first, config, said)
     autocasts = getattr(first.module, "autocasts", isinstance(first.module, nn.Linear))
     return Assignment(parameter, owners, unit, block, dim, own, autocasts, dtypes, options)
@@ -207,7 +214,7 @@ def _dim(
 def require_effect(assignments: Iterable[Assignment], structure: Structure) -> None:
     """Each rule of the plan has something to act on (:meth:`Rules.require_effect`)."""
     cut = [o.full_name for a in assignments if a.unit is not None for o in a.owners]
-    structure.rules.require_effect(cut, [block.name for block in structure.blocks])
+    structure.rules.require_effect(cut, [n for b in structure.blocks for n, _ in b.modules])
 
 
 def is_expert(
@@ -281,8 +288,17 @@ def _owners(names: Iterable[str]) -> list[str]:
 
 
 def block_of(module_name: str, structure: Structure) -> int:
-    """Index of the block in which a module lies, -1 outside the blocks."""
+    """Index of the unit in which a module lies, -1 outside of them."""
     for i, block in enumerate(structure.blocks):
-        if module_name == block.name or module_name.startswith(block.name + "."):
-            return i
+        for name, _ in block.modules:
+            if module_name == name or module_name.startswith(name + "."):
+                return i
+    return -1
+
+
+def around_of(module_name: str, structure: Structure) -> int:
+    """Number of the enclosing block in which a module lies, -1 outside of them."""
+    for number, around in enumerate(structure.enclosing):
+        if module_name == around.name or module_name.startswith(around.name + "."):
+            return number
     return -1

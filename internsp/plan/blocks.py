@@ -5,8 +5,8 @@ Never a guess).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from internsp.config import PlanRule
 from internsp.config.names import matches, nearest
 from internsp.errors import StructureError
+from internsp.plan.inner import Named, Part, divide
 from internsp.plan.prefetch import ahead
 from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules, lay
 
@@ -28,11 +29,17 @@ TRIGGERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block and the module whose forward triggers the next block's gather.
+    """What is gathered and freed together, and the module whose forward triggers the next gather.
+
+    It is a transformer block, or a unit of one, or several of either, where rules say so.
 
     Attributes:
+        module: its own, the first of several.
         trigger: which prefetch trigger was looked for.
         said: what the plan's rules say of it, by key.
+        modules: all of its modules, by name.
+        layers: numbers of the model's blocks that it is, or of the one that it lies in.
+        around: number of the enclosing block that it is a unit of; -1: of none.
     """
 
     name: str
@@ -41,11 +48,36 @@ class Block:
     trigger_module: nn.Module | None
     trigger: str = "qkv"
     said: Mapping[str, Any] = field(default_factory=dict)
+    modules: tuple[Named, ...] = ()
+    layers: tuple[int, ...] = ()
+    around: int = -1
+
+
+@dataclass(frozen=True)
+class Around:
+    """A block of the model that holds units of its own.
+
+    Attributes:
+        layer: its number among the model's blocks.
+        first, last: its units' places.
+    """
+
+    name: str
+    module: nn.Module
+    layer: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A model as weight communication sees it."""
+    """A model as weight communication sees it.
+
+    Attributes:
+        blocks: its units, in the order in which they run: its blocks, where no rule says otherwise.
+        enclosing: blocks that hold units of their own.
+        layers: number of the model's blocks.
+    """
 
     blocks: tuple[Block, ...]
     embedding: tuple[str, nn.Module] | None
@@ -53,6 +85,30 @@ class Structure:
     rules: Rules = NO_RULES
     ahead: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """What rules say of prefetching in one direction (:mod:`internsp.plan.prefetch`)."""
+    enclosing: tuple[Around, ...] = ()
+    layers: int = 0
+
+    @property
+    def divided(self) -> str:
+        """The first block whose weights are not one unit, its alone; empty: there is none."""
+        found = [around.name for around in self.enclosing]
+        found += [block.modules[0][0] for block in self.blocks if len(block.modules) > 1]
+        return found[0] if found else ""
+
+    def recomputes(self, block: int, chosen: Collection[int]) -> bool:
+        """Whether the unit ``block`` recomputes by itself, where blocks ``chosen`` do.
+
+        Raises:
+            StructureError: only some of the blocks that it consists of.
+        """
+        unit = self.blocks[block]
+        again = [layer in chosen for layer in unit.layers]
+        if any(again) != all(again):
+            raise StructureError(
+                f"activation_checkpoint recomputes some of the blocks of unit {unit.name}, and "
+                "others not: recompute all of them, or none"
+            )
+        return all(again) and unit.around < 0
 
 
 def read(
@@ -78,10 +134,16 @@ def read(
     """
     found = _blocks(model, blocks)
     rules = lay(model, plan)
+    divided = divide(found, rules)
+    enclosing = _enclosing(found, divided)
+    number = {around.layer: n for n, around in enumerate(enclosing)}
     parts = tuple(
-        _block(name, module, trigger, prefetch_triggers, rules.say([name], BLOCK_KEYS))
-        for name, module in found
-    )
+        _block(
+            part, trigger, prefetch_triggers, number.get(part.layers[0], -1),
+            rules.say([name for name, _ in part.modules], BLOCK_KEYS),
+        )
+        for part in divided
+    )  # fmt: skip
     require_triggers_matched([module for _, module in found], prefetch_triggers)
     for caught in rules.caught:
         own = [module for name, module in found if caught.holds_for(name)]
@@ -93,7 +155,17 @@ def read(
     heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
     head = heads[-1] if heads else None
     counts = ahead([p.name for p in parts], [p.said for p in parts], head and head[0])
-    return Structure(parts, embeddings[0] if embeddings else None, head, rules, counts)
+    embedding = embeddings[0] if embeddings else None
+    return Structure(parts, embedding, head, rules, counts, enclosing, len(found))
+
+
+def _enclosing(blocks: Sequence[Named], parts: Sequence[Part]) -> tuple[Around, ...]:
+    found = []
+    for layer, (name, module) in enumerate(blocks):
+        own = [i for i, part in enumerate(parts) if part.inside and part.layers == (layer,)]
+        if own:
+            found.append(Around(name, module, layer, own[0], own[-1]))
+    return tuple(found)
 
 
 def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -181,7 +253,8 @@ def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
         if inner:
             raise StructureError(
                 f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
-                "make the patterns of weight_parallel.blocks match one level only"
+                "make the patterns of weight_parallel.blocks match one level only, and have a rule "
+                'of weight_parallel.plan say unit = "each" of the inner ones'
             )
 
 
@@ -199,25 +272,28 @@ def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
 
 
 def _block(
-    block: str,
-    module: nn.Module,
-    trigger: str,
-    patterns: Sequence[str],
-    said: Mapping[str, Any],
+    part: Part, trigger: str, patterns: Sequence[str], around: int, said: Mapping[str, Any]
 ) -> Block:
     if "trigger" in said:  # and no module that is configured for the others
         trigger, patterns = said["trigger"], ()
     patterns = said.get("prefetch_triggers", patterns)
+    module = part.modules[0][1]
+    entry = Block(
+        part.name, module, None, None, trigger, said, part.modules, part.layers, around
+    )
     if trigger in ("qkv", "rolling") and not patterns:
-        return Block(block, module, None, None, trigger, said)
+        return entry
     usual = TRIGGERS.get(trigger, ())
-    named = [(n, m) for n, m in module.named_modules() if n]
     for pattern in patterns or usual:
-        for name, child in named:
-            if matches(name, pattern) or matches(name.split(".")[-1], pattern):
-                return Block(block, module, name, child, trigger, said)
+        for prefix, owner in part.modules:
+            for inner, child in owner.named_modules():
+                if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
+                    full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
+                    return replace(entry, trigger_name=full, trigger_module=child)
+    if around >= 0 and not said.keys() & {"trigger", "prefetch_triggers"}:
+        return entry  # of a block's units not each has the usual module: its entry is the trigger
     raise StructureError(
-        f"no prefetch trigger {trigger!r} in block {block}: none of its modules is named "
+        f"no prefetch trigger {trigger!r} in block {part.name}: none of its modules is named "
         f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "
         "set weight_parallel.prefetch_triggers, candidates: "
         f"{_trigger_candidates(module)}"

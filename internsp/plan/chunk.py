@@ -10,6 +10,7 @@ import torch
 
 from internsp.packed import PackedShard
 from internsp.quantize import QuantizedShard
+from internsp.wp.enclosing import Enclosing
 from internsp.wp.host import WEIGHTS
 from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
 
@@ -82,6 +83,8 @@ class UnitPlan:
     """Position of the first weight used after the prefetch trigger; -1: the block's entry is it."""
     at_entry: bool = False
     """Whether the block takes all its weights at its entry."""
+    around: int = -1
+    """See :class:`internsp.wp.schedule.Unit`."""
 
     @cached_property
     def groups(self) -> tuple[Group[WeightPlan], ...]:
@@ -164,6 +167,8 @@ class ChunkPlan:
     head: UnitPlan | None
     pending_units: int
     others: tuple[UnitPlan, ...] = ()
+    enclosing: tuple[Enclosing[UnitPlan], ...] = ()
+    """Blocks that hold units of their own; their rests' slots are shared by turns."""
     exchanged: bool = False
     """Whether replicas hold the same weights, and exchange reduced gradients."""
 
@@ -182,7 +187,12 @@ class ChunkPlan:
     def units(self) -> tuple[UnitPlan, ...]:
         """All of them, each once (a tied head is the embedding)."""
         head = () if self.head is None or self.head is self.embedding else (self.head,)
-        return (*self.blocks, *self.outer, *head)
+        return (*self.blocks, *self.outer, *self.rests, *head)
+
+    @property
+    def rests(self) -> tuple[UnitPlan, ...]:
+        """What of enclosing blocks lies in none of their units."""
+        return tuple(each.rest for each in self.enclosing if each.rest.weights)
 
     @property
     def parcels(self) -> list[Exchanged]:
@@ -190,7 +200,7 @@ class ChunkPlan:
         above = [self.head] if self.head is not None and self.head not in self.outer else []
         return [
             Exchanged(unit.name, weights, sum(w.shard_bytes for w in weights))
-            for unit in (*above, *reversed(self.blocks), *self.outer)
+            for unit in (*above, *reversed(self.blocks), *self.outer, *self.rests)
             for expert in reversed(dict.fromkeys(w.expert for w in unit.weights))
             for weights in [tuple(w for w in unit.weights if w.expert == expert)]
         ]
@@ -200,5 +210,14 @@ class ChunkPlan:
         policy = self.policy
         own = slot_sizes([u.slot_bytes for u in self.blocks], policy.depth, policy.kept)
         sizes = dict(enumerate(own))
-        sizes |= {unit.slot: unit.slot_bytes for unit in self.units if unit.block < 0}
+        for unit in self.units:
+            if unit.block < 0:
+                sizes[unit.slot] = max(unit.slot_bytes, sizes.get(unit.slot, 0))
         return [sizes[i] for i in sorted(sizes)]
+
+    def lowest_bytes(self) -> int:
+        """Of all slots, if no unit were gathered ahead and none stayed unsharded."""
+        beside = {unit.slot: unit.slot_bytes for unit in (*self.outer, self.head) if unit}
+        blocks = slot_sizes([unit.slot_bytes for unit in self.blocks], 0, ())
+        rest = max((unit.slot_bytes for unit in self.rests), default=0)
+        return sum(blocks) + rest + sum(beside.values())

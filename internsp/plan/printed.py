@@ -88,7 +88,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
     )
     require_patterns_matched((name for name, _ in model.named_parameters()), weights)
     assignments = assign(model, structure, weights, shape.expert)
-    recomputed = set(config.activation_checkpoint.selected(len(structure.blocks)))
+    recomputed = set(config.activation_checkpoint.selected(structure.layers))
     chunk = chunk_plan(
         assignments, structure, weights, shape, recomputed, device=device_type(config)
     )
@@ -219,6 +219,7 @@ def print_plan(
     console.print(_memory_table(plan))
     if plan.kept.blocks:
         console.print(plan.kept.line())
+    console.print(_units_line(plan.chunk))
     count = len(plan.schedule.actions)
     console.print(f"[bold]Schedule of one step[/bold] ({count} actions a rank)")
     for line in schedule_lines(plan.schedule):
@@ -290,6 +291,16 @@ def _schedule_table(plan: Plan) -> Table:
         rows.append(("sequence exchange", "", human(plan.exchange_bytes)))
     title = "Collectives of one step, payload a rank receives"
     return table(title, ("<what", "count", "bytes"), rows)
+
+
+def _units_line(chunk: ChunkPlan) -> str:
+    """What decides the peak of unsharded weights, and how low it could be."""
+    largest = max(chunk.blocks, key=lambda unit: unit.slot_bytes)
+    return (
+        f"{len(chunk.blocks)} units are gathered by turns, the largest {largest.name} "
+        f"({human(largest.slot_bytes)}): slots of {human(sum(chunk.slots()))}, at least "
+        f"{human(chunk.lowest_bytes())} (prefetch_depth = 0, none kept)"
+    )
 
 
 def _memory_table(plan: Plan) -> Table:

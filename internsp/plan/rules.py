@@ -25,7 +25,7 @@ BLOCK_KEYS = frozenset({
     "prefetch_triggers",
 })  # fmt: skip
 """What is said of blocks."""
-MODULE_KEYS = frozenset({"output_dtype", "cast_inputs"})
+MODULE_KEYS = frozenset({"output_dtype", "cast_inputs", "unit"})
 """What is said of the matched modules themselves; everything else is said of parameters."""
 SHARDED_KEYS = frozenset({
     "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",

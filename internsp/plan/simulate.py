@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from internsp.plan.chunk import ChunkPlan, Line, Schedule, UnitPlan, WeightPlan
 from internsp.plan.unused import Data
+from internsp.wp.enclosing import EnclosingBlocks
 from internsp.wp.queue import GatherQueue
 from internsp.wp.schedule import (
     ALL_GATHER,
@@ -43,6 +44,8 @@ class Simulator:
         self.queue: GatherQueue[UnitPlan, WeightPlan] = GatherQueue(
             plan.policy, plan.blocks, plan.outer, plan.head, overlap, limit=plan.pending_bytes
         )
+        self.enclosing: EnclosingBlocks[UnitPlan, WeightPlan]
+        self.enclosing = EnclosingBlocks(self.queue, plan.enclosing)
         self.exchanges = False  # the backward that runs is the last before replicas exchange
         parcels = plan.parcels if plan.exchanged else ()
         self.queue.reductions.exchanges.declare(parcels, limit=0)
@@ -92,8 +95,12 @@ class Simulator:
         """One forward."""
         plan, queue = self.plan, self.queue
         self.perform(queue.begin_forward(keep=True))
+        self.perform(self.enclosing.begin_forward())
         self._beside(plan.embedding)
         for unit in plan.blocks:
+            if unit.around >= 0 and unit.block == plan.enclosing[unit.around].first:
+                self.perform(self.enclosing.enter(plan.enclosing[unit.around]))
+                self._beside(plan.enclosing[unit.around].rest)
             self.perform(queue.enter(unit))
             self._run(unit, FORWARD)
             self.perform(queue.leave(unit))
@@ -140,8 +147,10 @@ class Simulator:
         for index, data in enumerate(reversed(forwards or [self.data])):
             self.data = data
             if index:
+                self.perform(self.enclosing.end(everywhere=True, lowest=0))
                 self.perform(queue.come_to_earlier(everywhere=True))
             self._through(gives)
+        self.perform(self.enclosing.end(everywhere=True, lowest=0))
         self.perform(queue.end_backward(everywhere=True))
         if gives:
             self.end_pass()
@@ -160,8 +169,28 @@ class Simulator:
                 self._ready(plan.head, weight, gives=gives)
         for unit in reversed(plan.blocks):
             if unit.block not in data.skipped:
-                self.perform(queue.enter_backward(unit, everywhere=True))
+                self._enter_backward(unit)
                 self._run_backward(unit, gives)
+
+    def _enter_backward(self, unit: UnitPlan) -> None:
+        """A gradient arrives at a unit's output, and before that at its block's."""
+        if unit.around < 0:
+            self.perform(self.enclosing.come_to(unit, everywhere=True))
+            self.perform(self.queue.enter_backward(unit, everywhere=True))
+            return
+        block = self.plan.enclosing[unit.around]
+        first = self.enclosing.open is not block
+        self.perform(self.enclosing.enter_backward(block, everywhere=True))
+        self.perform(self.enclosing.come_to(unit, everywhere=True))
+        self.perform(self.queue.enter_backward(unit, everywhere=True))
+        if first and block.recomputed:
+            for each in self.plan.blocks[block.first : block.last + 1]:
+                self.perform(self.enclosing.recompute(each))
+                self._run(each, RECOMPUTE)
+                self.perform(self.queue.leave_recompute(each))
+        if first:
+            for weight in reversed(block.rest.weights):
+                self.use(block.rest, weight, BACKWARD)
 
     def end_pass(self) -> None:
         """What is accumulated and was not reduced comes last, unless more is to come."""

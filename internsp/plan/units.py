@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
 from internsp.plan.prefetch import KEYS
 from internsp.quantize import QuantizedShard, buffer_bytes
+from internsp.wp.enclosing import Enclosing
 from internsp.wp.host import WEIGHTS
 from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import FORWARD, Policy, fitting, spread
@@ -127,6 +128,12 @@ def chunk_plan(
     if shape.pipeline == 1:
         require_effect(assignments, structure)
     policy = policy_of(config, structure)
+    if structure.divided and (split or config.compile):
+        what = "a backward computed in two parts" if split else "weight_parallel.compile"
+        raise ConfigError(
+            f"{structure.divided} has a unit that is not a block (unit in weight_parallel.plan), "
+            f"which {what} does not take: leave the rule out"
+        )
     members: dict[str, list[Assignment]] = {b.name: [] for b in structure.blocks}
     for assignment in assignments:
         if assignment.unit is not None:
@@ -143,10 +150,12 @@ def chunk_plan(
     policy = replace(policy, kept=kept(config, sizes, policy.depth, decided), one_order=one_order)
     units: dict[str, UnitPlan] = {}
     slot = policy.slots
+    places = {b.name: i for i, b in enumerate(structure.blocks)}
+    rests = {around.name for around in structure.enclosing}
     for name, own in members.items():
-        block = own[0].block if own else next(
-            i for i, b in enumerate(structure.blocks) if b.name == name
-        )
+        if name in rests:
+            continue
+        block = places.get(name, -1)
         weights = weights_of[name]
         trigger_at = -1
         if block >= 0:
@@ -156,8 +165,10 @@ def chunk_plan(
         slot += block < 0
         small = block >= 0 and bool(weights) and all(w.small for w in weights)
         at_entry = block >= 0 and (config.compile or (small and not split))
-        again = block in recomputed
-        units[name] = UnitPlan(name, weights, where, block, again, trigger_at, at_entry)
+        at_entry = at_entry and len(structure.blocks[block].modules) == 1
+        again = block >= 0 and structure.recomputes(block, recomputed)
+        around = structure.blocks[block].around if block >= 0 else -1
+        units[name] = UnitPlan(name, weights, where, block, again, trigger_at, at_entry, around)
     embedding = units.get(structure.embedding[0]) if structure.embedding else None
     head = _head(structure, assignments, units)
     return ChunkPlan(
@@ -167,7 +178,32 @@ def chunk_plan(
         head,
         config.pending_blocks,
         tuple(u for u in units.values() if u.block < 0 and u not in (embedding, head)),
+        _enclosing(structure, weights_of, recomputed, slot, 2 if policy.depth else 1),
         exchanged=max(shape.dense.replicas, shape.experts.replicas) > 1,
+    )
+
+
+def _enclosing(
+    structure: Structure,
+    weights_of: Mapping[str, tuple[WeightPlan, ...]],
+    recomputed: Collection[int],
+    slot: int,
+    slots: int,
+) -> tuple[Enclosing[UnitPlan], ...]:
+    """Enclosing blocks; their rests take ``slots`` from ``slot`` on by turns."""
+    rests = [around.name for around in structure.enclosing if around.name in weights_of]
+    slots = min(slots, len(rests))
+    where = {name: slot + place % slots for place, name in enumerate(rests)}
+    return tuple(
+        Enclosing(
+            around.name,
+            number,
+            UnitPlan(around.name, weights_of.get(around.name, ()), where.get(around.name, -1)),
+            around.first,
+            around.last,
+            around.layer in recomputed,
+        )
+        for number, around in enumerate(structure.enclosing)
     )
 
 
@@ -188,6 +224,10 @@ def all_moving(chunk: ChunkPlan) -> ChunkPlan:
         embedding=chunk.embedding and moved[chunk.embedding.name],
         head=chunk.head and moved[chunk.head.name],
         others=tuple(moved[unit.name] for unit in chunk.others),
+        enclosing=tuple(
+            replace(each, rest=replace(each.rest, slot=each.rest.slot - fewer))
+            for each in chunk.enclosing
+        ),
     )
 
 

@@ -27,6 +27,7 @@ from internsp.plan.chunk import ChunkPlan
 from internsp.wp.autocast import Autocast, follow
 from internsp.wp.collect import ReplicaSums, collect
 from internsp.wp.contents import Contents
+from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
@@ -202,6 +203,7 @@ class ISPCommunicator(WPCommunicator):
         replicated: parameters that every rank holds unsharded.
         head, embedding: communicators beside this one, or ``None``.
         others: communicators of large weights that belong to none of these.
+        enclosing: blocks that hold units of their own.
         recovery: what happens after an exception.
         contents: whether what is in the slots may be used again.
         places: which parameter each module holds under which name.
@@ -231,6 +233,7 @@ class ISPCommunicator(WPCommunicator):
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
         self.others: list[EmbeddingWeightParallelCommunicator] = []
+        self.enclosing: EnclosingBlocks[Unit, ShardedParameter] = EnclosingBlocks(self.queue, ())
         self.hooks: object | None = None
         self.meeting: Any = None
         self.whole_in = ""
@@ -426,6 +429,8 @@ class ISPCommunicator(WPCommunicator):
         self._count_forward()
         self._autocast.enter_model()
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
+        if self.enclosing:
+            self.state.perform(self.enclosing.begin_forward())
 
     @property
     def busy(self) -> str:
@@ -487,7 +492,10 @@ class ISPCommunicator(WPCommunicator):
     def enter_block(self, unit: Unit) -> None:
         """A block's forward or recompute begins."""
         if graph_task() != NO_TASK:
-            self.enter_backward(unit)
+            if unit.around >= 0:  # of a recompute that may go around several units
+                self.state.perform(self.enclosing.recompute(unit))
+            else:
+                self.enter_backward(unit)
         else:
             self._check_order(unit)
             changed = self._autocast.enter_block(unit)
@@ -496,8 +504,18 @@ class ISPCommunicator(WPCommunicator):
                 self.state.perform(self.queue.renew(unit))
 
     def leave_block(self, unit: Unit) -> None:
-        """A block's forward is over: its bytes may be overwritten. Not called in recompute."""
+        """A block's forward is over: its bytes may be overwritten. Not called in its recompute."""
         self.state.perform(self.queue.leave(unit))
+
+    def enter_enclosing(self, block: Enclosing[Unit]) -> None:
+        """The forward of a block that holds units of its own begins, or its recompute."""
+        if graph_task() == NO_TASK:
+            self.state.perform(self.enclosing.enter(block))
+
+    def enclosing_backward(self, block: Enclosing[Unit]) -> None:
+        """The gradient of such a block's output has arrived."""
+        if not self.weight_part:
+            self.state.perform(self.enclosing.enter_backward(block, self._everywhere()))
 
     def on_trigger(self, unit: Unit) -> None:
         """The trigger inside a block fires: gather what comes next."""
@@ -539,10 +557,16 @@ class ISPCommunicator(WPCommunicator):
         if self.queue.open is unit or self.weight_part:
             return
         self._recomputed = False
+        if not self.enclosing:
+            self.state.perform(self.queue.enter_backward(unit, self._everywhere()))
+            return
+        self.state.perform(self.enclosing.come_to(unit, self._everywhere()))
         self.state.perform(self.queue.enter_backward(unit, self._everywhere()))
 
     def end_backward(self) -> None:
         """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
+        if self.enclosing:
+            self.state.perform(self.enclosing.end(self._everywhere(), self._last_trained()))
         self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
         self._recomputed = False
         if self.queue.split:  # an input backward: no weight has a gradient
@@ -625,7 +649,7 @@ class ISPCommunicator(WPCommunicator):
         Raises:
             OrderError: a pass runs.
         """
-        self._gather_early(self.queue.with_room())
+        self._gather_early([*self.queue.with_room(), *self.enclosing.with_room()])
 
     def reshard(self, module: nn.Module) -> None:
         """Forget the unsharded weights of ``module``'s units: their next use gathers them.
@@ -643,7 +667,8 @@ class ISPCommunicator(WPCommunicator):
             self.state.pool.slots[unit.slot].free(unit)
 
     def _unshard_module(self, module: nn.Module) -> None:
-        units, room = self._units_of(module, "unshard"), self.queue.with_room()
+        units = self._units_of(module, "unshard")
+        room = [*self.queue.with_room(), *self.enclosing.with_room()]
         for unit in units:
             if unit not in room:
                 raise OrderError(
@@ -736,6 +761,7 @@ class ISPCommunicator(WPCommunicator):
         """Let everything in flight arrive and forget it: no bytes held, no reduced gradient."""
         self.settle_gathers()
         self.queue.reset()
+        self.enclosing.reset()
         self.state.reducer.discard()
         self.state.replicas.discard()
         self._set_weight_part(False)
@@ -765,6 +791,8 @@ class ISPCommunicator(WPCommunicator):
     def _come_to(self, forward: int) -> None:
         """Backward is in the graph of ``forward``. If it was in another's, that is over."""
         if self._forward not in (None, forward):
+            if self.enclosing:
+                self.state.perform(self.enclosing.end(self._everywhere(), self._last_trained()))
             self.state.perform(self.queue.come_to_earlier(self._everywhere(), self._last_trained()))
         self._forward = forward
 
@@ -807,7 +835,7 @@ class ISPCommunicator(WPCommunicator):
             return 0
         names = [m.name for m in self.replicated.members if m.requires_grad]
         for unit in self.blocks:
-            small = any(name.startswith(f"{unit.name}.") for name in names)
+            small = any(name.startswith(unit.within) for name in names)
             if small or any(weight.trained for weight in unit.weights):
                 return unit.block
         return len(self.blocks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from internsp.layers.parameters import Scope, enclose, weights_of, wrap
 from internsp.layers.recompute import ContextFn, checkpoint_block
 from internsp.layers.watch import refuse_optimizer, require_no_gradient_hooks
 from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.enclosing import Enclosing
 from internsp.wp.parameter import dtensor_like, not_to_be_copied
 from internsp.wp.slots import Unit
 from internsp.wp.values import own_part
@@ -57,6 +58,7 @@ class BlockHooks:
     Attributes:
         trigger: the module inside it whose forward is the prefetch trigger; ``None``: its entry.
         checkpoint: it recomputes its activations, in this form.
+        modules: all that are one unit; ``module`` is the first.
     """
 
     module: nn.Module
@@ -64,6 +66,46 @@ class BlockHooks:
     scope: Scope
     trigger: nn.Module | None
     checkpoint: ActivationCheckpointConfig | None
+    modules: Sequence[nn.Module]
+
+    @property
+    def name(self) -> str:
+        """For the trace."""
+        return self.unit.name
+
+
+@dataclass
+class EnclosingHooks:
+    """A block that holds units of its own, and what its hooks need; as :class:`BlockHooks`."""
+
+    module: nn.Module
+    block: Enclosing[Unit]
+    scope: Scope
+    checkpoint: ActivationCheckpointConfig | None
+
+    @property
+    def name(self) -> str:
+        """For the trace."""
+        return self.block.name
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Its own."""
+        return [self.module]
+
+
+@dataclass
+class Together:
+    """Several modules that are one unit, in a forward.
+
+    Attributes:
+        running: one has been entered, and not all have been left.
+        left: which have been.
+    """
+
+    count: int
+    running: bool = False
+    left: set[int] = field(default_factory=set)
 
 
 def register_hooks(
@@ -75,6 +117,7 @@ def register_hooks(
     compute_dtype: torch.dtype | None = None,
     compiles: bool = False,
     context_fn: ContextFn | None = None,
+    enclosing: Sequence[EnclosingHooks] = (),
 ) -> Hooks:
     """Register all of them, outermost first, in the order in which they fire.
 
@@ -93,6 +136,7 @@ def register_hooks(
             cast to it.
         compiles: ``torch.compile`` takes each block as a whole.
         context_fn: what selective checkpointing keeps.
+        enclosing: blocks that hold some of ``blocks``, their units.
     """
     hooks = Hooks(communicator, entered, compute_dtype)
     keep = hooks.handles.append
@@ -105,18 +149,14 @@ def register_hooks(
     # Called after an exception too: the ranks that will wait for this one are told.
     keep(root.register_forward_hook(hooks._leave_root, always_call=True))
 
+    for around in enclosing:
+        hooks.of_enclosing(around)
     for block in blocks:
-        # The call: a checkpoint lies inside, so that these fire once in forward, and the recompute
-        # is seen by the gradient of the output.
-        enter = partial(hooks._enter_block, block.unit)
-        leave = partial(hooks._leave_block, block.unit)
-        keep(block.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        keep(block.module.register_forward_hook(leave))
-        trigger = block.trigger if block.trigger is not None else block.module
-        keep(trigger.register_forward_pre_hook(partial(hooks._on_trigger, block.unit)))
+        hooks.of_block(block)
 
     # Inside the calls: forwards of modules with weights of their own, ...
-    scopes = {id(root), *(id(block.module) for block in blocks)}
+    scopes = {id(root), *(id(module) for block in blocks for module in block.modules)}
+    scopes |= {id(around.module) for around in enclosing}
     for module in root.modules():
         if weights_of(module):
             keep(module.register_load_state_dict_pre_hook(partial(_loading, communicator)))
@@ -131,11 +171,17 @@ def register_hooks(
         elif block.unit.at_entry:
             take_at_entry(block.module)
         else:
-            enclose(block.module, block.scope)
-        if block.checkpoint is not None:  # around it, so that the recompute finds the weights
-            record = partial(communicator.state.trace.record, "BACKWARD", block.unit.name)
-            reentrant = block.checkpoint.reentrant
-            checkpoint_block(block.module, reentrant, context_fn, record)
+            for module in block.modules:
+                enclose(module, block.scope)
+    for around in enclosing:
+        enclose(around.module, around.scope)
+    # ... in checkpoints around that, so that the recompute finds the weights, ...
+    recomputing: list[BlockHooks | EnclosingHooks] = [*blocks, *enclosing]
+    for each in recomputing:
+        if each.checkpoint is not None:
+            record = partial(communicator.state.trace.record, "BACKWARD", each.name)
+            for module in each.modules:
+                checkpoint_block(module, each.checkpoint.reentrant, context_fn, record)
     # ... and of the model, for weights beside the blocks.
     enclose(root, root_scope)
 
@@ -162,7 +208,8 @@ class Hooks:
         self.handles: list[RemovableHandle] = []
         self._compute_dtype = compute_dtype
         self._entered = entered
-        self._given: dict[Unit, Given] = {}
+        self._given: dict[Unit | Enclosing[Unit], Given] = {}
+        self.together: dict[Unit, Together] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
@@ -173,12 +220,39 @@ class Hooks:
             handle.remove()
         self.handles.clear()
 
+    def of_block(self, block: BlockHooks) -> None:
+        """Register those of a unit's calls.
+
+        A checkpoint lies inside, so that they fire once in forward, and the recompute is seen by
+        the gradient of the output.
+        """
+        keep, unit = self.handles.append, block.unit
+        enter, leave = self._enter_block, self._leave_block
+        if len(block.modules) > 1:
+            enter, leave = self._enter_one, self._leave_one
+            self.together[unit] = Together(len(block.modules))
+        for module in block.modules:
+            before, after = partial(enter, unit), partial(leave, unit)
+            keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            keep(module.register_forward_hook(after))
+        trigger = block.trigger if block.trigger is not None else block.module
+        keep(trigger.register_forward_pre_hook(partial(self._on_trigger, unit)))
+
+    def of_enclosing(self, around: EnclosingHooks) -> None:
+        """Register those of a block that holds units of its own."""
+        keep, module = self.handles.append, around.module
+        before = partial(self._enter_enclosing, around.block)
+        keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        keep(module.register_forward_hook(partial(self._leave_enclosing, around.block)))
+
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         compiled = module._compiled_call_impl is not None  # module.compile()
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed("the model", compiled)
         if graph_task() != NO_TASK:
             return None
+        for together in self.together.values():
+            together.running = False  # of a forward that has failed
         if self._entered is not None:
             self._entered(args, kwargs)
         self.communicator.begin_forward()
@@ -197,6 +271,7 @@ class Hooks:
         if output is None and error is not None:  # a failed forward: begin_forward will recover
             self.communicator.forward_failed(error)
             return
+        self._leave_unfinished()
         self.communicator.end_forward()
         for tensor in tensors(output):
             if tensor.requires_grad:
@@ -220,14 +295,23 @@ class Hooks:
         compiled = module._compiled_call_impl is not None
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed(f"block {unit.name}", compiled)
+        if self.together and graph_task() == NO_TASK:
+            self._leave_unfinished()
         self.communicator.enter_block(unit)
         self._given[unit] = given((args, kwargs))
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         recompute = graph_task() != NO_TASK
-        before = self._given.pop(unit, {})
         if not recompute:
             self.communicator.leave_block(unit)
+        elif unit.around >= 0:
+            self.communicator.queue.leave_recompute(unit)
+        self._await_gradient(unit, output)
+
+    def _await_gradient(self, unit: Unit | Enclosing[Unit], output: Any) -> None:
+        """Have backward noticed when a gradient of a block's ``output`` arrives."""
+        recompute = graph_task() != NO_TASK
+        before = self._given.pop(unit, {})
         if not torch.is_grad_enabled():
             return
         if not isinstance(output, Tensor) and not any(True for _ in tensors(output)):
@@ -242,12 +326,64 @@ class Hooks:
                 forward = None if recompute else self.communicator.forwards
                 on_gradient(tensor, partial(self._gradient_arrives, unit, forward), before)
 
-    def _gradient_arrives(self, unit: Unit, forward: int | None, gradient: Tensor) -> None:
+    def _gradient_arrives(
+        self, unit: Unit | Enclosing[Unit], forward: int | None, gradient: Tensor
+    ) -> None:
         if torch.is_grad_enabled():
             no_second_derivatives()
         if forward is not None:
             self.communicator.begin_backward(forward)
-        self.communicator.enter_backward(unit)
+        if isinstance(unit, Enclosing):
+            self.communicator.enclosing_backward(unit)
+        else:
+            self.communicator.enter_backward(unit)
+
+    # several modules that are one unit
+
+    def _enter_one(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The unit is entered with the first of them, in a recompute with each."""
+        together = self.together[unit]
+        if together.running and graph_task() == NO_TASK:
+            self._given[unit] = given((args, kwargs))
+            return
+        self._enter_block(unit, module, args, kwargs)
+        if graph_task() == NO_TASK:
+            together.running = True
+            together.left.clear()
+
+    def _leave_one(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """It is left when all of them have run."""
+        together = self.together[unit]
+        if graph_task() == NO_TASK:
+            together.left.add(id(module))
+            if len(together.left) < together.count:
+                self._await_gradient(unit, output)
+                return
+            together.running = False
+        self._leave_block(unit, module, args, output)
+
+    def _leave_unfinished(self) -> None:
+        """Another unit runs, or the model's end: what of a unit has not run until now does not."""
+        for unit, together in self.together.items():
+            if together.running:
+                together.running = False
+                self.communicator.leave_block(unit)
+
+    # blocks that hold units of their own
+
+    def _enter_enclosing(
+        self, block: Enclosing[Unit], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        compiled = module._compiled_call_impl is not None
+        if compiled or transforming() or torch.compiler.is_compiling():
+            refuse_transformed(f"block {block.name}", compiled)
+        self.communicator.enter_enclosing(block)
+        self._given[block] = given((args, kwargs))
+
+    def _leave_enclosing(
+        self, block: Enclosing[Unit], module: nn.Module, args: Any, output: Any
+    ) -> None:
+        self._await_gradient(block, output)
 
     def _on_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self.communicator.on_trigger(unit)

@@ -32,6 +32,7 @@ from internsp.wp.schedule import (
     FORWARD,
     FREE,
     NEXT_PASS,
+    RECOMPUTE,
     USE,
     WAIT,
     Action,
@@ -186,6 +187,8 @@ class GatherQueue(Generic[U, W]):
     def trigger(self, unit: U, recompute: bool) -> list[Action]:
         """The prefetch trigger of a block fires, in forward or in the recompute."""
         out: list[Action] = []
+        if recompute and unit.around >= 0:  # the recompute may go on with the next unit
+            return out
         if not recompute:
             self._triggered = True
         elif unit is self.open:
@@ -404,6 +407,44 @@ class GatherQueue(Generic[U, W]):
             weights = [weight for weight in group.weights if weight.trained]
             if weights:
                 self.reductions.launch(unit, weights, out, last)
+
+    # for blocks that hold several units (:mod:`internsp.wp.enclosing`)
+
+    def add(self, unit: U) -> None:
+        """Take in a unit that none of the passes has in its places."""
+        for group in unit.groups:
+            self._group.update(dict.fromkeys(group.weights, group))
+
+    def gather(self, unit: U, phase: str, out: list[Action]) -> None:
+        """Gather now what the slot does not hold of a unit beside the blocks."""
+        for group in Policy.order(unit.groups, phase, recomputed=False):
+            self._launch(unit, group, phase, out)
+
+    def close(self, out: list[Action]) -> None:
+        """The backward of the block that runs is over."""
+        self._close(out)
+
+    def recompute(self, unit: U, following: U | None) -> list[Action]:
+        """A forward of ``unit`` in a recompute that goes around several units.
+
+        What backward holds for others gives way: it is gathered again where it is used.
+
+        Args:
+            following: the unit that the recompute enters next; gathered where there is room.
+        """
+        out: list[Action] = []
+        self._insist(unit, RECOMPUTE, out)
+        if following is not None and self.policy.depth:
+            for group in following.groups:
+                if not any(found in self.held for found in self._under(following, group)):
+                    self._launch(following, group, RECOMPUTE, out)
+        return out
+
+    def leave_recompute(self, unit: U) -> list[Action]:
+        """It is over; what was gathered for the unit's backward stays."""
+        if unit is not self.open and self._backward.start[unit] >= self._at:
+            self._let_go(unit)
+        return []
 
     def begin_part(self, weights: bool, exchanges: bool = False) -> None:
         """One part of a backward that a pipeline computes in two (arXiv 2401.10241).
@@ -689,8 +730,17 @@ class GatherQueue(Generic[U, W]):
         if not self._reaching:
             self._prefetch(unit, BACKWARD, out)
 
+    def _insist(self, unit: U, phase: str, out: list[Action]) -> None:
+        """Gather what is missing of a unit, though its bytes are held for another."""
+        for group in Policy.order(unit.groups, phase, unit.recomputed):
+            for found in self._under(unit, group):
+                self.held.pop(found, None)
+            self._launch(unit, group, phase, out)
+
     def _gather_block(self, unit: U, out: list[Action]) -> None:
         self._require(unit, self._backward.end[unit], BACKWARD, out)
+        if unit.around >= 0:  # a recompute may have taken what was gathered ahead
+            self._insist(unit, BACKWARD, out)
         if self.policy.rolling:
             self._raise(len(self._backward.places), out)
 

@@ -91,6 +91,10 @@ class Unit(Protocol[W]):
         """Index among the chunk's blocks; -1 beside them."""
 
     @property
+    def around(self) -> int:
+        """Number of the enclosing block that it is a unit of; -1: of none."""
+
+    @property
     def recomputed(self) -> bool:
         """Whether activation checkpointing recomputes it, so that backward gathers in its order."""
 

@@ -42,6 +42,10 @@ class Unit:
     slot: int = -1
     block: int = -1
     """Index among the chunk's blocks; -1 for units that are not blocks."""
+    around: int = -1
+    """Number of the enclosing block whose unit it is; -1: of none."""
+    within: tuple[str, ...] = ()
+    """Names of the modules whose parameters are its own, replicated ones too."""
     has_trigger: bool = False
     """Whether a module inside it triggers the gather of the next block; else its entry does."""
     recomputed: bool = False
