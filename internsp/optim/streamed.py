@@ -94,10 +94,13 @@ class _Piece:
             s.tensor.grad = self.gradients[i].mul_(factor) if factor != 1.0 else self.gradients[i]
             if self.states[i]:
                 self._inner.state[s.tensor].update(self.states[i])
-        self._inner.step()
+        try:
+            self._inner.step()
+        finally:
+            for s, home in zip(segments, homes, strict=True):
+                s.tensor.grad, s.tensor.data = None, home
         back: list[tuple[Tensor, Tensor]] = []
         for i, s in enumerate(segments):
-            s.tensor.grad, s.tensor.data = None, homes[i]
             if bucket.master_hosted:
                 back.append((homes[i], self.values[i]))
             if bucket.has_master:

@@ -113,6 +113,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets = make_buckets(communicator, place)
             for bucket in self._buckets:
                 bucket.make_inner(optimizer_class, self._settings())
+        if communicator.state.link is not None:
+            communicator.state.link.trim()  # of where the shards were
         self._reducer = Reducer(communicator, self._buckets, reduce_dtype)
         for member in members(communicator):
             guard_parameter(member, self, communicator.mesh.rank)

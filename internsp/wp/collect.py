@@ -140,7 +140,7 @@ def collect(
             value = total.div_(ranks) if mean else total
             if weight.hosted and weight.link is not None:
                 value = value.to(grad_dtype(weight.parameter))
-                hosted.append((weight, weight.link.zeros("grad", value.shape, value.dtype)))
+                hosted.append((weight, weight.link.empty("grad", value.shape, value.dtype)))
                 weight.link.store([(hosted[-1][1], value)])
             else:
                 _accumulate(weight, value)

@@ -63,7 +63,7 @@ class HostLink:
     """Copies between one device and host memory, for the offloaded parts of one model chunk.
 
     Attributes:
-        held: bytes of host memory that :meth:`zeros` has given and that live still, by what it is.
+        held: bytes of host memory that :meth:`empty` has given and that live still, by what it is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,13 +78,22 @@ class HostLink:
         self._fetched: Copied = _Over()  # the last that reads host memory
         self._stored: Copied = _Over()  # the last that writes it
 
-    def zeros(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory, pinned where the device has streams; counted as ``what`` while it lives."""
-        made = torch.zeros(tuple(shape), dtype=dtype, pin_memory=has_streams(self.device))
+        made = torch.empty(tuple(shape), dtype=dtype, pin_memory=has_streams(self.device))
         size = {what: made.untyped_storage().nbytes()}
         self.held.update(size)
         weakref.finalize(made, self.held.subtract, size)
         return made
+
+    def zeros(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """:meth:`empty`, filled with zeros."""
+        return self.empty(what, shape, dtype).zero_()
+
+    def trim(self) -> None:
+        """Much host memory was freed: torch keeps what was pinned, and is to give it back."""
+        if has_streams(self.device):
+            getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # not in 2.11
 
     def aside(self) -> AbstractContextManager[object]:
         """Work inside is queued on the stream of copies to the device, not where it computes.
@@ -201,7 +210,7 @@ class HostSum:
 
     def __init__(self, link: HostLink, numel: int, dtype: torch.dtype) -> None:
         self._link = link
-        self.values = link.zeros(GRADIENTS, (numel,), dtype)
+        self.values = link.empty(GRADIENTS, (numel,), dtype)
         self.full = False
 
     def add(self, part: Tensor, then: Callable[[Tensor], None] | None = None) -> None:

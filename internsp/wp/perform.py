@@ -88,6 +88,8 @@ class Chunk:
                 if self.link is not None and weights[0].hosted:
                     with self.link.aside():
                         self._all_gather(action)
+                    if not self.queue.overlap:  # it was waited for in that stream alone
+                        self.link.here().wait()
                 else:
                     self._all_gather(action)
             elif kind == FREE:

@@ -239,6 +239,32 @@ def test_whole_parameters_gradients_and_writes_reach_host_memory(rank: int) -> N
 
 
 @ranks(2)
+def test_an_evaluation_before_training_and_a_step_that_raises_leave_nothing_behind(
+    rank: int,
+) -> None:
+    install(LateLink)
+    ends = []
+    for offload in ((), EVERYTHING):
+        config = {"offload": offload, "compute_dtype": "float32"}
+        s = setup(Case(weight=2, dtype=torch.bfloat16, config=config))
+        ids, labels = (share(part, rank) for part in batch(0, 2))
+        with torch.inference_mode():
+            s.model(ids, labels)
+        s.model(ids, labels).backward()
+        s.optimizer.step()
+        ends.append(([(0.0, 0.0)], whole(s.model)))
+        s.model(ids, labels).backward()
+        s.optimizer.param_groups[0]["eps"] = "none"
+        with pytest.raises(TypeError):
+            s.optimizer.step()
+        for bucket in s.optimizer._buckets:
+            home = bucket.master.untyped_storage().data_ptr()
+            for segment in bucket.segments:
+                assert segment.tensor.untyped_storage().data_ptr() == home, segment.key
+    assert same(*ends)
+
+
+@ranks(2)
 def test_what_cannot_be_offloaded_is_refused_by_name() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh, offload=("optimizer",))

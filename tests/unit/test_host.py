@@ -44,7 +44,7 @@ class Stream:
 def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[bool]]:
     """Where it computes; whether each piece of host memory is pinned."""
     Stream.made = []
-    compute, pinned, zeros = Stream(KIND), list[bool](), torch.zeros
+    compute, pinned, empty = Stream(KIND), list[bool](), torch.empty
     monkeypatch.setattr(Stream, "here", compute)
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream.here)
@@ -52,9 +52,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, list[bool]]:
 
     def noted(*shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
         pinned.append(pin_memory)
-        return zeros(*shape, **options)
+        return empty(*shape, **options)
 
-    monkeypatch.setattr(torch, "zeros", noted)
+    monkeypatch.setattr(torch, "empty", noted)
     return compute, pinned
 
 
@@ -64,7 +64,7 @@ def test_host_memory_is_pinned_and_copies_run_on_streams_of_their_own(
     compute, pinned = streams
     link = HostLink(KIND)
     _, inward, outward = Stream.made
-    home = link.zeros("weights", (2, 3), torch.float32)
+    home = link.empty("weights", (2, 3), torch.float32)
     assert pinned == [True]
     assert link.held["weights"] == 24
     there = torch.ones(2, 3)
