@@ -66,6 +66,10 @@ class NotFiniteError(InternspError, RuntimeError):
     """Gradients stayed not finite for too many steps, or weights that are not were to be kept."""
 
 
+class ReplicaError(InternspError, RuntimeError):
+    """Ranks that should hold the same weights hold different ones."""
+
+
 class CollectiveError(InternspError, RuntimeError):
     """A collective failed, or an earlier failure left the groups unusable (WP-10)."""
 

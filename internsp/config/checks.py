@@ -201,6 +201,10 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 
 def _train(config: Config) -> Iterator[Problem]:
+    train = config.train
+    if train.early_stop and not (train.eval_every and train.eval_batches):
+        text = "there is nothing to stop by: evaluations are off until the end"
+        yield Problem(("train.early_stop", "train.eval_every", "train.eval_batches"), text)
     size = len(config.train.name.encode())
     if size > 200:  # of the 255 bytes that most file systems take
         text = f"{size} bytes are too long for the name of a folder; use at most 200"

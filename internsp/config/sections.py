@@ -450,6 +450,14 @@ class TrainConfig(Section):
     """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
     max_skipped_steps: Count = 10
     """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
+    compare_replicas: Natural = 0
+    """Steps between comparisons of all replicas of the weights, bit for bit; 0: none."""
+    loss_spike: Annotated[float, Field(ge=0, le=1e6)] = 2.0
+    """Tell of a loss above so many times the median of the last 50 steps; 0: never."""
+    norm_spike: Annotated[float, Field(ge=0, le=1e6)] = 10.0
+    """The same of the gradient norm."""
+    early_stop: Natural = 0
+    """Stop after so many evaluations in a row without a lower held-out loss; 0: never."""
     log_every: Count = 1
     """Steps between printed lines; metrics.jsonl has every step."""
     loss_chunk: Count = 1024

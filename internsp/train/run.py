@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from internsp.config import Config
-from internsp.errors import InternspError, NotFiniteError
+from internsp.errors import InternspError, NotFiniteError, ReplicaError
 from internsp.pipeline import SchedulerHook
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.report.advice import Setting, advise
@@ -22,6 +22,7 @@ from internsp.train import checkpoint
 from internsp.train.checkpoint import Resumed
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
+from internsp.train.numbers import EarlyStop, Spikes, compare_replicas
 from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
 from internsp.train.session import Session
@@ -80,6 +81,9 @@ class _Run:
         self.events: list[Event] = []
         self.interrupted = False
         self.why = ""
+        self.early = False  # the held-out loss has stopped to fall
+        self.trusted = True  # replicas are not known to differ
+        self._spikes, self._early_stop = Spikes(self.config), EarlyStop(self.config)
         self.skipped_before = 0  # steps of the run that this one goes on
         self.failure: Exception | None = None  # of all ranks together, or after the last step
 
@@ -95,7 +99,7 @@ class _Run:
             timelines = self._timelines()
             path, text = None, ""
             try:
-                if self.config.checkpoint.save and self.step > self.done:
+                if self.config.checkpoint.save and self.step > self.done and self.trusted:
                     path = self._save(self.step, display, last=True)
                 if self.failure is None:
                     if last is not None:
@@ -156,13 +160,34 @@ class _Run:
             self.step += 1
             if self.interrupted:
                 self._learn_why(display)
-            self.failure = too_many_skipped(self.session, self.step)
+            self.failure = too_many_skipped(self.session, self.step) or self._replicas()
             if self.interrupted or self.failure is not None or self.step == train.steps:
                 return metrics
-            self._record(self._evaluated(metrics, False, display), display, writer)
+            metrics = self._evaluated(metrics, False, display)
+            self._record(metrics, display, writer)
+            if self._early_stop.reached(metrics.eval_loss):
+                self.early = True
+                if display is not None:
+                    display.note(
+                        f"stopped after step {self.step}: no lower held-out loss in "
+                        f"{train.early_stop} evaluations (train.early_stop)"
+                    )
+                return None
             every = self.config.checkpoint.every
             if every and self.step % every == 0:
                 self._save(self.step, display)
+        return None
+
+    def _replicas(self) -> ReplicaError | None:
+        """Whether replicas are equal, in the steps that ask. Collective."""
+        every = self.config.train.compare_replicas
+        if not every or self.step % every:
+            return None
+        try:
+            compare_replicas(self.session, self.step)
+        except ReplicaError as error:  # of all ranks together
+            self.trusted = False
+            return error
         return None
 
     def _learn_why(self, display: Display | None) -> None:
@@ -188,6 +213,8 @@ class _Run:
         if display is not None:
             display.update(metrics)
             if said := remark(self.session, metrics.step, metrics.loss):
+                display.note(said)
+            if said := self._spikes.look(metrics):
                 display.note(said)
 
     def _save(self, step: int, display: Display | None, last: bool = False) -> Path | None:
@@ -281,6 +308,8 @@ class _Run:
     def _notes(self) -> list[str]:
         stopped = f"The run was stopped before its last step{self.why}."
         notes = [stopped] if self.interrupted else []
+        if self.early:
+            notes.append(f"The run ended early, after step {self.step}: train.early_stop.")
         skipped = self.skipped_before + self.session.optimizer.skipped_steps
         if skipped:
             notes.append(f"Steps skipped because gradients were not finite: {skipped}.")

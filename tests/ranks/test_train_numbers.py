@@ -1,0 +1,84 @@
+"""A run compares replicas, tells of spikes, and ends when the held-out loss stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from internsp.errors import ReplicaError
+from internsp.report.metrics import read_metrics
+from internsp.train import run as training
+from internsp.train.numbers import compare_replicas
+from internsp.train.run import train
+from tests.ranks.test_train import config
+from tests.support.ranks import run_ranks
+
+SHORT = {"steps": 6, "compare_replicas": 2, "eval_batches": 1}
+
+
+def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> str:
+    """A run in which one bit of one rank's copy flips after the fourth step; its error."""
+
+    def after(session, step: int) -> None:
+        if step == 4 and rank == 1:
+            parameters = dict(session.modules[0].named_parameters())
+            name = next(name for name in parameters if which in name)
+            tensor = parameters[name]
+            local = getattr(tensor, "_local_tensor", tensor)
+            local.data.view(torch.int32).view(-1)[3] ^= 1
+        compare_replicas(session, step)
+
+    settings = config(
+        parallel={"weight": weight}, train=SHORT, checkpoint={"save": True, "every": 2}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "compare_replicas", after)
+        try:
+            train(settings, Path(folder))
+        except ReplicaError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("world", "weight", "which", "found"),
+    [
+        (
+            2,
+            1,
+            "wq.weight",
+            "layers.0.attention.wq.weight is one thing on ranks [0], another on [1]",
+        ),
+        (4, 2, "w1.weight", "feed_forward.w1.weight is one thing on ranks [1], another on [3]"),
+        (4, 4, "norm.weight", "norm.weight is one thing on ranks [0, 2, 3], another on [1]"),
+    ],
+)
+def test_one_flipped_bit_in_one_replica_ends_the_run(
+    tmp_path: Path, world: int, weight: int, which: str, found: str
+) -> None:
+    folder = tmp_path / "run"
+    for rank, error in enumerate(run_ranks(flip, world, str(folder), weight, which, timeout=120)):
+        assert "after step 4" in error
+        assert found in error
+        assert f"this is rank {rank}" in error
+    assert "replicas of weights are not equal" in (folder / "report.html").read_text()
+    saved = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert any("2" in name for name in saved)
+    assert not any("4" in name for name in saved)
+
+
+def stay(rank: int, world_size: int, folder: str) -> None:
+    settings = config(
+        parallel={"weight": 2},
+        optimizer={"lr": 0.0},
+        train={"steps": 9, "eval_every": 1, "early_stop": 2, "eval_batches": 1},
+    )
+    train(settings, Path(folder))
+
+
+def test_a_run_ends_when_the_held_out_loss_stays(tmp_path: Path) -> None:
+    run_ranks(stay, 2, str(tmp_path), timeout=120)
+    assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert "ended early, after step 3" in (tmp_path / "report.html").read_text()
