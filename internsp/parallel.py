@@ -54,6 +54,8 @@ from internsp.wp.hooks import BlockHooks, EnclosingHooks, register_hooks
 from internsp.wp.host import HostLink
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
+from internsp.wp.near import NearSlices
+from internsp.wp.order import OrderLearner
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.queue import GatherQueue
@@ -247,6 +249,14 @@ class _Builder:
         communicator.plan = plan
         by_unit = self._communicators(communicator, others)
         communicator.collect_itself()
+        learns = self.config.unexpected_order == "learn"
+        if learns and self.structure.enclosing:
+            raise ConfigError(
+                'weight_parallel.unexpected_order = "learn" learns an order of blocks, but a rule '
+                f"of the plan makes units within {self.structure.enclosing[0].name}: leave one out"
+            )
+        if learns and self.own is None:
+            communicator.learning = OrderLearner(communicator)
         for weight in self.sharded:
             weight.communicator = by_unit.get(weight.unit.name, communicator)
             if self.own is not None:
@@ -416,6 +426,21 @@ class _Builder:
         collectives = gathers[self.mesh.dense]
         state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
         state.link = self.link
+        slices = {w.name: w.slices for unit in plan.units for w in unit.weights if w.slices}
+        if slices and self.own is None:
+            for name, near in slices.items():
+                by_name[name].slices = near
+            sliced = [by_name[name] for name in slices]
+            near_gathers = {
+                (axis, near): self.make_collectives(
+                    self.mesh.near_group(axis, near), overlap, trace, counters, ledger,
+                    self.mesh.device,
+                )
+                for axis, near in sorted(
+                    {(w.axis, w.slices) for w in sliced}, key=lambda key: (key[0].name, key[1])
+                )
+            }  # fmt: skip
+            state.near = NearSlices(sliced, near_gathers, pool)
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
             options = {by_name[name]: self.options[name] for name in names}

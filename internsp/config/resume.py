@@ -51,8 +51,9 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype "
         "cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
-        "blocks keep_unsharded accumulation coalesce_bytes pending_blocks unexpected_order "
-        "head_output compile cuts_own_sequences compare_ranks grad_dtype offload",
+        "blocks keep_unsharded reshard_after_forward accumulation coalesce_bytes pending_blocks "
+        "unexpected_order head_output compile cuts_own_sequences compare_ranks grad_dtype "
+        "offload",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.

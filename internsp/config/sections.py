@@ -259,6 +259,8 @@ class PlanRule(Section):
     """Function that fills the unsharded weight from what all ranks have sent."""
     offload: Offload = ()
     """What of them lies in host memory, as in [weight_parallel]; empty: nothing."""
+    reshard_after_forward: Amount = 0
+    """Near ranks over which blocks' weights stay cut after a step's first all-gather; 0: none."""
     keep_unsharded: bool = False
     """Whether the blocks stay unsharded in a step; what is configured counts among the others."""
     prefetch_depth: Depth = 1
@@ -333,6 +335,8 @@ class WeightParallelConfig(Section):
     """Patterns of consecutive parts of the names of experts' parameters."""
     plan: Annotated[tuple[PlanRule, ...], Field(strict=False, max_length=1000)] = ()
     """Rules for some modules or parameters alone, each a table [[weight_parallel.plan]]."""
+    reshard_after_forward: Amount = 0
+    """Near ranks over which blocks' weights stay cut after a step's first all-gather; 0: none."""
     keep_unsharded: Kept = None
     """Blocks of a chunk that stay unsharded in a step: none, a number, a size ("2 GiB"), or all."""
     accumulation: Literal["sharded", "full"] = "sharded"
@@ -343,8 +347,8 @@ class WeightParallelConfig(Section):
     """Weights up to this many bytes unsharded share collectives with their neighbors."""
     pending_blocks: Few = 2
     """Unsharded gradients in flight, in blocks; the oldest is finished at the limit."""
-    unexpected_order: Literal["error", "gather"] = "error"
-    """When blocks run in another order than declared: stop, or gather without prefetch."""
+    unexpected_order: Literal["error", "gather", "learn"] = "error"
+    """Blocks in another order than declared: stop; gather each as it comes; or the first step's."""
     embedding_cut: Literal["vocabulary", "hidden"] = "vocabulary"
     """Dimension on which the embedding is cut."""
     head_output: Literal["local", "gather", "vocabulary"] = "local"

@@ -180,6 +180,7 @@ class ParallelMesh:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self._models = 0
+        self._near: dict[tuple[str, int], dist.ProcessGroup] = {}
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
@@ -352,6 +353,20 @@ class ParallelMesh:
         self._models += 1
         return self._models
 
+    def near_group(self, axis: WeightAxis, ranks: int) -> dist.ProcessGroup:
+        """``ranks`` neighbors of a weight group, this rank among them.
+
+        Collective over them where it is the first call with these arguments.
+        """
+        if (axis.name, ranks) not in self._near:
+            everyone = dist.get_process_group_ranks(axis.weight_group)
+            first = axis.rank // ranks * ranks
+            timeout = timedelta(seconds=self.timeout_seconds)
+            self._near[axis.name, ranks] = dist.new_group(
+                everyone[first : first + ranks], timeout=timeout, use_local_synchronization=True
+            )
+        return self._near[axis.name, ranks]
+
     @property
     def tensor_mesh(self) -> DeviceMesh:
         """What ``parallelize_module`` takes: the tensor ranks.
@@ -374,7 +389,7 @@ class ParallelMesh:
         groups = [self.sequence_group, self.heads_group, self.ring_group, self.expert_group]
         for axis in self.axes:
             groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
-        return list(dict.fromkeys(groups))
+        return list(dict.fromkeys([*groups, *self._near.values()]))
 
     @property
     def stage_groups(self) -> list[dist.ProcessGroup]:

@@ -52,11 +52,13 @@ class WeightOptions:
         offload: what of it lies in host memory.
         quantize: what its shards are rounded to for their all-gather: ``none``, ``int8``, ``fp8``.
         quantize_min_elements: of fewer elements it is not rounded.
+        reshard_after_forward: near ranks that keep slices of it after the first gather of a step.
         own: what a user's functions send in the place of its shards.
     """
 
     coalesce_bytes: int
     offload: tuple[str, ...]
+    reshard_after_forward: int
     quantize: str
     quantize_min_elements: int
     own: OwnGather | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,8 @@ class WeightPlan:
     reduce_bytes: int
     slot_bytes: int
     shard_bytes: int
+    slices: int = 0
+    """See :class:`internsp.wp.schedule.Weight`."""
     trainable: bool = True
     moves: bool = True
     """See :class:`internsp.wp.schedule.Weight`; not in a weight group of one, without a cast."""
@@ -45,17 +47,32 @@ class WeightPlan:
     """What of it lies in host memory."""
     gradient_bytes: int = 0
     """Of its unsharded gradient as it travels, padded."""
+    unsharded_bytes: int = 0
+    """As it is gathered, padded."""
     sum_bytes: int = 0
     """Of its unsharded gradient, summed over micro-batches in fp32 or wider."""
 
     def kind(self) -> tuple[object, ...]:
         """What those that travel together have in common."""
-        return self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts, self.hosted
+        return (
+            self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts, self.hosted,
+            self.slices,
+        )  # fmt: skip
 
     @property
     def hosted(self) -> bool:
         """Whether its shard lies in host memory."""
         return WEIGHTS in self.offload
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of this rank's slice for gathers within its near group."""
+        return self.unsharded_bytes // self.slices if self.slices else 0
+
+    @property
+    def near_bytes(self) -> int:
+        """What a gather within the near group brings."""
+        return self.unsharded_bytes - self.slice_bytes
 
     @property
     def travels(self) -> bool:
@@ -120,6 +137,8 @@ class Line:
     phase: str
     weight: str
     nbytes: int = 0
+    near: bool = False
+    """Of a gather: from slices within the near group."""
 
     def line(self) -> str:
         """As :meth:`internsp.trace.Event.line`."""
@@ -171,6 +190,34 @@ class ChunkPlan:
     """Blocks that hold units of their own; their rests' slots are shared by turns."""
     exchanged: bool = False
     """Whether replicas hold the same weights, and exchange reduced gradients."""
+    order: tuple[int, ...] = ()
+    """Indices of the blocks as they run, where that was learned; empty: as declared."""
+
+    @property
+    def runs(self) -> tuple[UnitPlan, ...]:
+        """The blocks in the order in which they run."""
+        return tuple(self.blocks[block] for block in self.order) or self.blocks
+
+    @property
+    def run_policy(self) -> Policy:
+        """The policy of :attr:`runs`. Where a block recurs, "rolling" is block by block: bytes that
+        its one run frees would go to other blocks before its next one comes."""
+        policy, order = self.policy, self.order
+        if not order:
+            return policy
+        return replace(
+            policy,
+            blocks=len(order),
+            kept=frozenset(place for place, block in enumerate(order) if block in policy.kept),
+            depths=tuple(policy.depths[block] for block in order) if policy.depths else (),
+            rolling=policy.rolling and len(set(order)) == len(order),
+            named={
+                (phase, place): number
+                for (phase, block), number in policy.named.items()
+                for place in range(len(order))
+                if order[place] == block
+            },
+        )
 
     @property
     def outer(self) -> tuple[UnitPlan, ...]:
@@ -198,9 +245,11 @@ class ChunkPlan:
     def parcels(self) -> list[Exchanged]:
         """What replicas exchange, in the order in which a backward completes it."""
         above = [self.head] if self.head is not None and self.head not in self.outer else []
+        run = dict.fromkeys(self.runs)
+        idle = [unit for unit in reversed(self.blocks) if unit not in run]
         return [
             Exchanged(unit.name, weights, sum(w.shard_bytes for w in weights))
-            for unit in (*above, *reversed(self.blocks), *self.outer, *self.rests)
+            for unit in (*above, *reversed(run), *self.outer, *self.rests, *idle)
             for expert in reversed(dict.fromkeys(w.expert for w in unit.weights))
             for weights in [tuple(w for w in unit.weights if w.expert == expert)]
         ]

@@ -138,6 +138,7 @@ def _memory(
     summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
     held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
     whole = sum(w.sum_bytes for w in held) if summed else 0
+    slices = sum(w.slice_bytes for w in weights)
     quantized = []
     if any(w.quantized for w in weights):
         found = quantized_bytes(chunk, schedule, shape)
@@ -147,6 +148,7 @@ def _memory(
         ("replicated parameters", small_bytes),
         ("unsharded weights (slots, exact)", sum(chunk.slots())),
         *quantized,
+        *([("slices within near groups (exact)", slices)] if slices else []),
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),
@@ -283,6 +285,9 @@ def _schedule_table(plan: Plan) -> Table:
     for kind in ("AG", "RS"):
         schedule = plan.schedule
         rows.append((_KINDS[kind], schedule.count(kind), human(schedule.nbytes(kind))))
+        near = [a.nbytes for a in schedule.actions if a.kind == kind and a.near]
+        if near:
+            rows.append(("  of it within near groups", len(near), human(sum(near))))
         if experts:
             own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
             size = plan.shape.experts.size

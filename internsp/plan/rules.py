@@ -29,7 +29,7 @@ MODULE_KEYS = frozenset({"output_dtype", "cast_inputs", "unit"})
 """What is said of the matched modules themselves; everything else is said of parameters."""
 SHARDED_KEYS = frozenset({
     "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",
-    "post_all_gather", "offload",
+    "post_all_gather", "offload", "reshard_after_forward",
 })  # fmt: skip
 """What has an effect on a cut parameter alone."""
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a part of a name, or of a pattern
@@ -112,7 +112,7 @@ class Rules:
         """
         inside = [name for name in cut if _within_any(name, blocks)]
         acted_on = {**dict.fromkeys(BLOCK_KEYS, blocks), **dict.fromkeys(SHARDED_KEYS, cut)}
-        acted_on["quantize"] = inside
+        acted_on["quantize"] = acted_on["reshard_after_forward"] = inside
         for caught in self.caught:
             for key in caught.rule.said() if caught.origin == CONFIGURED else ():
                 if key in MODULE_KEYS and not caught.modules:
@@ -120,7 +120,7 @@ class Rules:
                 if key not in acted_on or any(map(caught.holds_for, acted_on[key])):
                     continue
                 what = "a block" if key in BLOCK_KEYS else "a parameter that is cut"
-                if key == "quantize":
+                if key in ("quantize", "reshard_after_forward"):
                     what += " in a block"
                 raise StructureError(
                     f"{caught}: {key} has no effect: what it catches is not {what}, and none lies "

@@ -19,6 +19,7 @@ from internsp.wp.schedule import (
     FINISH,
     FINISH_OLDEST,
     FORWARD,
+    NEAR_GATHER,
     NEXT_PASS,
     RECOMPUTE,
     REDUCE_SCATTER,
@@ -42,7 +43,7 @@ class Simulator:
         self.overlap = overlap
         self.out = Schedule()
         self.queue: GatherQueue[UnitPlan, WeightPlan] = GatherQueue(
-            plan.policy, plan.blocks, plan.outer, plan.head, overlap, limit=plan.pending_bytes
+            plan.run_policy, plan.runs, plan.outer, plan.head, overlap, limit=plan.pending_bytes
         )
         self.enclosing: EnclosingBlocks[UnitPlan, WeightPlan]
         self.enclosing = EnclosingBlocks(self.queue, plan.enclosing)
@@ -69,6 +70,10 @@ class Simulator:
                 self._accumulated.update(dict.fromkeys(weights, unit))
             elif kind == EXCHANGE:
                 self.out.actions.append(Line(kind, phase, unit.name))
+            elif kind == NEAR_GATHER:
+                for weight in weights:
+                    line = Line(ALL_GATHER, phase, weight.name, weight.near_bytes, near=True)
+                    self.out.actions.append(line)
             elif kind in _PRINTED:
                 if kind == FINISH_OLDEST and self.overlap and weights[0].reduce_bytes:
                     self.add(WAIT, FINISH, weights[0])
@@ -97,7 +102,7 @@ class Simulator:
         self.perform(queue.begin_forward(keep=True))
         self.perform(self.enclosing.begin_forward())
         self._beside(plan.embedding)
-        for unit in plan.blocks:
+        for unit in plan.runs:
             if unit.around >= 0 and unit.block == plan.enclosing[unit.around].first:
                 self.perform(self.enclosing.enter(plan.enclosing[unit.around]))
                 self._beside(plan.enclosing[unit.around].rest)
@@ -167,16 +172,16 @@ class Simulator:
             for weight in reversed(plan.head.weights):
                 self.use(plan.head, weight, BACKWARD)
                 self._ready(plan.head, weight, gives=gives)
-        for unit in reversed(plan.blocks):
+        for number, unit in reversed([*enumerate(plan.runs)]):
             if unit.block not in data.skipped:
-                self._enter_backward(unit)
+                self._enter_backward(unit, number)
                 self._run_backward(unit, gives)
 
-    def _enter_backward(self, unit: UnitPlan) -> None:
+    def _enter_backward(self, unit: UnitPlan, number: int) -> None:
         """A gradient arrives at a unit's output, and before that at its block's."""
         if unit.around < 0:
             self.perform(self.enclosing.come_to(unit, everywhere=True))
-            self.perform(self.queue.enter_backward(unit, everywhere=True))
+            self.perform(self.queue.enter_backward(unit, everywhere=True, run=number))
             return
         block = self.plan.enclosing[unit.around]
         first = self.enclosing.open is not block

@@ -157,6 +157,8 @@ def chunk_plan(
             continue
         block = places.get(name, -1)
         weights = weights_of[name]
+        if block in policy.kept:  # gathered once a step as it is
+            weights = tuple(replace(weight, slices=0) for weight in weights)
         trigger_at = -1
         if block >= 0:
             inside = [a.owners[0].module_name.removeprefix(f"{name}.") for a in own]
@@ -231,6 +233,26 @@ def all_moving(chunk: ChunkPlan) -> ChunkPlan:
     )
 
 
+def _slices(assignment: Assignment, size: int) -> int:
+    """Ranks of the near group that keeps slices of it.
+
+    Raises:
+        ConfigError: the weight group has no such parts.
+    """
+    near = assignment.options.reshard_after_forward
+    if not near or assignment.block < 0 or size == 1:
+        return 0
+    if near == 1 or near >= size or size % near:
+        fitting = [n for n in range(2, size) if size % n == 0]
+        raise ConfigError(
+            f"weight_parallel.reshard_after_forward = {near}: {assignment.name} is cut over "
+            f"{size} ranks, of which a smaller near group is "
+            f"{' or '.join(map(str, fitting)) if fitting else 'none'}; choose one of these, or 0 "
+            "(keep_unsharded keeps blocks whole)"
+        )
+    return near
+
+
 def quantized_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> int:
     """Bytes of the quantizer's buffers of a chunk that runs ``schedule``: exact (WP-1)."""
     shards = {
@@ -239,7 +261,11 @@ def quantized_bytes(chunk: ChunkPlan, schedule: Schedule, shape: MeshShape) -> i
         for weight in unit.weights
         if weight.quantized is not None
     }
-    gathers = ((a.kind == "AG", a.weight) for a in schedule.actions if a.kind in ("AG", "WAIT"))
+    gathers = (
+        (a.kind == "AG", a.weight)
+        for a in schedule.actions
+        if a.kind in ("AG", "WAIT") and not a.near
+    )
     return buffer_bytes(shards, gathers)
 
 
@@ -288,5 +314,7 @@ def _weight(assignment: Assignment, shape: MeshShape) -> WeightPlan:
         autocasts=assignment.autocasts,
         dtype=parameter.dtype,
         offload=frozenset(options.offload),
+        slices=_slices(assignment, size),
+        unsharded_bytes=layout.padded_numel * compute.itemsize,
         sum_bytes=layout.padded_numel * torch.promote_types(compute, torch.float32).itemsize,
     )

@@ -212,7 +212,9 @@ class ISPCommunicator(WPCommunicator):
             ``None``: the program has said nothing.
         expects_exchange: asked as a backward begins of which nothing is known: whether it is
             expected to be the last before replicas exchange their sums.
-        strict_order: whether blocks must run in the declared order.
+        strict_order: whether blocks must run in the queue's order, declared or learned.
+        learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
+            where none is learned, and once it is (``learned``).
         meeting: where the ranks of the stage agree on what is done at rest.
         whole_in: what has made parameters whole outside of training
             (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
@@ -230,6 +232,8 @@ class ISPCommunicator(WPCommunicator):
         self.state, self.queue = state, state.queue
         self.mesh, self.blocks, self.replicated = mesh, blocks, replicated
         self.strict_order, self.mean = strict_order, mean
+        self.learning: Any = None
+        self.learned = False
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
         self.others: list[EmbeddingWeightParallelCommunicator] = []
@@ -424,6 +428,8 @@ class ISPCommunicator(WPCommunicator):
         """The model is entered: recover from a failed pass, launch the first gathers."""
         self.recover()
         self.recovery.lookout.begin()
+        if self.learning is not None:
+            self.learning.begin_forward()
         self._forward_open = self._inside = True
         self._next = 0
         self._count_forward()
@@ -431,6 +437,8 @@ class ISPCommunicator(WPCommunicator):
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
         if self.enclosing:
             self.state.perform(self.enclosing.begin_forward())
+        if self.learning is not None:
+            self.state.perform(self.queue.gather_head())
 
     @property
     def busy(self) -> str:
@@ -479,11 +487,15 @@ class ISPCommunicator(WPCommunicator):
 
     def end_forward(self) -> None:
         """The model's forward is over."""
-        if self.strict_order and self.blocks and self._next != len(self.blocks):
+        order = self.queue.blocks
+        if self.learning is not None:
+            self.learning.come_to(None)
+        if self.strict_order and self._next < len(order) and not self._may_differ():
             raise OrderError(  # the forward stays open: all ranks recover together
-                f"only {self._next} of {len(self.blocks)} blocks ran in this forward on rank "
-                f"{self.mesh.rank}: the next in order was {self.blocks[self._next].name}. "
-                "Set weight_parallel.unexpected_order = 'gather' for models that skip blocks"
+                f"only {self._next} of {len(order)} blocks ran in this forward on rank "
+                f"{self.mesh.rank}: the next in order was {order[self._next].name}. "
+                "Set weight_parallel.unexpected_order = 'learn' for models that always skip the "
+                "same blocks, 'gather' for others"
             )
         self._forward_open = False
         if self.state.link is not None:
@@ -552,16 +564,18 @@ class ISPCommunicator(WPCommunicator):
         if actions:  # not at the second of the output's hooks
             self.state.perform(actions)
 
-    def enter_backward(self, unit: Unit) -> None:
-        """The gradient of a block's output has arrived (or its recompute begins)."""
-        if self.queue.open is unit or self.weight_part:
+    def enter_backward(self, unit: Unit, run: int | None = None) -> None:
+        """The gradient of a block's output has arrived (or its recompute begins).
+
+        Args:
+            run: see :meth:`GatherQueue.enter_backward`.
+        """
+        if self.weight_part or (self.queue.open is unit and run in (None, self.queue.run_of(unit))):
             return
         self._recomputed = False
-        if not self.enclosing:
-            self.state.perform(self.queue.enter_backward(unit, self._everywhere()))
-            return
-        self.state.perform(self.enclosing.come_to(unit, self._everywhere()))
-        self.state.perform(self.queue.enter_backward(unit, self._everywhere()))
+        if self.enclosing:
+            self.state.perform(self.enclosing.come_to(unit, self._everywhere()))
+        self.state.perform(self.queue.enter_backward(unit, self._everywhere(), run))
 
     def end_backward(self) -> None:
         """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
@@ -754,7 +768,7 @@ class ISPCommunicator(WPCommunicator):
     def forget_slots(self) -> None:
         """Let gathers in flight arrive; nothing that is unsharded now will be reused."""
         self.settle_gathers()
-        self.queue.contents.clear()
+        self.queue.forget_contents()
         self.queue.end_pass()
 
     def rest(self) -> None:
@@ -763,6 +777,8 @@ class ISPCommunicator(WPCommunicator):
         self.queue.reset()
         self.enclosing.reset()
         self.state.reducer.discard()
+        if self.state.near is not None:
+            self.state.near.discard()
         self.state.replicas.discard()
         self._set_weight_part(False)
         for weight in self.replicated.sharded:
@@ -810,7 +826,7 @@ class ISPCommunicator(WPCommunicator):
         """
         if self.queue.reductions.accumulating or self.more_to_come or not self.strict_order:
             return False
-        if not self._has_replicas:
+        if not self._has_replicas or self.queue.recurs:  # twice reduced: its last is not known
             return False
         if not all(weight.trained for _, weight in self.state.reducer.whole):
             return False  # their sums are reduced when the backward is over
@@ -834,29 +850,51 @@ class ISPCommunicator(WPCommunicator):
         if any(w.trained for beside in self.root() for w in beside.unit.weights):
             return 0
         names = [m.name for m in self.replicated.members if m.requires_grad]
-        for unit in self.blocks:
+        for number, unit in enumerate(self.queue.blocks):
             small = any(name.startswith(unit.within) for name in names)
             if small or any(weight.trained for weight in unit.weights):
-                return unit.block
-        return len(self.blocks)
+                return number
+        return len(self.queue.blocks)
 
     def _check_order(self, unit: Unit) -> None:
+        order = self.queue.blocks
         if not self._inside:  # blocks run by themselves, without the model's forward
             self.recover()
-            self._next %= len(self.blocks)
+            self._next %= len(order)
             if unit.block < self._next or not self._next:
                 self.recovery.lookout.begin()
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
             self._forget_older(unit)
-        if self.strict_order and unit.block != self._next:
-            expected = self.blocks[self._next].name if self._next < len(self.blocks) else "the end"
-            raise OrderError(
-                f"block {unit.name} ran on rank {self.mesh.rank} where {expected} was expected: "
-                "the prefetch order would be wrong. Declare the blocks in the order in which they "
-                "run (weight_parallel.blocks), or set weight_parallel.unexpected_order = 'gather'"
-            )
-        self._next = unit.block + 1
+        elif self.learning is not None:
+            self.learning.come_to(unit)
+        expected = order[self._next] if self._next < len(order) else None
+        if expected is unit:
+            self._next += 1
+        elif self.strict_order:
+            self._out_of_order(unit, expected)
+        else:
+            self._next = unit.block + 1
+
+    def _may_differ(self) -> bool:
+        return self.learned and not torch.is_grad_enabled()
+
+    def _out_of_order(self, unit: Unit, expected: Unit | None) -> None:
+        """A block runs that is not the next of the order."""
+        before = self.queue.blocks[self._next - 1] if self._next else None
+        if self.learned and (self.queue.astray or unit is before):
+            return  # several times in a row are one place
+        if self._may_differ():
+            self.queue.stray()
+            return
+        which = "which the first step has shown" if self.learned else "as declared"
+        raise OrderError(
+            f"block {unit.name} ran on rank {self.mesh.rank} where "
+            f"{expected.name if expected is not None else 'the end'} was expected, {which}: the "
+            "prefetch order would be wrong. Declare the blocks in the order in which they run "
+            "(weight_parallel.blocks), or set weight_parallel.unexpected_order = 'learn' for an "
+            "order that never changes, 'gather' for one that does"
+        )
 
     def _forget_older(self, unit: Unit) -> None:
         """Of a block that runs by itself: what has changed since it was gathered is gathered anew.
@@ -866,6 +904,7 @@ class ISPCommunicator(WPCommunicator):
         for weight in unit.weights:
             if weight.shown != weight.tag():
                 self.queue.contents.pop(weight, None)
+                self.queue.sliced.pop(weight, None)
 
     def _ensure_callback(self) -> None:
         """A gradient is ready though no output of the model was hooked: finish at this task's end.

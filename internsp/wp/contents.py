@@ -57,12 +57,18 @@ class Contents:
         if self._promised is not None:  # within another
             yield
             return
-        self._state.queue.contents.clear()
+        self._state.queue.forget_contents()
         self._promised = [(member, member.version()) for member in self._members()]
         try:
             yield
         finally:
             self._promised = None
+
+    def renew(self) -> None:
+        """The library itself has raised versions as a pass begins: no values were written."""
+        if self._promised is not None:
+            self._promised = [(member, member.version()) for member in self._members()]
+        self._early = None
 
     @property
     def promised(self) -> bool:
@@ -72,7 +78,7 @@ class Contents:
     def prefetched(self) -> None:
         """Weights are gathered before the next pass, which takes them over: none may be written."""
         if self._promised is None and self._early is None:
-            self._state.queue.contents.clear()
+            self._state.queue.forget_contents()
             self._early = [(member, member.version()) for member in self._members()]
 
     def begin_pass(self) -> bool:

@@ -324,10 +324,15 @@ class Hooks:
             if tensor.requires_grad:
                 # An inner graph of a reentrant recompute must not queue the end of backward.
                 forward = None if recompute else self.communicator.forwards
-                on_gradient(tensor, partial(self._gradient_arrives, unit, forward), before)
+                run = None if recompute else self.communicator.queue.run_of(unit)
+                on_gradient(tensor, partial(self._gradient_arrives, unit, forward, run), before)
 
     def _gradient_arrives(
-        self, unit: Unit | Enclosing[Unit], forward: int | None, gradient: Tensor
+        self,
+        unit: Unit | Enclosing[Unit],
+        forward: int | None,
+        run: int | None,
+        gradient: Tensor,
     ) -> None:
         if torch.is_grad_enabled():
             no_second_derivatives()
@@ -336,7 +341,7 @@ class Hooks:
         if isinstance(unit, Enclosing):
             self.communicator.enclosing_backward(unit)
         else:
-            self.communicator.enter_backward(unit)
+            self.communicator.enter_backward(unit, run)
 
     # several modules that are one unit
 

@@ -61,9 +61,11 @@ class ShardedParameter:
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
         unit: its block, or what it is beside the blocks; decides when it is gathered.
         communicator: unshards it and takes its gradient.
+        slices: near ranks that keep slices of it after its first gather of a step; 0: none do.
         shown: version and dtype of what its bytes in the slot hold; ``None``: of nothing.
     """
 
+    slices = 0
     guarded = True  # other weights take its bytes between forward and backward
     unit: Any
     communicator: Any

@@ -13,6 +13,7 @@ from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
 from internsp.wp.host import Copied, HostLink
 from internsp.wp.ledger import Counters
+from internsp.wp.near import NearSlices
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer
@@ -24,6 +25,7 @@ from internsp.wp.schedule import (
     FINISH_EXCHANGE,
     FINISH_OLDEST,
     FREE,
+    NEAR_GATHER,
     NEXT_PASS,
     REDUCE_SCATTER,
     USE,
@@ -45,6 +47,7 @@ class Chunk:
         queue: decides what happens next.
         replicas: exchanges reduced gradients between replicas.
         link: copies what is offloaded to the host; ``None``: nothing is.
+        near: slices of weights of blocks within a near group, where asked for.
         quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
             runs.
@@ -63,6 +66,7 @@ class Chunk:
     replicas: ReplicaExchange = field(init=False)
     quantizer: Quantizer | None = None
     link: HostLink | None = None
+    near: NearSlices | None = None
     streams: bool = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
@@ -92,6 +96,8 @@ class Chunk:
                         self.link.here().wait()
                 else:
                     self._all_gather(action)
+            elif kind == NEAR_GATHER:
+                self._near_gather(action)
             elif kind == FREE:
                 if self.trace.enabled:
                     self._record(kind, phase, unit, weights)
@@ -172,6 +178,22 @@ class Chunk:
             copied.wait()
         return place, copied
 
+    def _near_gather(self, action: Action) -> None:
+        _, phase, unit, weights, evicted = action
+        slot = self.pool.slots[unit.slot]
+        slot.take(unit, weights, evicted, self.pool.poison)
+        assert self.near is not None, "the queue gathers so where there are slices"
+        for run in runs_of(weights, lambda weight: weight.compute_dtype):
+            slices, collectives = self.near.gather(run)
+            outputs, names = [slot.flat(unit, w) for w in run], [w.name for w in run]
+            if len(run) == 1:
+                handle = collectives.all_gather(outputs[0], slices[0], unit.name, names[0], phase)
+            else:
+                handle = collectives.all_gather_coalesced(outputs, slices, unit.name, names, phase)
+            if handle.work is not None:
+                handle.carries = run
+                self.handles.update(dict.fromkeys(run, handle))
+
     def _coalesced(
         self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
     ) -> Handle:
@@ -190,8 +212,10 @@ class Chunk:
         return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
 
     def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
+        if self.near is not None:
+            self.near.expect(weights)
         if handle.work is None:
-            self._dequantize(weights)
+            self._arrived(weights)
             return
         handle.carries = weights
         for weight in weights:
@@ -205,10 +229,13 @@ class Chunk:
                 for other in handle.carries:
                     del self.handles[other]
                 self.collectives.wait(handle, name, action.weights[0].name, action.phase)
-                if self.quantizer is not None:
-                    self._dequantize(handle.carries)
+                if self.quantizer is not None or self.near is not None:
+                    self._arrived(handle.carries)
 
-    def _dequantize(self, weights: Sequence[ShardedParameter]) -> None:
+    def _arrived(self, weights: Sequence[ShardedParameter]) -> None:
         """A gather was waited for: what came quantized fills its slot."""
-        if self.quantizer is not None and weights[0] in self.quantizer.weights:
+        far = self.near is None or self.near.comes(weights[0])
+        if far and self.quantizer is not None and weights[0] in self.quantizer.weights:
             self.quantizer.dequantize(weights[0])
+        if self.near is not None:
+            self.near.keep(weights)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 from internsp.errors import PoolError
 from internsp.wp.reductions import Reductions
@@ -31,6 +31,7 @@ from internsp.wp.schedule import (
     BACKWARD,
     FORWARD,
     FREE,
+    NEAR_GATHER,
     NEXT_PASS,
     RECOMPUTE,
     USE,
@@ -47,28 +48,38 @@ _ABSENT = object()
 
 
 class Places(Generic[U, W]):
-    """The places of one pass in their order, and where each unit's begin and end."""
+    """The places of one pass in their order.
 
-    def __init__(self, phase: str, units: Iterable[U]) -> None:
+    Attributes:
+        above: where those of each unit before the blocks end.
+        starts, ends: where those of each block begin and end, by its place in the order of runs.
+    """
+
+    def __init__(
+        self, phase: str, blocks: Sequence[U], before: Iterable[U] = (), after: Iterable[U] = ()
+    ) -> None:
         self.places: list[tuple[U, Group[W]]] = []
-        self.start: dict[U, int] = {}
-        self.end: dict[U, int] = {}
-        self.at: dict[Group[W], int] = {}
-        for unit in units:
-            if unit in self.start:  # a tied head is the embedding, which has come
-                continue
-            self.start[unit] = len(self.places)
-            for group in Policy.order(unit.groups, phase, unit.recomputed):
-                self.at[group] = len(self.places)
-                self.places.append((unit, group))
-            self.end[unit] = len(self.places)
+        self.above = [self._add(unit, phase) for unit in before]
+        self.starts, self.ends = [0] * len(blocks), [0] * len(blocks)
+        numbers = range(len(blocks))
+        for number in reversed(numbers) if phase == BACKWARD else numbers:
+            self.starts[number] = len(self.places)
+            self.ends[number] = self._add(blocks[number], phase)
+        for unit in after:
+            self._add(unit, phase)
+
+    def _add(self, unit: U, phase: str) -> int:
+        for group in Policy.order(unit.groups, phase, unit.recomputed):
+            self.places.append((unit, group))
+        return len(self.places)
 
 
 class GatherQueue(Generic[U, W]):
     """A chunk's passes: what is gathered, held, released and reduced, and in which order.
 
     Args:
-        blocks: in the declared order.
+        blocks: in the order in which they run: the declared one, or a learned one, in which a block
+            may run twice or not at all (:meth:`reorder`).
         root: units beside the blocks that are gathered at the model's entry: embedding and others.
         head: gathered after the last block; may be one of ``root`` (tied).
         overlap: false for the synchronous path, which waits at each launch (WP-12).
@@ -96,23 +107,21 @@ class GatherQueue(Generic[U, W]):
         strict: bool = True,
         limit: int = 0,
     ) -> None:
-        self.policy, self.blocks, self.root, self.head = policy, blocks, root, head
+        self.root, self.head = root, head
         self.overlap, self.strict = overlap, strict
         self.contents: dict[W, Hashable] = {}
+        self.sliced: dict[W, Hashable] = {}  # as contents, of what near groups keep slices of
         self.flying: dict[W, Sequence[W]] = {}
-        self._one_by_one = policy.one_by_one(FORWARD)
         self.reductions: Reductions[W] = Reductions(limit, overlap)
-        last = [head] if head is not None else []
         self._alone = head if head not in root else None  # a head that is not tied
-        self._forward: Places[U, W] = Places(FORWARD, [*root, *blocks, *last])
-        self._backward: Places[U, W] = Places(BACKWARD, reversed(blocks))
         self._in_slot: dict[int, dict[Group[W], None]] = {}  # whose bytes are whose
         self.held: dict[Group[W], tuple[U, str]] = {}  # needed in this pass
         self._group: dict[W, Group[W]] = {}
-        for unit in (*root, *blocks, *last):
-            for group in unit.groups:
+        self._index: dict[Group[W], int] = {}  # in its unit
+        for unit in (*root, *blocks, *([head] if head is not None else [])):
+            for index, group in enumerate(unit.groups):
+                self._index[group] = index
                 self._group.update(dict.fromkeys(group.weights, group))
-        self._pass = self._forward
         self._phase = FORWARD
         self._at = self._limit = 0  # the next place of the pass, and how far it may go
         self._passed = 0  # where the last unit that was left ends
@@ -131,6 +140,36 @@ class GatherQueue(Generic[U, W]):
         self._late: set[W] = set()  # of the head, ready since backward has come to the blocks
         self._between = False  # the head is used between blocks, in some forward
         self.split: str = ""  # which part of a backward runs, where it is computed in two
+        self.reorder(policy, blocks)
+
+    def reorder(self, policy: Policy, blocks: Sequence[U]) -> None:
+        """Between two passes: from the next on blocks run in this order.
+
+        Args:
+            policy: of that order.
+            blocks: one that is not among them does not run in it.
+        """
+        self.policy, self.blocks = policy, blocks
+        self._one_by_one = policy.one_by_one(FORWARD)
+        last = [self._alone] if self._alone is not None else []
+        self._forward: Places[U, W] = Places(FORWARD, blocks, self.root, last)
+        self._backward: Places[U, W] = Places(BACKWARD, blocks)
+        self._pass = self._forward
+        self._at_block = {unit: number for number, unit in reversed([*enumerate(blocks)])}
+        self.recurs = len(self._at_block) < len(blocks)
+        self._in_slot.clear()
+        self._most.clear()
+        self._seen.clear()
+        self.lowest, self._between = len(blocks), False
+        self._entered = 0  # where recurring ones are told apart: the place of the last one entered
+        self._running: U | None = None  # a recurring block whose forward or backward runs
+        self.astray = False  # this forward runs in another order: each block is gathered by itself
+
+    def stray(self) -> None:
+        """The forward that runs has left the order: nothing is gathered ahead in the rest of it."""
+        self.astray = True
+        self.held.clear()
+        self._limit = self._at
 
     # forward
 
@@ -143,14 +182,22 @@ class GatherQueue(Generic[U, W]):
         out: list[Action] = []
         self._begin(FORWARD, self._forward)
         if not keep:
-            self.contents.clear()
+            self.forget_contents()
         self._uses.clear()
-        for unit in self.root:
-            self._raise(self._forward.end[unit], out)
+        for end in self._forward.above:
+            self._raise(end, out)
         if self.blocks:
-            self._raise(self._entry_limit(self.blocks[0]), out)
+            self._raise(self._entry_limit(0), out)
         if self.policy.rolling:
             self._raise(len(self._forward.places), out)
+        return out
+
+    def gather_head(self) -> list[Action]:
+        """Gather it at the model's entry: no rank is known to run the same blocks before it."""
+        out: list[Action] = []
+        if self._alone is not None:
+            for group in self._alone.groups:
+                self._launch(self._alone, group, FORWARD, out)
         return out
 
     def begin_blocks(self, keep: bool) -> None:
@@ -166,12 +213,18 @@ class GatherQueue(Generic[U, W]):
                 for group in unit.groups:
                     for weight in group.weights:
                         self.contents.pop(weight, None)
+                        self.sliced.pop(weight, None)
 
     def enter(self, unit: U) -> list[Action]:
         """A block's forward begins."""
         out: list[Action] = []
         self._triggered = False
-        self._require(unit, self._entry_limit(unit), FORWARD, out)
+        if self.astray:
+            return self._on_demand(unit)
+        if self.recurs:
+            self._run_again(unit)
+        number = self._at_block[unit]
+        self._require(number, self._entry_limit(number), FORWARD, out)
         if self.policy.rolling:
             self._raise(len(self._forward.places), out)
         return out
@@ -209,10 +262,11 @@ class GatherQueue(Generic[U, W]):
             if uses > 1:  # noted at once: after a failure here the next forward is right
                 self._most[weight] = max(uses, self._most.get(weight, 1))
         elif phase == FORWARD and unit is self._alone and self.blocks:
-            self._between |= self._passed < self._forward.end[self.blocks[-1]]
-        one_by_one = self._one_by_one and block and phase == FORWARD
+            self._between |= self._passed < self._forward.ends[-1]
+        one_by_one = self._one_by_one and block and phase == FORWARD and not self.astray
         if one_by_one:  # a weight that this rank left unused is gathered first (WP-2)
-            self._require(unit, self._forward.at[group] + 1, FORWARD, out)
+            number = self._at_block[unit]
+            self._require(number, self._place(unit, group) + 1, FORWARD, out)
         if weight.moves:
             if self.contents.get(weight, _ABSENT) != weight.compute_dtype:
                 self._gather(unit, group, (weight,), phase, out)
@@ -273,13 +327,17 @@ class GatherQueue(Generic[U, W]):
         """A block's forward is over: what its data have left out is done as if they had not."""
         out: list[Action] = []
         self._seen.update(w for group in unit.groups for w in group.weights if w in self._uses)
+        if self.astray:
+            self._let_go(unit)
+            return out
+        end = self._forward.ends[self._at_block[unit]]
         if self._one_by_one and unit.groups:
-            self._require(unit, self._forward.end[unit], FORWARD, out)
+            self._require(self._at_block[unit], end, FORWARD, out)
             self._follow(unit, unit.groups[-1], out)
         if not self._triggered:  # unused on this rank: others have gathered what it gathers
             self._prefetch(unit, FORWARD, out)
         self._let_go(unit)
-        self._passed = self._forward.end[unit]
+        self._passed, self._running = end, None
         self._advance(out)
         return out
 
@@ -299,28 +357,35 @@ class GatherQueue(Generic[U, W]):
         """Backward enters at the model's output: the last block comes first (usually there)."""
         out: list[Action] = []
         if self.blocks and not self.policy.per_module and self.open is None:
-            self._gather_block(self.blocks[-1], out)
+            self._gather_block(len(self.blocks) - 1, out)
         return out
 
-    def enter_backward(self, unit: U, everywhere: bool) -> list[Action]:
+    def run_of(self, unit: Any) -> int | None:
+        """Which of its runs a recurring block is in, by its place in the order."""
+        return self._at_block.get(unit) if self.recurs else None
+
+    def enter_backward(self, unit: U, everywhere: bool, run: int | None = None) -> list[Action]:
         """The gradient of a block's output has arrived, or its recompute begins.
 
         Args:
             everywhere: all ranks go through all blocks: those that this rank's data send no
                 gradient through take their place.
+            run: of which of its runs, where it recurs (:meth:`run_of`); ``None``: of the open one.
         """
         out: list[Action] = []
-        if self.open is unit:
+        if self.open is unit and run in (None, self._at_block[unit]):
             return out
+        number = self._at_block[unit] if run is None else run
         if everywhere:
-            self.pass_over(unit.block, out)
-        self._enter_backward(unit, everywhere, out)
+            self.pass_over(number, out)
+        self._enter_backward(number, everywhere, out)
         return out
 
     def pass_over(self, to: int, out: list[Action]) -> None:
-        """Data of this rank send no gradient through blocks above ``to``: take their place."""
-        for block in range(self.lowest - 1, to, -1):
-            self._enter_backward(self.blocks[block], True, out)
+        """Data of this rank send no gradient through the runs of blocks above ``to``: take their
+        place."""
+        for number in range(self.lowest - 1, to, -1):
+            self._enter_backward(number, True, out)
 
     def grad_ready(self, unit: U, weight: W, last: bool = False) -> list[Action]:
         """A gradient of a weight is ready; it has been added to those before it.
@@ -412,7 +477,8 @@ class GatherQueue(Generic[U, W]):
 
     def add(self, unit: U) -> None:
         """Take in a unit that none of the passes has in its places."""
-        for group in unit.groups:
+        for index, group in enumerate(unit.groups):
+            self._index[group] = index
             self._group.update(dict.fromkeys(group.weights, group))
 
     def gather(self, unit: U, phase: str, out: list[Action]) -> None:
@@ -442,7 +508,7 @@ class GatherQueue(Generic[U, W]):
 
     def leave_recompute(self, unit: U) -> list[Action]:
         """It is over; what was gathered for the unit's backward stays."""
-        if unit is not self.open and self._backward.start[unit] >= self._at:
+        if unit is not self.open and self._backward.starts[self._at_block[unit]] >= self._at:
             self._let_go(unit)
         return []
 
@@ -457,7 +523,7 @@ class GatherQueue(Generic[U, W]):
         """
         self.reductions.exchanges.begin(exchanges and weights)
         self.split = "weights" if weights else "inputs"
-        units = [*self.root, *self.blocks]
+        units = [*self.root, *dict.fromkeys(self.blocks)]
         if self.head is not None and self.head not in self.root:
             units.append(self.head)
         order = [(unit, group) for unit in units for group in unit.groups]
@@ -527,8 +593,14 @@ class GatherQueue(Generic[U, W]):
                 if weight in self.flying:
                     self._wait(weight, None, "settle", out)
                 self.contents.pop(weight, None)
+                self.sliced.pop(weight, None)
             self.held.pop(group, None)
         return out
+
+    def forget_contents(self) -> None:
+        """No slot and no slice holds what is used again."""
+        self.contents.clear()
+        self.sliced.clear()
 
     def learn(self, uses: Mapping[W, int]) -> None:
         """How often one forward has used each weight, as if it had run here."""
@@ -544,7 +616,7 @@ class GatherQueue(Generic[U, W]):
 
     def reset(self) -> None:
         """After a failure, when everything in flight has arrived: nothing is whole, held or due."""
-        self.contents.clear()
+        self.forget_contents()
         self.flying.clear()
         self.reductions.reset()
         self._declare(())
@@ -566,13 +638,39 @@ class GatherQueue(Generic[U, W]):
     def _begin(self, phase: str, places: Places[U, W]) -> None:
         self.held.clear()  # what was gathered ahead for blocks that never came
         self._pass, self._phase, self._at, self._limit, self._passed = places, phase, 0, 0, 0
+        self._entered, self._running, self.astray = 0, None, False
 
-    def _entry_limit(self, unit: U) -> int:
-        """The limit with which a block's forward begins: all of it, or its first group."""
+    def _entry_limit(self, number: int) -> int:
+        """The limit with which a block's forward begins: all of it, or its first group.
+
+        Args:
+            number: its place in the order of runs, as everywhere below.
+        """
         places = self._forward
         if self._one_by_one:
-            return min(places.start[unit] + 1, places.end[unit])
-        return places.end[unit]
+            return min(places.starts[number] + 1, places.ends[number])
+        return places.ends[number]
+
+    def _place(self, unit: U, group: Group[W]) -> int:
+        """Of a group in the forward of the block that runs."""
+        return self._forward.starts[self._at_block[unit]] + self._index[group]
+
+    def _run_again(self, unit: U) -> None:
+        """Of a block that recurs its next run begins, or the last once more: uses count anew."""
+        number = self._entered = self.blocks.index(unit, self._entered)
+        if number != self._at_block[unit]:
+            for group in unit.groups:
+                for weight in group.weights:
+                    self._uses.pop(weight, None)
+        self._at_block[unit], self._running = number, unit
+
+    def _on_demand(self, unit: U) -> list[Action]:
+        """A block that comes in no order: what it needs, and no more."""
+        out: list[Action] = []
+        self.held.clear()
+        for group in unit.groups:
+            self._launch(unit, group, FORWARD, out)
+        return out
 
     def _raise(self, limit: int, out: list[Action]) -> None:
         if limit > self._limit:
@@ -586,15 +684,17 @@ class GatherQueue(Generic[U, W]):
             unit, group = places[self._at]
             if any(found in self.held for found in self._under(unit, group)):
                 return
+            if unit is self._running and self._at >= self._pass.ends[self._at_block[unit]]:
+                return  # of its next run, whose hold would end with this one
             self._at += 1
             self._launch(unit, group, self._phase, out)
 
-    def _require(self, unit: U, limit: int, phase: str, out: list[Action]) -> None:
-        """What ``unit`` needs now, up to ``limit``; where the queue is elsewhere it moves there."""
+    def _require(self, number: int, limit: int, phase: str, out: list[Action]) -> None:
+        """What a block needs now, up to ``limit``; where the queue is elsewhere it moves there."""
         places = self._backward if phase == BACKWARD else self._forward
         if self._pass is not places:
             self._begin(phase, places)
-        start = places.start[unit]
+        start = places.starts[number]
         if self._at < start or start < self._passed:
             self.held.clear()  # prefetches for blocks that did not come next
             self._at, self._limit, self._passed = start, limit, start
@@ -636,7 +736,22 @@ class GatherQueue(Generic[U, W]):
             self.contents.pop(weight, None)
         for weight in weights:
             self.contents[weight] = weight.compute_dtype
-        out.append(Action(ALL_GATHER, phase, unit, weights, evicted))
+        if not weights[0].slices:
+            self._send(ALL_GATHER, unit, weights, evicted, phase, out)
+            return
+        near = [w for w in weights if self.sliced.get(w, _ABSENT) == w.compute_dtype]
+        far = [w for w in weights if w not in near]
+        self.sliced.update((w, w.compute_dtype) for w in far)
+        for kind, part in (NEAR_GATHER, near), (ALL_GATHER, far):
+            if part:
+                self._send(kind, unit, part, evicted, phase, out)
+                evicted = []
+
+    def _send(
+        self, kind: str, unit: U, weights: Sequence[W], evicted: Sequence[W], phase: str,
+        out: list[Action],
+    ) -> None:  # fmt: skip
+        out.append(Action(kind, phase, unit, weights, evicted))
         if weights[0].travels:
             self.flying.update(dict.fromkeys(weights, weights))
             if not self.overlap:
@@ -684,48 +799,50 @@ class GatherQueue(Generic[U, W]):
 
     def _prefetch(self, unit: U, phase: str, out: list[Action]) -> None:
         """``unit``'s trigger: raise the limit."""
-        policy, places = self.policy, self._pass
+        if self.astray:
+            return
+        policy, places, number = self.policy, self._pass, self._at_block[unit]
         order = self._forward if phase == FORWARD else self._backward
-        last = unit.block == (len(self.blocks) - 1 if phase == FORWARD else 0)
+        last = number == (len(self.blocks) - 1 if phase == FORWARD else 0)
         if places is order:
-            targets = policy.targets(unit.block, phase)
+            targets = policy.targets(number, phase)
             if targets:
                 self._raise(self._through(targets[-1], order), out)
             elif policy.per_module and not policy.one_by_one(phase) and not last:
-                coming = self.blocks[unit.block + (1 if phase == FORWARD else -1)]
-                self._raise(min(order.start[coming] + 1, order.end[coming]), out)
+                coming = number + (1 if phase == FORWARD else -1)
+                self._raise(min(order.starts[coming] + 1, order.ends[coming]), out)
             elif policy.per_module and not policy.one_by_one(phase) and phase == FORWARD:
                 self._raise(len(order.places), out)
         if last and not policy.one_by_one(phase):
             out.append(Action(NEXT_PASS, phase, unit, ()))
 
-    def _through(self, block: int, places: Places[U, W]) -> int:
-        if block == len(self.blocks):
-            return len(places.places)
-        return places.end[self.blocks[block]]
+    def _through(self, number: int, places: Places[U, W]) -> int:
+        return len(places.places) if number == len(self.blocks) else places.ends[number]
 
     def _follow(self, unit: U, group: Group[W], out: list[Action]) -> None:
         """With prefetch per module: the group after ``group``, or what follows the last."""
-        places = self._forward
-        at = places.at[group]
-        last = unit.block == len(self.blocks) - 1 and at + 1 == places.end[unit]
+        places, number, at = self._forward, self._at_block[unit], self._place(unit, group)
+        last = number == len(self.blocks) - 1 and at + 1 == places.ends[number]
         self._raise(len(places.places) if last else at + 2, out)
         if last:
             out.append(Action(NEXT_PASS, FORWARD, unit, ()))
 
     # inside: reductions
 
-    def _enter_backward(self, unit: U, everywhere: bool, out: list[Action]) -> None:
-        """``unit``'s backward begins, and that of whatever was before it is over."""
+    def _enter_backward(self, number: int, everywhere: bool, out: list[Action]) -> None:
+        """A block's backward begins, and that of whatever was before it is over."""
+        unit = self.blocks[number]
         if not self.in_blocks:
             if everywhere and not self.policy.per_module:
-                self._gather_block(unit, out)  # before the top, as where a gradient came by it
+                self._gather_block(number, out)  # before the top, as where a gradient came by it
             self.top(out)
         self._close(out)
-        self.open, self.lowest = unit, unit.block
+        self.open, self.lowest = unit, number
+        if self.recurs:
+            self._at_block[unit], self._running = number, unit
         if not self.split:
             self._declare([(unit, group) for group in reversed(unit.groups)])
-        self._gather_block(unit, out)
+        self._gather_block(number, out)
         self._reaching = unit.recomputed and unit.has_trigger
         if not self._reaching:
             self._prefetch(unit, BACKWARD, out)
@@ -737,8 +854,9 @@ class GatherQueue(Generic[U, W]):
                 self.held.pop(found, None)
             self._launch(unit, group, phase, out)
 
-    def _gather_block(self, unit: U, out: list[Action]) -> None:
-        self._require(unit, self._backward.end[unit], BACKWARD, out)
+    def _gather_block(self, number: int, out: list[Action]) -> None:
+        self._require(number, self._backward.ends[number], BACKWARD, out)
+        unit = self.blocks[number]
         if unit.around >= 0:  # a recompute may have taken what was gathered ahead
             self._insist(unit, BACKWARD, out)
         if self.policy.rolling:
@@ -756,7 +874,7 @@ class GatherQueue(Generic[U, W]):
                 self._take_turn(out)
         self.reduced.clear()
         self._let_go(unit)
-        self._passed = self._backward.end[unit]
+        self._passed, self._running = self._backward.ends[self._at_block[unit]], None
         self._advance(out)
 
     def _reach(self, out: list[Action]) -> None:

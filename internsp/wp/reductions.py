@@ -164,6 +164,7 @@ class Exchanges(Generic[W]):
     exchange is needed. An expectation that was wrong costs a second exchange, no number.
 
     Attributes:
+        parcels: what is exchanged, in the declared order.
         active: whether anything is exchanged at all.
         early: whether the backward that runs, or ran last, exchanges while it runs.
     """
@@ -177,11 +178,15 @@ class Exchanges(Generic[W]):
         Args:
             limit: bytes in flight, at least one parcel; the oldest are finished first.
         """
-        self._parcels, self._limit = list(parcels), limit
+        self.parcels, self._limit = list(parcels), limit
         self.active = bool(parcels)
         self._parcel_of = {w: i for i, parcel in enumerate(parcels) for w in parcel.weights}
         self._reducing: Counter[W] = Counter()
         self.reset()
+
+    def reorder(self, parcels: Sequence[Parcel[W]]) -> None:
+        """Between two steps: the same parcels in another order."""
+        self.declare(parcels, self._limit)
 
     def reset(self) -> None:
         """Nothing is complete, nothing exchanged, nothing in flight."""
@@ -219,8 +224,8 @@ class Exchanges(Generic[W]):
         Args:
             over: no gradient comes before the exchange is needed.
         """
-        while (self.early or over) and self._at < len(self._parcels):
-            weights = self._parcels[self._at].weights
+        while (self.early or over) and self._at < len(self.parcels):
+            weights = self.parcels[self._at].weights
             if any(self._reducing[w] for w in weights):
                 return
             if not over and any(w.trained and w not in self._settled for w in weights):
@@ -243,7 +248,7 @@ class Exchanges(Generic[W]):
         self.reset()
 
     def _start(self, index: int, out: list[Action]) -> None:
-        parcel = self._parcels[index]
+        parcel = self.parcels[index]
         while self._flying and sum(self._flying) + parcel.nbytes > self._limit:
             self._finish_oldest(out)
         self._flying.append(parcel.nbytes)

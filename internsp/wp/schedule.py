@@ -22,6 +22,7 @@ FORWARD, RECOMPUTE, BACKWARD, FINISH = "forward", "recompute", "backward", "fini
 ALL_GATHER, WAIT, USE, FREE = "AG", "WAIT", "USE", "FREE"
 REDUCE_SCATTER, ACCUMULATE, FINISH_OLDEST, NEXT_PASS = "RS", "ACCUMULATE", "FINISH", "NEXT"
 EXCHANGE, FINISH_EXCHANGE = "EX", "FINISH_EXCHANGE"
+NEAR_GATHER = "AG_NEAR"
 
 
 class Weight(Protocol):
@@ -38,6 +39,10 @@ class Weight(Protocol):
     @property
     def travels(self) -> bool:
         """Whether its collectives take time: false in a weight group of one."""
+
+    @property
+    def slices(self) -> int:
+        """Near ranks that keep slices of it after its first gather of a step; 0: none do."""
 
     @property
     def trained(self) -> bool:
@@ -113,7 +118,8 @@ U = TypeVar("U", bound=Unit[Any])
 class Action(NamedTuple):
     """One element of a schedule; ``kind`` as in :mod:`internsp.trace`.
 
-    ``AG``: gather ``weights`` in one launch, into bytes that the ``others`` had. ``WAIT``: for the
+    ``AG``: gather ``weights`` in one launch, into bytes that the ``others`` had; ``AG_NEAR``: from
+    slices within the near group (an ``AG`` of fewer bytes in a trace). ``WAIT``: for the
     gather that brings ``weights`` and all ``others`` of its launch. ``RS``: reduce their
     gradients in one launch, zeros where there is none. ``ACCUMULATE``: add their unsharded
     gradients to their sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.plan.learned import in_order, slots_in
 from internsp.plan.simulate import simulate
 from internsp.plan.unused import Data
 from internsp.wp.queue import GatherQueue
@@ -58,6 +60,39 @@ def test_all_ranks_launch_gathers_and_reductions_in_one_order_whatever_is_idle(
     assert any(line.startswith("RS") for line in first)
     for other in ranks[1:]:
         assert launches(plan, overlap, other, added) == first
+
+
+@settings(max_examples=25)
+@given(plan=chunks, ranks=st.lists(st.lists(data(), min_size=2, max_size=2), min_size=2,
+                                   max_size=2), source=st.data())  # fmt: skip
+def test_so_they_do_in_a_learned_order_in_which_blocks_recur_or_are_missing(
+    plan: ChunkPlan, ranks: list[list[Data]], source: st.DataObject
+) -> None:
+    drawn = source.draw(st.lists(st.sampled_from(range(len(plan.blocks))), min_size=1, max_size=9))
+    order = [block for block, _ in groupby(drawn)]
+    learned = in_order(plan, order)
+    first = launches(learned, True, ranks[0])
+    for other in ranks[1:]:
+        assert launches(learned, True, other) == first
+    names = {line.split()[2].split(".")[0] for line in first}
+    assert names <= {"embed", "other", "head", *(f"b{block}" for block in order)}
+
+
+@settings(max_examples=40)
+@given(blocks=st.integers(1, 7), depth=st.integers(0, 3), source=st.data())
+def test_blocks_that_come_one_after_another_in_a_learned_order_have_different_slots(
+    blocks: int, depth: int, source: st.DataObject
+) -> None:
+    kept = source.draw(st.frozensets(st.integers(0, blocks - 1)))
+    policy = Policy(blocks, depth, kept=kept)
+    order = source.draw(st.lists(st.integers(0, blocks - 1), unique=True))
+    slots = slots_in(order, policy)
+    moving = [slots[block] for block in order if block not in kept]
+    for at in range(len(moving)):
+        near = moving[at : at + depth + 1]
+        assert len(set(near)) == len(near)
+    assert all(slots[block] == policy.slot(block) for block in kept)
+    assert not moving or max(moving) < policy.slots - len(kept)
 
 
 @pytest.mark.parametrize("how", [
