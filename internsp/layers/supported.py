@@ -38,6 +38,7 @@ def require_supported(model: nn.Module) -> None:
             if parameter is not None:
                 _parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
     _no_copies(model)
+    _no_globals(model)
 
 
 def _module(name: str, module: nn.Module) -> None:
@@ -92,6 +93,26 @@ def _no_copies(model: nn.Module) -> None:
                 "would not find it there, and the module would compute with the old one. Use "
                 "nn.ParameterList or nn.ParameterDict, a list of the module's own parameters, or "
                 "read the attribute where it is needed"
+            )
+
+
+def _no_globals(model: nn.Module) -> None:
+    """A global that a forward reads would be the old parameter, or is none of the model's."""
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    for module_name, module in model.named_modules():
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType):
+            continue
+        for read in forward.__code__.co_names:
+            value = forward.__globals__.get(read)
+            if not isinstance(value, nn.Parameter):
+                continue
+            what = "which the model does not register, so that ranks would not sum its gradient"
+            if id(value) in names:
+                what = f"which is {names[id(value)]}: parallelize() would not find it there"
+            raise StructureError(
+                f"{module_name or 'the model'}: forward of {type(module).__name__} reads the "
+                f"parameter {read} from a global, {what}. Make it an attribute of the module"
             )
 
 

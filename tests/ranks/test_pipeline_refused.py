@@ -160,3 +160,14 @@ def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
     again = ActivationCheckpointConfig(mode="full", blocks=(1, 5))
     with pytest.raises(StructureError, match=r"blocks names \[5\], but the model has 5 blocks"):
         Pipeline.create(case.build(), mesh, micro_batches=4, activation_checkpoint=again)
+
+
+@ranks(2)
+def test_a_pipeline_on_tensor_ranks_is_refused_and_the_model_stays_as_it_was() -> None:
+    case = Case("1F1B")
+    mesh = mesh_of(tensor=2)
+    model = case.build()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(ConfigError, match="a Pipeline on a mesh with 2 tensor ranks is not"):
+        Pipeline.create(model, mesh, micro_batches=4)  # type: ignore[arg-type]
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before

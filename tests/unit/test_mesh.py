@@ -108,6 +108,13 @@ def test_every_kind_of_expert_group_holds_every_rank_once_and_no_stage_is_left(w
                     }
 
 
+def test_tensor_ranks_beside_an_axis_of_experts_own_are_refused() -> None:
+    for own in ({"expert_weight": 2}, {"expert": 2}):
+        with pytest.raises(MeshError, match=r"tensor=2 beside an axis .* not supported"):
+            MeshShape(8, weight=4, tensor=2, **own)
+    assert MeshShape(8, weight=4, tensor=2).tensor == 2
+
+
 def test_impossible_expert_degrees_are_refused_with_the_possible_ones() -> None:
     with pytest.raises(MeshError) as refused:
         MeshShape(8, weight=2, expert_weight=4, expert=4)

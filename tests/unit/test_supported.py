@@ -129,3 +129,35 @@ def test_views_of_weights_leave_as_clones_with_gradients_and_nothing_else_is_tou
     assert torch.equal(gradient[0], torch.full((3,), 2.0))
     alone = (other, [other])
     assert apart(alone, [weight.detach()]) is alone
+
+
+BESIDE, WITHIN = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+SHARED = WITHIN.weight
+
+
+class ReadsBeside(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * BESIDE
+
+
+class ReadsShared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ SHARED
+
+
+class ReadsModule(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ WITHIN.weight  # what stands there then: found
+
+
+@pytest.mark.parametrize(("reader", "words"), [
+    (ReadsBeside, "layer: forward of ReadsBeside reads the parameter BESIDE .* does not register"),
+    (ReadsShared, "layer: forward of ReadsShared reads the parameter SHARED .* is own.weight"),
+])  # fmt: skip
+def test_a_parameter_that_a_forward_reads_from_a_global_is_refused(
+    reader: type[nn.Module], words: str
+) -> None:
+    model = nn.ModuleDict({"own": WITHIN, "layer": reader()})
+    with pytest.raises(StructureError, match=words):
+        require_supported(model)
+    require_supported(nn.ModuleDict({"own": WITHIN, "layer": ReadsModule()}))
