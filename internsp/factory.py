@@ -17,10 +17,12 @@ from internsp.parallel import initialize
 from internsp.plan.dtypes import DTYPES
 from internsp.wp.communicator import ISPCommunicator
 from model_zoo.common import CausalLM
+from model_zoo.llama_form import config_of as llama_config
+from model_zoo.llama_form import parts as llama_parts
 
 __all__ = [
     "Model", "build_model", "build_to_load", "build_to_train", "device_type", "first_values",
-    "generate", "to_parallelize",
+    "generate", "llama_config", "llama_parts", "to_parallelize",
 ]  # fmt: skip
 
 Model = CausalLM | HFCausalLM

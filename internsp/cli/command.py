@@ -1,4 +1,4 @@
-"""The ``internsp`` command: ``train`` and ``plan``.
+"""The ``internsp`` command: ``train``, ``plan`` and ``export``.
 
 Options are parsed by tyro from the sections of :mod:`internsp.config`, each as text: the
 configuration itself converts and checks them, together with the file, so that all mistakes are
@@ -48,7 +48,17 @@ class _Train:
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder for the run's files (default: runs/<train.name>)."""
     resume: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    """Checkpoint to go on from; the same as --checkpoint.resume."""
+    """Checkpoint to go on from, auto or never; the same as --checkpoint.resume."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Export:
+    """Write a run's weights as a folder that transformers loads: safetensors, config, tokenizer."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run's folder, of which the newest checkpoint is taken, or a checkpoint's."""
+    to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to make."""
 
 
 _COMMANDS = {"train": _Train, "plan": _Plan}
@@ -64,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["export"]:
+        return _export(tyro.cli(_Export, prog="internsp export", args=words[1:]))
     stranger = _unknown_command(words)
     if stranger:
         print(f"internsp: {stranger}", file=sys.stderr)
@@ -85,6 +97,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"internsp: {report(command.config, problems)}", file=sys.stderr)
         return USAGE_ERROR
     return _perform(command, config, around)
+
+
+def _export(command: _Export) -> int:
+    from internsp.train.export import export
+
+    try:
+        lines = export(command.run, command.to)
+        _print(lambda: print(*lines, sep="\n"))
+    except InternspError as error:
+        print(f"internsp: {error}", file=sys.stderr)
+        return error.exit_status
+    except OSError as error:
+        print(f"internsp: --to: {error}", file=sys.stderr)
+        return MachineError.exit_status
+    return 0
 
 
 def _perform(command: Any, config: Config, around: Launched) -> int:
@@ -155,8 +182,8 @@ def _unknown_command(words: Sequence[str]) -> str | None:
     """What is wrong with the command's name, in one line."""
     if not words or words[0].startswith("-") or words[0] in _COMMANDS:
         return None
-    near = nearest(words[0], list(_COMMANDS))
-    hint = f"did you mean {near}?" if near else f"there are {' and '.join(_COMMANDS)}"
+    near = nearest(words[0], [*_COMMANDS, "export"])
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(_COMMANDS)} and export"
     return f"unknown command {words[0]}; {hint}"
 
 

@@ -100,7 +100,7 @@ def _output(config: Config, output: Path) -> Iterator[InternspError]:
             return
         _write_scratch(nearest, _SCRATCH_BYTES)
         old = (path / "metrics.jsonl").exists()
-        if old and config.checkpoint.resume is None:
+        if old and config.checkpoint.resume in (None, "never"):
             _write_scratch(path.parent, 0)  # the older run is moved aside
             if os.path.ismount(path) or path == Path("/"):
                 yield ConfigError(

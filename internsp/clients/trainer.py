@@ -22,7 +22,6 @@ from internsp.clients.data_ranks import DataRanks
 from internsp.errors import ConfigError
 from internsp.hf.examine import outermost
 from internsp.optim import ZeroOptimizer
-from internsp.optim.checkpoint import check_mesh
 from internsp.wp.communicator import ISPCommunicator
 
 _LOG = logging.getLogger("internsp.clients")
@@ -41,8 +40,8 @@ class Trainer(transformers.Trainer):
     of all ranks and micro-batches, as one process has it. A step whose gradients are not finite is
     skipped (:class:`internsp.ZeroOptimizer`).
 
-    A checkpoint holds the whole model for ``from_pretrained`` (of a PEFT model its adapter), which
-    any mesh can go on with, and in the folder ``optimizer`` the state of this mesh's optimizer.
+    A checkpoint holds the whole model for ``from_pretrained`` (of a PEFT model its adapter),
+    and in the folder ``optimizer`` the optimizer's state; any mesh can go on with both.
 
     Args:
         model: as :func:`internsp.parallelize` left it.
@@ -190,9 +189,6 @@ class Trainer(transformers.Trainer):
             _LOG.warning("%s is not there: the optimizer starts anew", folder)
             return
         state = self._zero.local_state_dict()
-        saved = {"mesh": dict(state["mesh"])}
-        dcp.load(saved, checkpoint_id=folder)
-        check_mesh(saved, self._communicator.mesh)
         dcp.load(state, checkpoint_id=folder)
         self._zero.load_local_state_dict(state)
         schedule = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)

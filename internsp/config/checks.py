@@ -256,7 +256,7 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
 
 def _files(config: Config) -> Iterator[Problem]:
     yield from _folder(config)
-    data, resume = config.data, config.checkpoint.resume
+    data, resume = config.data, config.checkpoint.named
     unfit = [mistake for path in data.paths if (mistake := _unfit_text(path))]
     if len(unfit) > _MOST_PATHS:
         unfit[_MOST_PATHS:] = [f"and {len(unfit) - _MOST_PATHS} more that cannot be read"]

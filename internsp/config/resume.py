@@ -40,12 +40,11 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FREE: "source paths text_field tokenizer",
     },
     "parallel": {
-        Rule.FIXED: "weight pipeline zero expert_weight expert",
-        Rule.TAKEN: "sequence",
+        Rule.TAKEN: "weight sequence ring balance pipeline zero expert_weight expert",
         Rule.FREE: "device timeout_seconds",
     },
-    "pipeline": {Rule.FIXED: "chunks", Rule.TAKEN: "schedule"},
-    # What is cut decides how the optimizer's state is cut, and what weight decay leaves out.
+    "pipeline": {Rule.TAKEN: "chunks schedule"},
+    # What is cut decides what weight decay leaves out.
     "weight_parallel": {
         Rule.FIXED: "experts min_shard_elements embedding_cut reduction plan",
         Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype "
@@ -62,14 +61,14 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.TAKEN: "lr betas eps weight_decay momentum max_grad_norm warmup_steps min_lr_ratio "
         "loss_scale_growth_interval",
     },
-    # The order of the data depends on seed and batch.
+    # The order of the data depends on the seed; the batch takes as much of it as it likes.
     "train": {
-        Rule.FIXED: "global_batch seed dtype",
-        Rule.TAKEN: "steps",
+        Rule.FIXED: "seed dtype",
+        Rule.TAKEN: "steps global_batch",
         Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
-        "log_every loss_chunk max_skipped_steps",
+        "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
     },
-    "checkpoint": {Rule.FREE: "save every resume"},
+    "checkpoint": {Rule.FREE: "save every keep_last keep_every resume"},
     "launch": {Rule.FREE: "processes threads"},
 }
 
@@ -87,12 +86,15 @@ RULES: dict[str, Rule] = {
 """The rule of each key, ``"section.key"``."""
 
 
-def compare(saved: Mapping[str, Any], config: Config, world_size: int) -> tuple[list[str], ...]:
+def compare(
+    saved: Mapping[str, Any], config: Config, saved_on: int, world_size: int
+) -> tuple[list[str], ...]:
     """What differs between the configuration of a checkpoint and the one to go on with.
 
     Args:
         saved: the checkpoint's, as JSON has it; a key that it lacks has its default.
-        world_size: ranks of the run that saved it.
+        saved_on: ranks of the run that saved it.
+        world_size: ranks of the one that goes on.
 
     Returns:
         The differences that forbid going on, and those that are taken over, one a line.
@@ -100,13 +102,16 @@ def compare(saved: Mapping[str, Any], config: Config, world_size: int) -> tuple[
     Raises:
         ConfigError: ``saved`` is no configuration.
     """
-    before = _resolved(_checked(saved), world_size)
-    now = _resolved(config.model_dump(), world_size)
+    given = readable(saved), config.model_dump()
+    before, now = _resolved(given[0], saved_on), _resolved(given[1], world_size)
     refused, taken = [], []
     for key, value in now.items():
         old, rule = before[key], RULES[key]
         if old == value or rule is Rule.FREE:
             continue
+        section, _, name = key.partition(".")
+        if rule is Rule.TAKEN and given[0][section][name] == given[1][section][name]:
+            continue  # what it stands for follows from the world, or from a key that is told
         if key.startswith("optimizer.loss_scale") and None in (old, value):
             continue  # a scale that only one of the two has: a dtype differs, which is said already
         # State that one of the two has and the other lacks: there is nothing to go on from.
@@ -117,7 +122,7 @@ def compare(saved: Mapping[str, Any], config: Config, world_size: int) -> tuple[
     return refused, taken
 
 
-def _checked(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def readable(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """``saved`` by section, in the types of the keys; keys that no longer exist are left out."""
     found = {}
     for name, cls in sections().items():

@@ -475,8 +475,21 @@ class CheckpointConfig(Section):
     """Save at the end, and when the run is stopped."""
     every: Natural = 0
     """Steps between checkpoints; 0: none between."""
+    keep_last: Natural = 0
+    """Checkpoints that are kept, the newest ones; 0: all."""
+    keep_every: Natural = 0
+    """Steps whose multiples are kept besides; 0: none."""
     resume: Text | None = None
-    """Path of a checkpoint to go on from, on the same mesh; none: start afresh."""
+    """Path to go on from, auto (the run's own newest one), or never; none: auto under torchrun."""
+
+    def from_own_folder(self, elastic: bool) -> bool:
+        """Whether the run goes on from what is in its own folder."""
+        return self.resume == "auto" or (self.resume is None and elastic)
+
+    @property
+    def named(self) -> str | None:
+        """The path that was given."""
+        return None if self.resume in ("auto", "never") else self.resume
 
 
 class LaunchConfig(Section):

@@ -1,9 +1,9 @@
-"""Token batches whose order depends on the seed and the step alone, never on the mesh.
+"""Token batches whose order depends on the seed alone, never on the mesh or the batch.
 
 Documents are cut into a training and a held-out part, each written end to end with an
 end-of-document token between, and rows of ``sequence_length`` tokens are cut from that stream. A
-batch is a function of the step number, so there is no state to save, and a rank may ask for any
-rows of the global batch.
+batch is a function of how many rows were taken before it: that number is all there is to save, and
+a rank may ask for any rows of the global batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,7 +133,7 @@ class DataSource:
         """The least ``model.vocab_size`` that holds every id."""
         return self.tokenizer.vocab_size
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of all tokens: equal on two machines, or in a resumed run, if the data are."""
         digest = hashlib.blake2b(digest_size=16)
@@ -142,16 +142,23 @@ class DataSource:
             digest.update(np.ascontiguousarray(stream.starts).data)
         return digest.hexdigest()
 
-    def train_batch(self, step: int, rows: slice | None = None) -> Batch:
-        """The global batch of optimizer step ``step`` (from 0), or the rows ``rows`` of it."""
-        if step < 0:
-            raise ValueError(f"steps count from 0, not {step}")
+    def train_batch(self, taken: int, rows: slice | None = None) -> Batch:
+        """The global batch after ``taken`` rows were taken, or the rows ``rows`` of it."""
+        if taken < 0:
+            raise ValueError(f"rows count from 0, not {taken}")
         wanted = range(self.global_batch)[rows if rows is not None else slice(None)]
-        begins: list[int] = []
-        for row in wanted:
-            epoch, place = divmod(step * self.global_batch + row, self.rows_per_epoch)
-            begins.append(int(self._epoch(epoch)[place]))
+        begins = [self._begin(taken + row) for row in wanted]
         return self.train.cut(begins, self.sequence_length, self.pack)
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """Where row ``row`` of the order begins: its document, and the token within that."""
+        begin = self._begin(row)
+        document = int(np.searchsorted(self.train.starts, begin, side="right")) - 1
+        return document, begin - int(self.train.starts[document])
+
+    def _begin(self, row: int) -> int:
+        epoch, place = divmod(row, self.rows_per_epoch)
+        return int(self._epoch(epoch)[place])
 
     def held_out_batches(self, batches: int, rows: slice | None = None) -> Iterator[Batch]:
         """``batches`` global batches, or the rows ``rows`` of each.

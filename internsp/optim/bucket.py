@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.slices import Region
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
@@ -41,7 +43,6 @@ class Segment:
         start: its first element in the slice.
         offset: its first element in the parameter's own flat storage.
         group: index of its settings.
-        key: unique among all ranks that hold other values.
     """
 
     member: Member
@@ -49,12 +50,16 @@ class Segment:
     start: int
     offset: int
     group: int
-    key: str
 
     @property
     def stop(self) -> int:
         """The end of it in the slice."""
         return self.start + self.tensor.numel()
+
+    @cached_property
+    def region(self) -> Region:
+        """Where it lies in the whole parameter."""
+        return Region.of(self.member, self.offset, self.offset + self.tensor.numel())
 
 
 class Publication(Ready):
@@ -335,10 +340,7 @@ def _segments(
         first, last = max(start, begin), min(start + _valid(member), begin + length)
         if first < last:
             tensor = master[first - begin : last - begin]
-            key = _key(member, mesh)
-            segments.append(
-                Segment(member, tensor, first - begin, first - start, place[member], key)
-            )
+            segments.append(Segment(member, tensor, first - begin, first - start, place[member]))
     return segments
 
 
@@ -356,21 +358,6 @@ def _valid(member: Member) -> int:
         layout = member.layout
         return layout.valid_rows(member.rank) * math.prod(layout.front[1:])
     return member.storage.numel()
-
-
-def _key(member: Member, mesh: ParallelMesh) -> str:
-    """Replicas of the same values share a key; no two ranks with other values do."""
-    axis = _axis(member, mesh)
-    parts = [f"zero {axis.zero_rank} of {axis.zero}"]
-    if isinstance(member, ShardedParameter):
-        parts.insert(0, f"weight {axis.rank} of {axis.size}")
-    if axis.expert > 1:
-        parts.insert(0, f"expert {axis.expert_rank} of {axis.expert}")
-    if _tensor(member):
-        parts.insert(0, f"tensor {mesh.tensor_rank} of {mesh.tensor}")
-    if mesh.pipeline > 1:
-        parts.insert(0, f"stage {mesh.pipeline_rank} of {mesh.pipeline}")
-    return f"{member.name} [{', '.join(parts)}]"
 
 
 def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> list[Bucket]:

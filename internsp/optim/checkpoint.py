@@ -1,127 +1,123 @@
 """The optimizer's state as a dictionary that ``torch.distributed.checkpoint`` can save and fill.
 
-Every entry has a key that no rank with other values shares, and every rank's dictionary has the
-same keys before the first step as after it: a parameter that was never used has the state that its
-first step would make, with a mark that it is not to be taken.
+Entries are named by parameter and are tensors of the parameter's shape, of which each rank gives
+and takes its own index ranges (:mod:`internsp.optim.slices`): any mesh loads what any mesh saved.
+Every rank's dictionary has the same keys before the first step as after it: a parameter that was
+never used has zeros, and a mark that they are not to be taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from internsp.errors import MeshError
-from internsp.mesh import ParallelMesh
+from internsp.errors import LayoutError
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.elementwise import OptimizerClass
-from internsp.optim.whole_state import first_state
+from internsp.optim.slices import Slices
+from internsp.optim.whole_state import MASTER, Names
 
 StateDict = dict[str, Any]
+USED = "used"
+"""1 where a step has made the state of a parameter, a tensor without dimensions."""
 
 
-def mesh_degrees(mesh: ParallelMesh) -> dict[str, int]:
-    """What decides how state is cut."""
-    degrees = {"weight": mesh.weight, "zero": mesh.zero, "pipeline": mesh.pipeline}
-    if mesh.tensor > 1:
-        degrees["tensor"] = mesh.tensor
-    if mesh.experts is not mesh.dense:
-        axis = mesh.experts
-        degrees |= {"expert_weight": axis.size, "expert": axis.expert, "expert_zero": axis.zero}
-    return degrees
+def collect(
+    buckets: Sequence[Bucket],
+    cls: OptimizerClass,
+    settings: Sequence[StateDict],
+    names: dict[tuple[int, torch.dtype], Names],
+) -> StateDict:
+    """This rank's state: ``{parameter's name: {kind: Slices, or a value of the whole}}``.
 
+    Tensors are the live ones, not copies. No message.
 
-def check_mesh(state: StateDict, mesh: ParallelMesh) -> None:
-    """Raises:
-    MeshError: the state was cut for another mesh.
-    """
-    there, here = state.get("mesh"), mesh_degrees(mesh)
-    if there != here:
-        raise MeshError(
-            f"this optimizer state was saved on a mesh {there}, but this one is {here}; resume "
-            "with the same degrees (weights alone may be loaded on any mesh)"
-        )
-
-
-def collect(buckets: list[Bucket], cls: OptimizerClass, mesh: ParallelMesh) -> StateDict:
-    """This rank's state: ``{"state": {key: {...}}, "used": {rank's key: uint8 per segment}}``.
-
-    Tensors are the live ones, not copies.
+    Args:
+        names: what was found out before, by group and dtype; added to.
     """
     state: StateDict = {}
-    used = []
-    for bucket in buckets:
-        for segment in bucket.segments:
-            own = _live(bucket, segment)
-            used.append(bool(own))
-            entry = dict(own or _first(bucket, segment, cls))
-            if bucket.has_master:
-                entry["master"] = segment.tensor
-            if entry:
-                state[segment.key] = entry
-    return {"state": state, "used": {_rank_key(mesh): torch.tensor(used, dtype=torch.uint8)}}
+    for bucket, segment in _segments(buckets):
+        key = segment.group, bucket.master.dtype
+        if key not in names:
+            names[key] = Names(bucket.master, cls, settings[segment.group])
+        assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
+        live = bucket.inner.state.get(segment.tensor, {})
+        entry: StateDict = {USED: torch.tensor(bool(live), dtype=torch.uint8)}
+        for name, dtype in names[key].slices.items():
+            values = live[name] if live else torch.zeros_like(segment.tensor, dtype=dtype)
+            entry[name] = Slices.of(segment.region, values)
+        for name, value in names[key].values.items():
+            first = value.clone() if isinstance(value, Tensor) else value  # it may be written to
+            entry[name] = live.get(name, first)
+        if bucket.has_master:
+            entry[MASTER] = Slices.of(segment.region, segment.tensor)
+        state[segment.member.name] = entry
+    return state
 
 
-def restore(buckets: list[Bucket], state: StateDict, mesh: ParallelMesh) -> None:
-    """Take this rank's part of ``state``. Values are copied.
+def restore(buckets: Sequence[Bucket], state: StateDict) -> None:
+    """Take what :func:`collect` gave on this mesh, refilled or not. Values are copied.
 
     Raises:
-        MeshError: an entry is missing or has another size.
+        LayoutError: an entry is missing, or is of other index ranges. Nothing was taken then.
     """
-    key = _rank_key(mesh)
-    segments = [(bucket, segment) for bucket in buckets for segment in bucket.segments]
-    used = state["used"].get(key)
-    if used is None or len(used) != len(segments):
-        raise MeshError(
-            f"the optimizer state has no entry for [{key}] with {len(segments)} pieces; it is "
-            "another rank's, or of another model"
-        )
-    flags = [bool(flag) for flag in used.tolist()]
-    for (bucket, segment), flag in zip(segments, flags, strict=True):
-        entry = dict(state["state"].get(segment.key, {}))
-        _check(segment, entry)
+    segments = list(_segments(buckets))
+    for bucket, segment in segments:
+        _check(bucket, segment, state.get(segment.member.name))
+    for bucket, segment in segments:
+        entry = dict(state[segment.member.name])
+        used = bool(entry.pop(USED))
         if bucket.has_master:
-            if "master" not in entry:
-                raise MeshError(f"the optimizer state has no master values of {segment.key}")
-            segment.tensor.copy_(entry.pop("master"))
+            _fill(segment.tensor, entry[MASTER], segment)
+        entry.pop(MASTER, None)
         assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
         bucket.inner.state.pop(segment.tensor, None)
-        if flag:
+        if used:
             bucket.inner.state[segment.tensor] = {
-                k: bucket.kept(segment, k, v) for k, v in entry.items()
+                kind: bucket.kept(segment, kind, _whole(value, segment))
+                for kind, value in entry.items()
             }
 
 
-def _rank_key(mesh: ParallelMesh) -> str:
-    key = f"stage {mesh.pipeline_rank}"
-    if mesh.tensor > 1:
-        key += f", tensor {mesh.tensor_rank} of {mesh.tensor}"
-    for axis in mesh.axes:
-        own = f"expert {axis.expert_rank} of {axis.expert}, " if axis.expert > 1 else ""
-        key += (
-            f", {own}{axis.name} {axis.rank} of {axis.size}, zero {axis.zero_rank} of {axis.zero}"
-        )
-    return key
+def _segments(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Segment]]:
+    return ((bucket, segment) for bucket in buckets for segment in bucket.segments)
 
 
-def _live(bucket: Bucket, segment: Segment) -> dict[str, Any]:
-    if bucket.inner is None:
-        return {}
-    return bucket.inner.state.get(segment.tensor, {})
-
-
-def _first(bucket: Bucket, segment: Segment, cls: OptimizerClass) -> dict[str, Any]:
-    """The state that a first step would make, from a step of a stand-in."""
-    assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
-    settings = bucket.inner.param_groups[bucket.groups.index(segment.group)]
-    return first_state(segment.tensor, cls, settings)
-
-
-def _check(segment: Segment, entry: dict[str, Any]) -> None:
-    for name, value in entry.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != segment.tensor.shape:
-            raise MeshError(
-                f"{name} of {segment.key} has {list(value.shape)} elements in the optimizer state, "
-                f"here {list(segment.tensor.shape)}; it is of another model or mesh"
+def _check(bucket: Bucket, segment: Segment, entry: StateDict | None) -> None:
+    name = segment.member.name
+    wanted = {USED, *([MASTER] if bucket.has_master else [])}
+    if entry is None or not wanted <= entry.keys():
+        raise LayoutError(f"the optimizer state has no {sorted(wanted)} of {name}")
+    here = _places(Slices.of(segment.region, segment.tensor))
+    for kind, value in entry.items():
+        if isinstance(value, Slices) and (there := _places(value)) != here:
+            raise LayoutError(
+                f"the optimizer state has {kind} of {name} at {there}, this rank has {here}: save "
+                "and load it through torch.distributed.checkpoint, which gives each rank its own"
             )
+
+
+def _places(slices: Slices) -> list[list[str]]:
+    """Of each box its ranges."""
+    return [
+        [f"{start}:{start + size}" for start, size in zip(offsets, part.shape, strict=True)]
+        for offsets, part in slices.parts.items()
+    ]
+
+
+def _fill(target: Tensor, value: Slices, segment: Segment) -> None:
+    parts = segment.region.cut(target)
+    for offsets, part in value.parts.items():
+        parts[offsets].copy_(part)
+
+
+def _whole(value: Any, segment: Segment) -> Any:
+    """The values of a segment in one piece."""
+    if isinstance(value, Slices):
+        made = torch.empty_like(segment.tensor, dtype=value.dtype)
+        _fill(made, value, segment)
+        return made
+    return value

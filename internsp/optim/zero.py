@@ -109,6 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped_steps = self.skipped_in_a_row = 0
         self.unfinished = communicator.unfinished.take()
         self._used: set[Member] = set()
+        self._kinds: dict[tuple[int, torch.dtype], Names] = {}  # of state, by group
         with torch.no_grad():
             self._buckets = make_buckets(communicator, place)
             for bucket in self._buckets:
@@ -277,39 +278,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._continue(saved, state_dict)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """This rank's slices of the state, settings, masters and loss scale. Not collective.
+        """This rank's slices of the state, masters, settings and loss scale. Not collective.
 
-        Keys are unique for each slice, and there before the first step too, so that
-        ``torch.distributed.checkpoint`` saves every slice once and can fill a new optimizer's
-        dictionary. Tensors are the live ones. Only the same mesh can load it.
+        For ``torch.distributed.checkpoint``: entries are by parameter and of its shape, and each
+        rank saves and fills its own index ranges of them, so that any mesh loads what any mesh
+        saved, without gathering anything. Keys are there before the first step too. Tensors are
+        the live ones.
         """
-        mesh = self._communicator.mesh
         with torch.no_grad():
-            state = checkpoint.collect(self._buckets, self._class, mesh)
-        state["param_groups"] = self._settings()
-        state["mesh"] = checkpoint.mesh_degrees(mesh)
+            state: dict[str, Any] = {
+                "state": checkpoint.collect(
+                    self._buckets, self._class, self._settings(), self._kinds
+                ),
+                "param_groups": self._settings(),
+            }
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     @torch.no_grad()
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`local_state_dict` of the same rank and mesh. Not collective.
+        """Continue from this rank's :meth:`local_state_dict`, refilled. Not collective.
 
         Load the model's own values too. Gradients that were not stepped with are dropped.
 
         Raises:
-            MeshError: another mesh, rank or model.
+            LayoutError: another rank's slices, or another model's.
             ValueError: another number of parameter groups.
         """
-        checkpoint.check_mesh(state_dict, self._communicator.mesh)
         saved = state_dict["param_groups"]
         if len(saved) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(saved)} parameter groups, this optimizer has "
                 f"{len(self.param_groups)}"
             )
-        checkpoint.restore(self._buckets, state_dict, self._communicator.mesh)
+        checkpoint.restore(self._buckets, state_dict["state"])
         self._continue(saved, state_dict)
 
     def _continue(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:

@@ -1,17 +1,16 @@
 """Checkpoints of a run: model, optimizer, random states as tensors, the rest as JSON.
 
-Tensors go through ``torch.distributed.checkpoint`` (:mod:`internsp.train.checkpoint_files`); what
-else a run must know to go on stands in ``manifest.json``. A checkpoint is written aside and becomes
-one by a rename, when every file of every rank is durable. It is read after every digest was found
-right, and nothing in it is executed.
+Tensors go through ``torch.distributed.checkpoint`` (:mod:`internsp.train.checkpoint_files`), each
+by its global index ranges, so that any mesh goes on with what any mesh saved; what else a run must
+know stands in ``manifest.json``. How one is written: :mod:`internsp.train.saver`. It is read after
+every digest was found right, and nothing in it is executed.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.nn import Parameter
 
 from internsp import accelerator
 from internsp.config import resume as resume_rules
 from internsp.errors import ConfigError
+from internsp.optim import ZeroOptimizer
 from internsp.train import checkpoint_folder, manifest
 from internsp.train.agreement import from_first, on_every_rank, plain_errors
-from internsp.train.checkpoint_files import METADATA, Reader, Writer, check_metadata
+from internsp.train.checkpoint_files import Reader
+from internsp.train.disk import MANIFEST
 from internsp.train.finite import require_finite
-from internsp.train.manifest import Manifest
+from internsp.train.manifest import Manifest, Position
 from internsp.train.session import Session
-
-# Of an optimizer's dictionary: stands in the configuration, or in the manifest by itself.
-_ELSEWHERE = ("param_groups", "mesh", "loss_scaler")
 
 
 @dataclass(frozen=True)
@@ -40,85 +39,47 @@ class Resumed:
 
     Attributes:
         step: finished steps.
+        sequences: rows of the training text that they took.
         path: the checkpoint's folder.
         run: id of the run that wrote it.
         notes: what the user should read: settings taken over, damaged checkpoints passed over.
     """
 
     step: int
+    sequences: int
     path: Path
     run: str
     notes: list[str]
 
 
-def save(session: Session, folder: Path, step: int, run: str) -> Path:
-    """Write ``folder/step-N``. Collective; blocks until it is durable and valid on every rank.
-
-    A failure leaves what was there before, whole.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        NotFiniteError: on all ranks, before anything is written: see ``finite.require_finite``.
-        InternspError: some rank could not write; raised on every rank.
-    """
-    require_finite(session, f"no checkpoint of step {step} is written")
-    final = checkpoint_folder.folder_of(folder, step)
-    with plain_errors(f"checkpoint {final} was not saved"):
-        aside = from_first(partial(checkpoint_folder.begin, final))
-        try:
-            _write(session, final, aside, step, run)
-        except BaseException:
-            if session.mesh.rank == 0:  # the disk may be full: give back what was taken
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
-    return final
-
-
-def _write(session: Session, final: Path, aside: Path, step: int, run: str) -> None:
-    tensors, values = _split(_state(session))
-    writer = Writer(aside)
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(dict(tensors), storage_writer=writer, planner=planner)
-    found = on_every_rank(lambda: _durable(writer, aside, values))
-
-    def commit() -> None:
-        files = {name: record for written, _ in found for name, record in written.items()}
-        kept = {name: value for _, own in found for name, value in own.items()}
-        manifest.write(aside, _manifest(session, step, run, writer, files, kept))
-        checkpoint_folder.commit(final)
-
-    from_first(commit)
-
-
-def _durable(writer: Writer, folder: Path, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    checkpoint_folder.sync(folder)  # each machine's own view of it
-    return writer.written, values
-
-
-def _manifest(
-    session: Session, step: int, run: str, writer: Writer, files: Any, values: dict[str, Any]
-) -> Manifest:
+def manifest_of(session: Session, step: int, sequences: int, run: str) -> dict[str, Any]:
+    """What a checkpoint says of itself, as JSON, but for what it holds. On rank 0."""
     scaler = session.optimizer.loss_scaler
     return Manifest(
         step=step,
         run=run,
-        world_size=session.mesh.world_size,
+        mesh=session.mesh.shape.degrees(),
         config=session.config.model_dump(mode="json"),
-        data={
-            "fingerprint": session.source.fingerprint,
-            "sequences": step * session.config.train.global_batch,
-        },
+        data=_position(session, sequences),
         loss_scaler=None if scaler is None else scaler.state_dict(),
-        values=values,
-        tensors=writer.tensors,
-        files=files,
+        values={},
+        tensors={},
+        files={},
+    ).model_dump(mode="json")
+
+
+def _position(session: Session, sequences: int) -> Position:
+    document, token = session.source.place_of(sequences)
+    return Position(
+        fingerprint=session.source.fingerprint,
+        sequences=sequences,
+        document=document,
+        token=token,
     )
 
 
 def load(session: Session, path: Path) -> Resumed:
-    """Restore a checkpoint of the same mesh. Collective; blocks.
+    """Restore a checkpoint of any mesh. Collective; blocks.
 
     Args:
         path: a checkpoint's folder, or a run's, of which the newest whole checkpoint is taken.
@@ -130,29 +91,48 @@ def load(session: Session, path: Path) -> Resumed:
     """
     chosen, content, notes = _newest_whole(path)
     try:
-        refused, taken = resume_rules.compare(content.config, session.config, content.world_size)
+        refused, taken = resume_rules.compare(
+            content.config, session.config, content.mesh["world"], session.mesh.world_size
+        )
     except ConfigError as error:
-        raise ConfigError(f"{chosen / manifest.NAME}: {error}") from None
+        raise ConfigError(f"{chosen / MANIFEST}: {error}") from None
     if refused:
         lines = [f"checkpoint.resume: {chosen} was trained with other settings:", *refused]
         remedy = "Set them as they were, or start afresh without --resume."
         raise ConfigError("\n  ".join(lines) + f"\n{remedy}")
-    if content.data.get("fingerprint") != session.source.fingerprint:
+    here = _position(session, content.data.sequences)
+    if content.data.fingerprint != here.fingerprint:
         raise ConfigError(
             f"checkpoint.resume: {chosen} was trained on other text than [data] gives now; the "
             "order of the data would not continue"
         )
-    state = _state(session)
-    tensors, _ = _split(state)
-    on_every_rank(lambda: _check_fits(session, content, tensors, chosen))
-    tensors = {name: value for name, value in tensors.items() if name in content.tensors}
+    if content.data != here:  # another version of what shuffles
+        raise ConfigError(
+            f"checkpoint.resume: {chosen} goes on at token {content.data.token} of document "
+            f"{content.data.document}, but after {here.sequences} sequences this machine's order "
+            f"comes to token {here.token} of document {here.document}: use the version of numpy "
+            "that the run began with"
+        )
+    tensors, _ = state_of(session)
+    tensors = {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
+    same_ranks = content.mesh["world"] == session.mesh.world_size
+    if not same_ranks:
+        tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
+    on_every_rank(lambda: _check_fits(content, tensors, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
         dcp.load(
             dict(tensors),
             storage_reader=Reader(chosen, content),
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
         )
-    on_every_rank(lambda: _take(session, state, content, chosen))
+    on_every_rank(lambda: _take(session, tensors, content, chosen))
+    if not same_ranks:
+        seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
+        torch.manual_seed(seed)  # of the accelerator, too
+        notes.append(
+            f"{content.mesh['world']} ranks saved, {session.mesh.world_size} go on: random states "
+            "are derived anew from train.seed, the step and the rank"
+        )
     require_finite(session, f"{chosen} is not resumed from; give the path of an earlier checkpoint")
     notes += taken
     if content.step >= session.config.train.steps:
@@ -160,7 +140,7 @@ def load(session: Session, path: Path) -> Resumed:
             f"{chosen} has finished {content.step} steps: train.steps = "
             f"{session.config.train.steps} leaves none to do"
         )
-    return Resumed(content.step, chosen, content.run, notes)
+    return Resumed(content.step, content.data.sequences, chosen, content.run, notes)
 
 
 def _newest_whole(path: Path) -> tuple[Path, Manifest, list[str]]:
@@ -176,7 +156,10 @@ def _newest_whole(path: Path) -> tuple[Path, Manifest, list[str]]:
             if named:
                 raise ConfigError(f"checkpoint.resume: {error}") from None
             skipped.append(f"checkpoint {folder.name} was passed over: {error}")
-    raise ConfigError("\n  ".join([f"checkpoint.resume: no whole checkpoint at {path}", *skipped]))
+    remedy = "give the path of another, or checkpoint.resume = \"never\" to start afresh"
+    raise ConfigError(
+        "\n  ".join([f"checkpoint.resume: no whole checkpoint at {path}: {remedy}", *skipped])
+    )
 
 
 def _check_whole(folder: Path, content: Manifest) -> None:
@@ -188,41 +171,39 @@ def _check_whole(folder: Path, content: Manifest) -> None:
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         raise ConfigError(damaged[0] + more)
-    from_first(lambda: check_metadata(folder / METADATA))
 
 
-def _check_fits(
-    session: Session, content: Manifest, tensors: Mapping[str, Tensor], path: Path
-) -> None:
-    """Another mesh has other optimizer pieces: say so before anything is overwritten."""
+def _check_fits(content: Manifest, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Another model has other tensors: say so before anything is overwritten."""
     for name, value in tensors.items():
         stored = content.tensors.get(name)
         if stored is None:
-            if name.startswith("random."):
-                continue  # a rank that the run did not have: its own seed is as good
-            raise ConfigError(
-                f"checkpoint.resume: {path} has no {name}; resume on the same mesh and model as "
-                f"it was saved with (now: {_place(session)})"
-            )
+            raise ConfigError(f"checkpoint.resume: {path} has no {name}; resume with its own model")
         if stored.shape != tuple(value.shape) or f"torch.{stored.dtype}" != str(value.dtype):
             raise ConfigError(
                 f"checkpoint.resume: {name} in {path} is {stored.dtype}{list(stored.shape)}, here "
                 f"it is {str(value.dtype).removeprefix('torch.')}{list(value.shape)}; resume with "
-                f"the same model and mesh as it was saved with (now: {_place(session)})"
+                "its own model"
             )
 
 
-def _take(session: Session, state: dict[str, Any], content: Manifest, path: Path) -> None:
+def derived_seed(seed: int, step: int, rank: int) -> int:
+    """The random seed of a rank that goes on where another number of ranks has stopped."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _take(session: Session, tensors: dict[str, Tensor], content: Manifest, path: Path) -> None:
     """Hand what was read to its owners. Settings stay as the configuration says now."""
-    _fill(state, content.values)
     try:
-        for name, value in state["random"].items():
-            if f"random.{name}" in content.tensors:
+        for name, value in tensors.items():
+            if name.startswith("random."):
                 _set_random(name, value)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"checkpoint.resume: {path} has no random state: {error}") from None
-    for optimizer, part in zip(session.optimizers, _parts(session, state), strict=True):
-        optimizer.load_local_state_dict(part)
+    for optimizer in session.optimizers:
+        state = _optimizer_state(optimizer, tensors, content.values)
+        optimizer.load_local_state_dict(state)
     scaler = session.optimizer.loss_scaler
     if scaler is not None and content.loss_scaler is not None:
         _check_scale(content.loss_scaler, path)
@@ -235,7 +216,7 @@ def _take(session: Session, state: dict[str, Any], content: Manifest, path: Path
 
 def _check_scale(saved: dict[str, float], path: Path) -> None:
     if saved.keys() != {"scale", "good_steps", "skipped_steps"} or not saved["scale"] > 0:
-        raise ConfigError(f"checkpoint.resume: {path / manifest.NAME} has no loss scale")
+        raise ConfigError(f"checkpoint.resume: {path / MANIFEST} has no loss scale")
 
 
 def _wind(
@@ -259,21 +240,43 @@ def _wind(
 # what a checkpoint holds
 
 
-def _state(session: Session) -> dict[str, Any]:
-    """Nested dictionaries of live tensors, and few other values, by names that fit all ranks."""
-    model = {k: v for module in session.modules for k, v in module.state_dict().items()}
-    parts = [optimizer.local_state_dict() for optimizer in session.optimizers]
-    if session.pipeline is None:
-        optimizers: dict[str, Any] = parts[0]
-    else:
-        stages = (f"stage {stage.stage_index}" for stage in session.pipeline.stages)
-        optimizers = dict(zip(stages, parts, strict=True))
-    return {"model": model, "optimizer": optimizers, "random": _random(session)}
+def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's live tensors, and its few other values, by names that fit all ranks."""
+    parts = [optimizer.local_state_dict()["state"] for optimizer in session.optimizers]
+    found = {
+        f"model.{name}": value
+        for module in session.modules
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
+    for part in parts:
+        for name, entry in part.items():
+            found |= {_key(name, kind): value for kind, value in entry.items()}
+    found |= {f"random.{name}": value for name, value in _random(session).items()}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in found.items() if name not in tensors}
 
 
-def _parts(session: Session, state: dict[str, Any]) -> list[dict[str, Any]]:
-    optimizers: dict[str, Any] = state["optimizer"]
-    return [optimizers] if session.pipeline is None else list(optimizers.values())
+def _key(parameter: str, kind: str) -> str:
+    return f"optimizer.{parameter}.{kind}"
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a tensor of a checkpoint is, or is state of."""
+    section, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if section == "optimizer" else rest
+
+
+def _optimizer_state(
+    optimizer: ZeroOptimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An optimizer's own dictionary, with what was read; settings are today's."""
+    state = optimizer.local_state_dict()
+    state.pop("loss_scaler", None)
+    for name, entry in state["state"].items():
+        for kind in entry:
+            key = _key(name, kind)
+            entry[kind] = tensors[key] if key in tensors else values.get(key, entry[kind])
+    return state
 
 
 def _random(session: Session) -> dict[str, Tensor]:
@@ -287,46 +290,8 @@ def _random(session: Session) -> dict[str, Tensor]:
 
 
 def _set_random(name: str, value: Tensor) -> None:
-    kind = name.partition(",")[0]
+    kind = name.removeprefix("random.").partition(",")[0]
     if kind == accelerator.HOST:
         torch.set_rng_state(value)
     else:
         accelerator.set_random_state(torch.device(kind), value)
-
-
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the other values of nested dictionaries, by names joined with dots."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    for name, value in _walk(state, ""):
-        (tensors if isinstance(value, Tensor) else values)[name] = value
-    return tensors, values
-
-
-def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if key in _ELSEWHERE and prefix.startswith("optimizer."):
-            continue
-        if isinstance(value, Mapping):
-            yield from _walk(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _fill(state: dict[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Put values that are no tensors back where :func:`_split` found them."""
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            _fill(value, values, f"{name}.")
-        elif name in values and not isinstance(value, Tensor):
-            state[key] = values[name]
-
-
-def _place(session: Session) -> str:
-    """The mesh, and the schedule, which says what part of a pipelined model is on which rank."""
-    mesh = session.mesh.describe()
-    if session.pipeline is None:
-        return mesh
-    chunks = len(session.pipeline.chunks)
-    return f"{mesh}; {session.pipeline.kind.name}, {chunks} chunk{'s' * (chunks > 1)} a rank"

@@ -1,28 +1,23 @@
 """How tensors of a checkpoint get into files and out again, through torch's checkpointing.
 
-Written are the files that torch's own tools read, each digested on its way to the disk. Read are
-the manifest, which says where every tensor lies, and the tensors themselves; no pickle is loaded
-that could name anything to call.
+``torch.distributed.checkpoint`` plans: who writes what, without gaps or doubles, and who reads
+which ranges of it. Each rank's part is one safetensors file; where every tensor lies stands in the
+manifest. No pickle is written, and none is read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
+import json
+import math
 import os
-import pickle
-import pickletools
-import zipfile
-from collections.abc import Generator
-from contextlib import contextmanager
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,146 +26,182 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from internsp.errors import ConfigError
-from internsp.train.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from internsp.errors import ConfigError, InternspError
+from internsp.optim.slices import Slices
+from internsp.train.manifest import Chunk, Manifest, TensorRecord
 
-METADATA = ".metadata"
-"""torch's own table of contents, a pickle: written for its tools, never loaded here."""
-
-# What torch's pickle of a table of tensors names.
-_NAMES = {
-    *((f"torch.distributed.checkpoint.metadata {name}") for name in (
-        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )),
-    "torch.distributed.checkpoint.filesystem _StorageInfo",
-    "torch Size",
-    "torch.serialization _get_layout",
-    *(f"torch {kind}" for kind in (
-        "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8",
-        "bool",
-    )),
+SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-_STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
+"""Names of dtypes in safetensors, by the manifest's."""
 
 
-class _Digested(io.RawIOBase):
-    """A file being written from its beginning to its end, and the digest of what went into it."""
+@dataclass(frozen=True)
+class _Entry:
+    """A chunk and its bytes in the file."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.nbytes = 0
-        self.failure: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.failure = error  # torch.save raises another one, which does not say why
-            raise
-        self.digest.update(data)
-        size = memoryview(data).nbytes
-        self.nbytes += size
-        return size
-
-    def tell(self) -> int:
-        return self.nbytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return int(self._file.fileno())
+    index: MetadataIndex
+    chunk: Chunk
+    dtype: torch.dtype
 
 
-class _Files(FileSystem):
-    """Files by name with their digests, as far as this rank has written them."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
-        with Path(path).open(mode) as file:
-            stream = _Digested(file)
-            try:
-                yield stream
-            except Exception:
-                if stream.failure is not None:
-                    raise stream.failure from None
-                raise
-            digest = stream.digest.hexdigest()
-            self.written[Path(path).name] = FileRecord(nbytes=stream.nbytes, sha256=digest)
-
-
-class _TablePickler(pickle.Pickler):
-    """Enumerations by class and value: some versions of Python call ``getattr`` by name instead."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        return (type(obj), (obj.value,)) if isinstance(obj, Enum) else NotImplemented
-
-
-class Writer(FileSystemWriter):
-    """torch's writer of an empty folder; files are synced.
+@dataclass(frozen=True)
+class FilePlan:
+    """What this rank writes of a state, which is the same at every save.
 
     Attributes:
-        written: digests of this rank's files.
-        tensors: on rank 0, once all ranks have written: where every tensor lies.
+        file: its name.
+        nbytes: of the whole file, and so of the memory that it is put together in.
+        tensors: on rank 0: where every tensor lies; empty on others.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True)
-        self.fs = _Files()
-        self.tensors: dict[str, TensorRecord] = {}
+    file: str
+    nbytes: int
+    header: bytes
+    entries: list[_Entry]
+    tensors: dict[str, TensorRecord]
 
-    @property
-    def written(self) -> dict[str, FileRecord]:
-        """By name."""
-        assert isinstance(self.fs, _Files), "set when made"
-        return self.fs.written
+    @classmethod
+    def make(cls, state: Mapping[str, Any], distributed: bool = True) -> FilePlan:
+        """Plan with all ranks, each of which has its own ``state``: tensors by name. Collective.
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On rank 0, when every rank has written: the table of contents, for torch's tools."""
+        Raises:
+            CheckpointException: the ranks' parts overlap, or leave gaps.
+        """
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        planned = _Planned()
+        dcp.save(dict(state), storage_writer=planned, planner=planner, no_dist=not distributed)
+        assert planned.plan is not None, "dcp.save has called write_data"
+        return planned.plan
+
+    @torch.no_grad()
+    def fill(self, memory: Tensor, state: Mapping[str, Any]) -> None:
+        """Put the file together in ``memory`` (uint8). Blocks until the values are there."""
+        memory[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for entry in self.entries:
+            if entry.index.fqn not in state:
+                raise InternspError(f"{entry.index.fqn} was in the model and is no more")
+            value = state[entry.index.fqn]
+            source = value._local_tensor if isinstance(value, DTensor) else value
+            if isinstance(value, Slices):
+                source = value.__get_tensor_shard__(entry.index)
+            part = memory[entry.chunk.begin : entry.chunk.begin + entry.chunk.length]
+            part.view(entry.dtype).view(entry.chunk.sizes).copy_(source)
+
+
+class _Planned(StorageWriter):
+    """Takes a plan from ``dcp.save`` and writes nothing yet."""
+
+    def __init__(self) -> None:
+        self.plan: FilePlan | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """It has no place."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is opened."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """A file for each rank."""
+        for rank, plan in enumerate(plans):
+            object.__setattr__(plan, "storage_data", f"rank-{rank:05d}.safetensors")
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Lay the file out."""
+        self.plan = _laid_out(cast(str, plan.storage_data), plan)
+        results = [
+            WriteResult(entry.index, entry.chunk.length, entry.chunk) for entry in self.plan.entries
+        ]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: where every tensor lies."""
         places = {result.index: result.storage_data for rank in results for result in rank}
-        metadata.version = "1.0.0"
-        metadata.storage_data = places
-        # Without the path, which is this machine's and another one after the rename.
-        metadata.storage_meta = StorageMeta(save_id=self.save_id)
-        with self.fs.create_stream(Path(self.path) / METADATA, "wb") as file:
-            _TablePickler(file).dump(metadata)
-            file.flush()
-            os.fsync(file.fileno())
+        assert self.plan is not None, "dcp.save has called write_data"
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), "only tensors are given to save"
-            self.tensors[name] = TensorRecord(
-                dtype=cast(Any, str(entry.properties.dtype).removeprefix("torch.")),
+            self.plan.tensors[name] = TensorRecord(
+                dtype=cast(Any, _name(entry.properties.dtype)),
                 shape=tuple(entry.size),
-                chunks=[
-                    Chunk(
-                        offsets=tuple(chunk.offsets),
-                        sizes=tuple(chunk.sizes),
-                        file=place.relative_path,
-                        begin=place.offset,
-                        length=place.length,
-                    )
-                    for chunk in entry.chunks
-                    for place in (places[MetadataIndex(name, chunk.offsets)],)
-                ],
+                chunks=[places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks],
             )
 
 
+def _laid_out(file: str, plan: SavePlan) -> FilePlan:
+    """A safetensors file: its length and table in JSON, then the tensors without gaps."""
+    items = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None, "only tensors are given to save"
+        assert data.chunk is not None, "torch gives every tensor its place"
+        items.append((item.index, data.chunk, data.size, data.properties.dtype))
+    items.sort(key=lambda item: -item[3].itemsize)  # so that each lies where its type may
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, places = 0, []
+    for index, chunk, whole, dtype in items:
+        length = math.prod(chunk.sizes) * dtype.itemsize
+        places.append((end, length))
+        name = index.fqn
+        if chunk.sizes != whole:
+            pairs = zip(chunk.offsets, chunk.sizes, strict=True)
+            name += f"[{', '.join(f'{start}:{start + size}' for start, size in pairs)}]"
+        table[name] = {
+            "dtype": SAFETENSORS[_name(dtype)],
+            "shape": list(chunk.sizes),
+            "data_offsets": [end, end + length],
+        }
+        end += length
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    entries = [
+        _Entry(
+            MetadataIndex(index.fqn, chunk.offsets),
+            Chunk(
+                offsets=tuple(chunk.offsets),
+                sizes=tuple(chunk.sizes),
+                file=file,
+                begin=len(header) + begin,
+                length=length,
+            ),
+            dtype,
+        )
+        for (index, chunk, _, dtype), (begin, length) in zip(items, places, strict=True)
+    ]
+    return FilePlan(file, len(header) + end, header, entries, {})
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Reader(StorageReader):
-    """Tensors of a folder, by its manifest; refuses everything else.
+    """Tensors of a folder, by its manifest.
 
     Args:
         path: the checkpoint's folder.
@@ -181,7 +212,7 @@ class Reader(StorageReader):
         self.path = path
         self.manifest = manifest
         self.places = {
-            MetadataIndex(name, chunk.offsets): (record.dtype, chunk)
+            MetadataIndex(name, torch.Size(chunk.offsets)): (getattr(torch, record.dtype), chunk)
             for name, record in manifest.tensors.items()
             for chunk in record.chunks
         }
@@ -195,7 +226,7 @@ class Reader(StorageReader):
         """Nothing is kept between loads."""
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """From the manifest, not from torch's pickle."""
+        """From the manifest."""
         tensors = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, record.dtype)),
@@ -224,7 +255,7 @@ class Reader(StorageReader):
         """Copy what ``plan`` asks for into its tensors. Blocks.
 
         Raises:
-            ConfigError: a file holds something else than the tensor that the manifest names.
+            ConfigError: a file has become shorter than the manifest says.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -232,94 +263,30 @@ class Reader(StorageReader):
         for name, items in by_file.items():
             with (self.path / name).open("rb") as file:
                 for item in sorted(items, key=lambda i: self.places[i.storage_index][1].begin):
-                    self._read(file, item, planner)
+                    assert item.type is LoadItemType.TENSOR, "the manifest has nothing else"
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read(file, item))
+                    planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, file: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, file: Any, item: ReadItem) -> Tensor:
+        """The range that ``item`` names; of the rows beside it nothing is read."""
         dtype, chunk = self.places[item.storage_index]
-        if item.type is not LoadItemType.TENSOR:
-            raise ConfigError(f"{self.path / chunk.file} holds other things than tensors")
-        file.seek(chunk.begin)
-        source = self._tensor(file.read(chunk.length), getattr(torch, dtype), chunk)
-        for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            source = source.narrow(dim, start, size)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(source)
-        planner.commit_tensor(item, target)
-
-    def _tensor(self, data: bytes, dtype: torch.dtype, chunk: Chunk) -> Tensor:
-        try:
-            # What does not begin as an archive would go to torch's readers of its older formats.
-            if not data.startswith(b"PK\x03\x04"):
-                raise zipfile.BadZipFile("no archive begins here")  # noqa: TRY301 - as the rest
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                # torch compresses nothing: a compressed record could grow without bounds.
-                stored = all(i.compress_type == zipfile.ZIP_STORED for i in archive.infolist())
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001 - torch raises what it meets in the file
-            line = str(error).strip().splitlines()[:1]
-            raise ConfigError(
-                f"{self.path / chunk.file} holds what is no tensor at byte {chunk.begin}: "
-                f"{type(error).__name__}: {''.join(line)}"
-            ) from None
-        right = isinstance(value, Tensor) and value.dtype == dtype and value.layout is torch.strided
-        if not (stored and right and value.shape == torch.Size(chunk.sizes)):
-            raise ConfigError(
-                f"{self.path / chunk.file} holds another tensor at byte {chunk.begin} than the "
-                "manifest says"
-            )
-        return cast(Tensor, value)
-
-
-def check_metadata(path: Path) -> None:
-    """Refuse a table of contents that would execute something in the tools that load it.
-
-    Raises:
-        ConfigError: it names more than the classes of a table of tensors, or is no pickle.
-    """
-    if not path.exists():
-        return
-    try:
-        found = _named(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # noqa: BLE001 - whatever a broken pickle makes of the scan
-        raise ConfigError(f"{path} is not a pickle") from error
-    foreign = sorted(found - _NAMES)
-    if foreign:
-        raise ConfigError(
-            f"{path} names {foreign[0]!r}, which no checkpoint does: it would be executed by tools "
-            "that load this file; do not load it, and do not trust this folder"
-        )
-
-
-def _named(data: bytes) -> set[str]:
-    """``"module name"`` of everything that a pickle would look up. Executes nothing."""
-    found: set[str] = set()
-    memo: dict[int, Any] = {}
-    stack: list[Any] = [None, None]  # the last things pushed, where they are strings
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[int(argument)] = stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo.get(int(argument)))
-        elif name in _STRINGS:
-            stack.append(argument)
-        elif name in ("GLOBAL", "INST"):
-            found.add(str(argument))
-            stack.append(None)
-        elif name == "STACK_GLOBAL":
-            found.add(f"{stack[-2]} {stack[-1]}")
-            stack.append(None)
-        elif name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4"):
-            found.add(name)
-        elif opcode.stack_after:
-            stack.append(None)
-        del stack[:-2]
-    return found
+        start, length, sizes = chunk.begin, chunk.length, list(chunk.sizes)
+        inside = list(zip(item.storage_offsets, item.lengths, strict=True))
+        if inside and sizes[0]:
+            row = length // sizes[0]
+            first, sizes[0] = inside[0]
+            start, length = start + first * row, sizes[0] * row
+            inside[0] = (0, sizes[0])
+        file.seek(start)
+        data = bytearray(length)
+        if file.readinto(data) != length:
+            raise ConfigError(f"{self.path / chunk.file} ends before its byte {start + length}")
+        values = torch.frombuffer(data, dtype=dtype) if length else torch.empty(0, dtype=dtype)
+        values = values.view(sizes)
+        for dim, (begin, size) in enumerate(inside):
+            values = values.narrow(dim, begin, size)
+        return values

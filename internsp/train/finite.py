@@ -9,6 +9,7 @@ from torch import Tensor
 
 from internsp.errors import NotFiniteError
 from internsp.optim.finite import agree, not_finite
+from internsp.optim.slices import Slices
 from internsp.train.session import Session
 
 
@@ -56,10 +57,10 @@ def require_finite(session: Session, consequence: str) -> None:
         communicator.publish()
         members = communicator.replicated.everyone()
         held: dict[str, list[Tensor]] = {member.name: [member.storage] for member in members}
-        for key, entry in optimizer.local_state_dict()["state"].items():
-            # The key of a slice is the parameter's name and, in brackets, whose slice it is.
-            parts = held[key.rpartition(" [")[0]]
-            parts += [value for value in entry.values() if isinstance(value, Tensor)]
+        for name, entry in optimizer.local_state_dict()["state"].items():
+            for value in entry.values():
+                if isinstance(value, Slices):
+                    held[name] += value.parts.values()
         names += held
         bad += [not_finite(tensors, mesh.device) for tensors in held.values()]
     found = agree(mesh, names, bad, torch.stack(bad).any())

@@ -1,7 +1,8 @@
 """``manifest.json`` of a checkpoint: what it is, what it holds, and a digest of each of its files.
 
-It is written last and read first. Reading executes nothing and believes nothing: every name, size
-and range is checked before anything is opened or allocated by it. Nothing here imports torch.
+It is written last (:mod:`internsp.train.disk`) and read first. Reading executes nothing and
+believes nothing: every name, size and range is checked before anything is opened or allocated by
+it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from internsp.errors import ConfigError
+from internsp.train.disk import MANIFEST, digest_of
 
-NAME = "manifest.json"
 MAX_BYTES = 1 << 30
 """No manifest is larger: a million tensors take a quarter of it."""
 
@@ -73,15 +73,15 @@ class TensorRecord(_Part):
             ends = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
             if any(offset + size > whole for offset, size, whole in ends):
                 raise ValueError("a chunk lies outside its tensor")
-            if chunk.length < math.prod(chunk.sizes) * _BYTES[self.dtype]:
-                raise ValueError("a chunk has fewer bytes than elements")
+            if chunk.length != math.prod(chunk.sizes) * _BYTES[self.dtype]:
+                raise ValueError("a chunk has another number of bytes than its elements take")
         if sum(math.prod(c.sizes) for c in self.chunks) != math.prod(self.shape):
             raise ValueError("the chunks do not cover the tensor")
         ordered = sorted(self.chunks, key=lambda c: c.offsets)
-        # Cuts are along dimension 0 almost always: then neighbors are all there is to compare.
-        along = all(c.sizes[1:] == self.shape[1:] for c in ordered)
         for i, one in enumerate(ordered):
-            for other in ordered[i + 1 : i + 2 if along else None]:
+            for other in ordered[i + 1 :]:
+                if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                    break  # nor does any that follows reach back
                 if _overlap(one, other):
                     raise ValueError("two chunks overlap")
         return self
@@ -96,27 +96,44 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
     )
 
 
+class Position(_Part):
+    """Where a run is in its text.
+
+    Attributes:
+        fingerprint: digest of all tokens and of where documents start.
+        sequences: rows taken so far, in the order that the seed gives; the next run's first row is
+            this one, whatever its mesh and batch.
+        document, token: where that row begins: documents count in the order of the training text,
+            tokens from the document's own first.
+    """
+
+    fingerprint: str
+    sequences: Count
+    document: Count
+    token: Count
+
+
 class Manifest(_Part):
     """A checkpoint.
 
     Attributes:
-        format: of the folder; this version reads 1 alone.
+        format: of the folder; this version reads 2 alone.
         step: finished optimizer steps.
         run: id of the run that wrote it.
-        world_size: its ranks.
+        mesh: its degrees, and the ranks of all together.
         config: its configuration, by section.
-        data: digest of all tokens, and the sequences that were taken of them.
+        data: where the run is in its text.
         loss_scaler: scale and counters, where there is one.
         values: what the optimizers keep that is no tensor, by name.
         tensors, files: by name.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     step: Annotated[int, Field(ge=0, lt=1 << 50)]
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    world_size: Annotated[int, Field(ge=1, lt=1 << 30)]
+    mesh: dict[str, Annotated[int, Field(ge=1, lt=1 << 30)]]
     config: dict[str, dict[str, JsonValue]]
-    data: dict[str, str | int]
+    data: Position
     loss_scaler: dict[str, float] | None
     values: dict[str, JsonValue]
     tensors: dict[str, TensorRecord]
@@ -132,23 +149,13 @@ class Manifest(_Part):
         return self
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` with a digest of itself; durable on return."""
-    content = manifest.model_dump(mode="json")
-    text = json.dumps({"sha256": _digest(content), "content": content}, allow_nan=False)
-    with (folder / NAME).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder.
 
     Raises:
         ConfigError: there is none, it is damaged, or it is not one; the message names the file.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -169,7 +176,7 @@ def read(folder: Path) -> Manifest:
     if not isinstance(document, dict) or document.keys() != {"sha256", "content"}:
         raise ConfigError(f"{path} is not a manifest")
     try:
-        whole = _digest(document["content"]) == document["sha256"]
+        whole = digest_of(document["content"]) == document["sha256"]
         if whole:
             return Manifest.model_validate(document["content"])
     except ValidationError as error:
@@ -201,8 +208,3 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
         except OSError as error:
             found.append(f"{path} cannot be read: {error.strerror}")
     return found
-
-
-def _digest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

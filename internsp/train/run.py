@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,12 +21,15 @@ from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.report.page import Report
 from internsp.trace import Event
 from internsp.train import checkpoint
+from internsp.train.agreement import from_first
 from internsp.train.checkpoint import Resumed
+from internsp.train.disk import steps_in
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
 from internsp.train.numbers import EarlyStop, Spikes, compare_replicas
 from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
+from internsp.train.saver import Saver
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
 from internsp.train.stop import StopRequest, name_of
@@ -53,14 +58,22 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
         with StopRequest() as stop:
             session = Session.create(config, hooks)
             with claimed(output, session.mesh.rank == 0) as folder:
-                resumed = None
-                if config.checkpoint.resume is not None:
-                    resumed = checkpoint.load(session, Path(config.checkpoint.resume))
+                source = _source(config, folder.path)
+                resumed = None if source is None else checkpoint.load(session, source)
                 folder.begin(resumed)
                 _Run(session, folder, resumed, stop).run()
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _source(config: Config, folder: Path) -> Path | None:
+    """Where the run goes on from, if it does. Collective."""
+    # torchrun starts a run again after a fault by the same command: it must find its own place.
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    if config.checkpoint.from_own_folder(elastic):
+        return from_first(lambda: folder if steps_in(folder / "checkpoints") else None)
+    return None if config.checkpoint.named is None else Path(config.checkpoint.named)
 
 
 class _Run:
@@ -75,6 +88,8 @@ class _Run:
         self.id = folder.run
         self.notes = [*folder.notes, *(resumed.notes if resumed else [])]
         self.done = self.step = resumed.step if resumed else 0
+        self.sequences = resumed.sequences if resumed else 0
+        self.saver = Saver(session, folder.path / "checkpoints", folder.run)
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
@@ -100,7 +115,9 @@ class _Run:
             path, text = None, ""
             try:
                 if self.config.checkpoint.save and self.step > self.done and self.trusted:
-                    path = self._save(self.step, display, last=True)
+                    path = self._save(display, last=True)
+                else:  # one that is under way becomes whole
+                    self._saved(self.saver.finish, display)
                 if self.failure is None:
                     if last is not None:
                         last = self._evaluated(last, True, display)
@@ -120,6 +137,7 @@ class _Run:
                 display.close()
             if writer is not None:
                 writer.close()
+            self.saver.close()
 
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
         if not self.main:
@@ -147,10 +165,15 @@ class _Run:
         """All steps; the last one's metrics, neither evaluated nor written yet."""
         train, trace = self.config.train, self.session.trace
         timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
+        every = self.config.checkpoint.every
+        if every:
+            self.saver.prepare()
         while self.step < train.steps:
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
-            metrics, self.interrupted = self.runner.step(self.step, self.stop)
+            metrics, self.interrupted, saved = self.runner.step(
+                self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
+            )
             metrics = self._counted(metrics)
             if self.step <= timeline:
                 trace.resolve()
@@ -158,6 +181,8 @@ class _Run:
             trace.enabled = False
             trace.clear()
             self.step += 1
+            self.sequences += train.global_batch
+            self._saved(partial(self.saver.advance, saved), display)
             if self.interrupted:
                 self._learn_why(display)
             self.failure = too_many_skipped(self.session, self.step) or self._replicas()
@@ -173,9 +198,8 @@ class _Run:
                         f"{train.early_stop} evaluations (train.early_stop)"
                     )
                 return None
-            every = self.config.checkpoint.every
             if every and self.step % every == 0:
-                self._save(self.step, display)
+                self._save(display)
         return None
 
     def _replicas(self) -> ReplicaError | None:
@@ -217,12 +241,24 @@ class _Run:
             if said := self._spikes.look(metrics):
                 display.note(said)
 
-    def _save(self, step: int, display: Display | None, last: bool = False) -> Path | None:
-        """Collective. ``None``: weights are not finite, so nothing is written; it is said."""
-        path = None
+    def _save(self, display: Display | None, last: bool = False) -> Path | None:
+        """Save this step; the ``last`` one is waited for, of which the checkpoint is returned."""
+        self._saved(self.saver.finish, display)
+        self.saver.start(self.step, self.sequences)
+        return self._saved(self.saver.finish, display, last) if last else None
+
+    def _saved(
+        self, call: Callable[[], Path | None], display: Display | None, last: bool = False
+    ) -> Path | None:
+        """``call`` to the saver, and say what has become of a save. Collective.
+
+        ``None``: nothing, or weights are not finite, so nothing is written.
+        """
+        path, said = None, ""
         try:
-            path = checkpoint.save(self.session, self.output / "checkpoints", step, self.id)
-            said = "" if last and self.failure is None else f"checkpoint {path}"
+            path = call()
+            if path is not None and not (last and self.failure is None):
+                said = f"checkpoint {path}"
         except NotFiniteError as error:  # of all ranks together
             said = str(error)
             if last:  # the run has nothing to show for itself
@@ -235,9 +271,7 @@ class _Run:
         skipped = self.skipped_before + (metrics.skipped_steps or 0)
         return metrics.model_copy(update={"skipped_steps": skipped})
 
-    def _evaluated(
-        self, metrics: StepMetrics, last: bool, display: Display | None
-    ) -> StepMetrics:
+    def _evaluated(self, metrics: StepMetrics, last: bool, display: Display | None) -> StepMetrics:
         every = self.config.train.eval_every
         due = every and metrics.step % every == 0
         if not (due or last) or not self.config.train.eval_batches:

@@ -17,6 +17,7 @@ from internsp.errors import ConfigError
 from internsp.train import checkpoint_folder
 from internsp.train.agreement import from_first
 from internsp.train.checkpoint import Resumed
+from internsp.train.disk import discard_partial
 from internsp.train.run_lock import RunLock
 
 
@@ -48,6 +49,7 @@ class RunFolder:
 
     def _begin(self, resumed: Resumed | None) -> tuple[str, list[str]]:
         checkpoints = self.path / "checkpoints"
+        discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
             names, aside = checkpoint_folder.abandon_later(checkpoints, resumed.step)
             if not names:

@@ -30,19 +30,28 @@ class StepRunner:
         self._passes = Whole(session) if session.pipeline is None else Pipelined(session)
         self._checked = False
 
-    def step(self, number: int, stop: StopRequest) -> tuple[StepMetrics, bool]:
-        """Train on the global batch of step ``number`` (from 0). Collective; blocks.
+    def step(
+        self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
+    ) -> tuple[StepMetrics, bool, float]:
+        """Train on the next global batch, in step ``number`` (from 0). Collective; blocks.
+
+        Args:
+            taken: rows of the training text that the steps before took; ``None``: a global batch
+                each.
+            saved: this rank's progress in saving (:meth:`Saver.progress`).
 
         Returns:
-            The step's metrics, and whether any rank was asked to stop, before it or within.
+            The step's metrics, whether any rank was asked to stop, before it or within, and the sum
+            of ``saved`` over all ranks.
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
         counters = [communicator.state.counters for communicator in session.communicators]
         for counter in counters:
             counter.reset()
         session.trace.begin_step()
+        taken = number * config.train.global_batch if taken is None else taken
         start = time.perf_counter()
-        layouts = [self._layout(b) for b in self._micro_batches(number)]
+        layouts = [self._layout(b) for b in self._micro_batches(taken)]
         valid = sum(layout.valid_tokens for layout in layouts)
         (tokens,) = self._sum(float(valid))
         if not tokens:  # the same on every rank
@@ -54,7 +63,7 @@ class StepRunner:
         lr = session.optimizer.param_groups[0]["lr"]
         loss = self._passes.train(layouts, tokens)
         norm = session.step()
-        total, asked = self._sum(loss, float(stop.requested), stages=True)
+        total, asked, saved = self._sum(loss, float(stop.requested), saved, stages=True)
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
         metrics = StepMetrics(
@@ -72,7 +81,7 @@ class StepRunner:
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
             skipped_steps=session.optimizer.skipped_steps,
         )
-        return metrics, asked > 0
+        return metrics, asked > 0, saved
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -100,9 +109,9 @@ class StepRunner:
         for module in self.session.modules:
             module.train(training)
 
-    def _micro_batches(self, number: int) -> Iterator[Batch]:
+    def _micro_batches(self, taken: int) -> Iterator[Batch]:
         for index in range(self.session.config.train.micro_batches):
-            yield self.session.source.train_batch(number, self._rows(index))
+            yield self.session.source.train_batch(taken, self._rows(index))
 
     def _rows(self, micro_batch: int) -> slice:
         train, mesh = self.session.config.train, self.session.mesh
@@ -142,8 +151,10 @@ class StepRunner:
         self._checked = True
         kinds = ("AG", "RS")
         overlap = self.session.config.weight_parallel.overlap
-        planned = simulate(plan, micro_batches, overlap) if pipeline is None else pipeline.planned(
-            overlap
+        planned = (
+            simulate(plan, micro_batches, overlap)
+            if pipeline is None
+            else pipeline.planned(overlap)
         )
         expected = planned.lines(kinds)
         actual = trace.lines(kinds)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +19,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from internsp.config import Config
-from internsp.errors import ConfigError, InternspError
+from internsp.errors import ConfigError, InternspError, MachineError
 from internsp.report.metrics import read_metrics
-from internsp.train import checkpoint, checkpoint_files, manifest
+from internsp.train import checkpoint, manifest
+from internsp.train.agreement import on_every_rank
+from internsp.train.disk import MANIFEST, write_manifest
 from internsp.train.run import train
 from internsp.train.run_lock import RunLock
+from internsp.train.saver import Saver, save
 from internsp.train.session import Session, lr_factor
 from tests.support.ranks import run_ranks
 
@@ -88,7 +91,7 @@ def names(folder: Path) -> list[str]:
 def damage_is_noticed(rank: int, run: Path) -> None:
     newest = run / "checkpoints" / "step-000006"
     files = sorted(newest.iterdir())
-    assert names(newest) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert names(newest) == [MANIFEST, "rank-00000.safetensors", "rank-00001.safetensors"]
     for file in files:
         right = file.read_bytes()
         for place in range(7, len(right), len(right) // 4):
@@ -100,8 +103,8 @@ def damage_is_noticed(rank: int, run: Path) -> None:
                 chosen, content, notes = checkpoint._newest_whole(run)
                 assert (chosen.name, content.step) == ("step-000004", 4)
                 assert notes[0].startswith("checkpoint step-000006 was passed over: " + str(file))
-    with changed(rank, files[-1]):
-        on_first(rank, files[-1].unlink)
+    with changed(rank, files[0]):
+        on_first(rank, files[0].unlink)
         assert "saving did not end" in refusal(lambda: checkpoint._newest_whole(newest))
         assert checkpoint._newest_whole(run)[0].name == "step-000004"
     assert checkpoint._newest_whole(run)[0] == newest
@@ -120,34 +123,29 @@ class Evil:
 def forge(folder: Path, file: Path, data: bytes) -> None:
     """Put ``data`` into a checkpoint's file, and a manifest that finds it right."""
     file.write_bytes(data)
-    content = json.loads((folder / manifest.NAME).read_text())["content"]
-    digest = hashlib.sha256(data).hexdigest()
-    content["files"][file.name] = {"nbytes": len(data), "sha256": digest}
-    (folder / manifest.NAME).write_text(
-        json.dumps({"sha256": manifest._digest(content), "content": content})
-    )
+    content = json.loads((folder / MANIFEST).read_text())["content"]
+    content["files"][file.name] = {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_manifest(folder, content)
 
 
 def hostile_files_are_refused_and_not_executed(rank: int, run: Path) -> None:
     mark, folder = run / "executed", run / "checkpoints" / "step-000006"
-    table, data = folder / ".metadata", folder / "__1_0.distcp"
-    with changed(rank, table, folder / manifest.NAME):
-        on_first(rank, lambda: forge(folder, table, pickle.dumps(Evil(mark))))
+    data, table = folder / "rank-00001.safetensors", folder / ".metadata"
+    evil = pickle.dumps(Evil(mark))
+    with changed(rank, data, folder / MANIFEST):
+        on_first(rank, lambda: forge(folder, data, evil))
         text = refusal(lambda: train(resumed(folder), run / "other"))
-        assert f"{table} names 'posix system'" in text
-    # In place of the first tensor, followed by the others where they were.
-    first = min(
-        (c for t in manifest.read(folder).tensors.values() for c in t.chunks
-         if c.file == data.name), key=lambda c: c.begin,
-    )  # fmt: skip
-    assert first.begin == 0
-    with changed(rank, data, folder / manifest.NAME):
-        evil = pickle.dumps(Evil(mark))
-        rest = data.read_bytes()[len(evil) :]
-        dist.barrier()
-        on_first(rank, lambda: forge(folder, data, evil + rest))
+        assert text.startswith(f"checkpoint.resume: {folder / MANIFEST} is not a manifest: ")
+        assert text.endswith(f" lies outside {data.name}")
+    with changed(rank, data):
+        on_first(rank, lambda: data.write_bytes(evil))
         text = refusal(lambda: train(resumed(folder), run / "other"))
-        assert text.startswith(f"{data} holds what is no tensor at byte 0")
+        assert text.startswith(f"checkpoint.resume: {data} has {len(evil)} bytes")
+    # What no manifest speaks of is not looked at.
+    on_first(rank, lambda: table.write_bytes(evil))
+    assert checkpoint.load(Session.create(config()), folder).step == 6
+    dist.barrier()
+    on_first(rank, table.unlink)
     assert not mark.exists()
     assert not (run / "other").exists(), "a run that was refused leaves no folder"
 
@@ -157,7 +155,7 @@ def a_folder_of_another_writer_is_refused(rank: int, run: Path) -> None:
     mark, folder = run / "executed", run / "foreign" / "step-000001"
     dcp.save({"run.step": Evil(mark)}, checkpoint_id=folder)
     text = refusal(lambda: train(resumed(folder), run / "other"))
-    assert f"{folder / manifest.NAME} is missing" in text
+    assert f"{folder / MANIFEST} is missing" in text
     assert not mark.exists()
 
 
@@ -167,44 +165,39 @@ def a_folder_of_another_writer_is_refused(rank: int, run: Path) -> None:
 def a_save_that_fails_leaves_the_old_one_whole(rank: int, run: Path) -> None:
     session = Session.create(config())
     folder = run / "saves"
-    path = checkpoint.save(session, folder, 3, "first")
-    before = (path / manifest.NAME).read_text()
-
-    class Full:
-        """A file on a disk that has room for 4000 bytes."""
-
-        def __init__(self, file: Any) -> None:
-            self.file, self.room = file, 4000
-
-        def write(self, data: Any) -> None:
-            self.room -= len(data)
-            if self.room < 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            self.file.write(data)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-    right = checkpoint_files._Digested.__init__
+    path = save(session, folder, 3, "first")
+    before = (path / MANIFEST).read_text()
+    saver = Saver(session, folder, "second")
+    _, writer = saver.prepare()
     if rank == 1:
-        checkpoint_files._Digested.__init__ = lambda self, file: right(self, Full(file))  # type: ignore[method-assign, assignment]
-    with pytest.raises(InternspError) as failed:
-        checkpoint.save(session, folder, 3, "second")
-    checkpoint_files._Digested.__init__ = right  # type: ignore[method-assign]
-    text = str(failed.value)
-    assert text == (
-        f"checkpoint {path} was not saved: rank 1: OSError: [Errno 28] No space left on device"
+        resource.prlimit(writer._process.pid, resource.RLIMIT_FSIZE, (4000, 4000))
+    saver.start(3, 0)
+    with pytest.raises(MachineError) as failed:
+        saver.finish()
+    assert str(failed.value) == (
+        f"checkpoint {path} was not saved: rank 1: OSError: [Errno 27] File too large"
     )
     dist.barrier()
-    assert names(folder) == ["step-000003"]
-    assert (path / manifest.NAME).read_text() == before
+    assert names(folder) == ["latest", "step-000003"]
+    assert (path / MANIFEST).read_text() == before
     dist.barrier()
-    checkpoint.save(session, folder, 3, "third")
+    save(session, folder, 3, "third")
     assert manifest.read(path).run == "third"
     blocked = run / "blocked"
     on_first(rank, lambda: blocked.write_text("a file"))
-    with pytest.raises(InternspError, match="was not saved"):
-        checkpoint.save(session, blocked, 3, "fourth")
+    with pytest.raises(InternspError, match="was not saved: rank 0: OSError"):
+        save(session, blocked, 3, "fourth")
+    # The last of all steps fails: nothing is valid until rank 0 says so.
+    saver = Saver(session, folder, "fifth")
+    saver.start(4, 0)
+    while sum(on_every_rank(saver.progress)) < 2:
+        pass
+    if rank == 0:
+        (next(folder.glob("*.partial")) / MANIFEST).mkdir()
+    with pytest.raises(InternspError, match=r"was not saved: rank 0: OSError.*manifest"):
+        saver.finish()
+    dist.barrier()
+    assert names(folder) == ["latest", "step-000003"]
 
 
 def loss_scale_and_random_states_come_back(rank: int, run: Path) -> None:
@@ -214,7 +207,7 @@ def loss_scale_and_random_states_come_back(rank: int, run: Path) -> None:
     assert scaler is not None
     scaler.scale, scaler.good_steps, scaler.skipped_steps = 512.0, 7, 3
     torch.manual_seed(5 + rank)
-    path = checkpoint.save(session, run / "half", 1, "half")
+    path = save(session, run / "half", 1, "half")
     wanted = torch.rand(4)
     again = Session.create(half)
     torch.manual_seed(99)
@@ -275,17 +268,17 @@ def what_came_later_is_set_aside(rank: int, run: Path) -> None:
     train(resumed(run / "checkpoints" / "step-000002", train={"steps": 3}), run)
     dist.barrier()  # rank 0 writes the last row after the last collective
     folder = run / "checkpoints"
-    assert names(folder) == ["abandoned-1", "step-000002", "step-000003"]
+    assert names(folder) == ["abandoned-1", "latest", "step-000002", "step-000003"]
     assert names(folder / "abandoned-1") == ["metrics.jsonl", "step-000004", "step-000006"]
     assert [row.step for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
     assert ids(run) == before, "the run goes on"
     assert checkpoint._newest_whole(run)[0].name == "step-000003"
     dist.barrier()
     # Nothing is left to do: the checkpoint is not written again, the folder stays as it is.
-    stamp = (folder / "step-000003" / manifest.NAME).stat().st_mtime_ns
+    stamp = (folder / "step-000003" / MANIFEST).stat().st_mtime_ns
     train(resumed(run, train={"steps": 3}), run)
-    assert (folder / "step-000003" / manifest.NAME).stat().st_mtime_ns == stamp
-    assert names(folder) == ["abandoned-1", "step-000002", "step-000003"]
+    assert (folder / "step-000003" / MANIFEST).stat().st_mtime_ns == stamp
+    assert names(folder) == ["abandoned-1", "latest", "step-000002", "step-000003"]
 
 
 def another_folder_is_not_mixed_with(rank: int, run: Path) -> None:
@@ -295,9 +288,14 @@ def another_folder_is_not_mixed_with(rank: int, run: Path) -> None:
     dist.barrier()
     train(resumed(run, train={"steps": 4}), other)
     dist.barrier()
-    assert names(other / "checkpoints") == ["step-000004"]
+    assert names(other / "checkpoints") == ["latest", "step-000004"]
     assert [row.step for row in read_metrics(other / "metrics.jsonl")] == [4]
-    assert names(run / "b.1" / "checkpoints") == ["step-000002", "step-000004", "step-000005"]
+    assert names(run / "b.1" / "checkpoints") == [
+        "latest",
+        "step-000002",
+        "step-000004",
+        "step-000005",
+    ]
     assert ids(run / "b.1") == theirs
     assert not ids(other) & (theirs | ids(run))
     left = list(run.rglob("run.lock"))

@@ -88,6 +88,40 @@ def test_weights_of_owners_load_on_every_mesh_and_on_one_process(tmp_path: Path)
     assert run_ranks(moved, 4, str(tmp_path)) == [[]] * 4
 
 
+def slices_moved(rank: int, world: int, folder: str) -> list[str]:
+    """Optimizer state of owners, two steps old, from mesh to mesh as slices: the same bytes."""
+    wrong: list[str] = []
+    wanted: dict[str, Tensor] = {}
+    for number, case in enumerate((OWNERS, CUT, SHARED, Case(1, 1, 4, zero=2), OWNERS)):
+        pair = Pair(case)
+        optimizer = ZeroOptimizer(pair.communicator, torch.optim.AdamW, lr=1e-2)
+        state: dict[str, Any]
+        if number:
+            state = {"model": pair.ours.state_dict(), "optimizer": optimizer.local_state_dict()}
+            dcp.load(state, checkpoint_id=f"{folder}/{number - 1}")
+            pair.ours.load_state_dict(state["model"])
+            optimizer.load_local_state_dict(state["optimizer"])
+        else:
+            for step in range(2):
+                pair.backward(step, plain=False)
+                optimizer.step()
+        found = pair.whole()
+        for index, entry in optimizer.state_dict()["state"].items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[f"{index} {kind}"] = entry[kind].full_tensor()
+            found[f"{index} step"] = entry["step"]
+        wanted = wanted or found
+        wrong += differ(wanted, found)
+        state = {"model": pair.ours.state_dict(), "optimizer": optimizer.local_state_dict()}
+        dcp.save(state, checkpoint_id=f"{folder}/{number}")
+    assert wanted["0 exp_avg"].count_nonzero()
+    return wrong
+
+
+def test_slices_of_owners_load_on_every_mesh(tmp_path: Path) -> None:
+    assert run_ranks(slices_moved, 4, str(tmp_path)) == [[]] * 4
+
+
 def first_values(rank: int, world: int) -> list[str]:
     def fill(name: str, whole: Tensor, generator: torch.Generator) -> None:
         nn.init.normal_(whole, generator=generator)

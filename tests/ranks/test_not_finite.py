@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from internsp.optim.slices import Slices
 from tests.support.ranks import run_ranks
 from tests.support.zero import Case, Setup, batch, setup, share, whole
 
@@ -26,7 +27,9 @@ def state(s: Setup) -> dict[str, Tensor]:
     """Parameters and all optimizer state of this rank, masters among it."""
     found = whole(s.model)
     for key, entry in s.optimizer.local_state_dict()["state"].items():
-        found |= {f"{key} {n}": v.clone() for n, v in entry.items() if isinstance(v, Tensor)}
+        for kind, value in entry.items():
+            parts = value.parts if isinstance(value, Slices) else {(): value}
+            found |= {f"{key} {kind} {at}": part.clone() for at, part in parts.items()}
     return found
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from internsp.config import Config
-from internsp.errors import ConfigError, OrderError
+from internsp.errors import OrderError
 from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
 from internsp.plan.chunk import Schedule
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.report.metrics import StepMetrics, read_metrics
+from internsp.train import manifest
 from internsp.train.run import train
 from internsp.train.stop import StopRequest
 from tests.support.ranks import run_ranks
@@ -112,12 +113,6 @@ def _sample(report: str) -> str:
     return report.split('class="sample">')[1].split("<")[0]
 
 
-def refusal(rank: int, world_size: int, settings: Config, folder: str) -> str:
-    with pytest.raises(ConfigError) as refused:
-        train(settings, Path(folder))
-    return str(refused.value)
-
-
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     base = pipelined("ZBVZeroBubble", 2)
     whole = str(tmp_path / "whole")
@@ -131,34 +126,26 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert [(r.step, r.loss, r.grad_norm) for r in rows] == [
         (w.step, w.loss, w.grad_norm) for w in wanted
     ]
-    other = config(**{**pipelined("1F1B"), "checkpoint": {"save": False, "resume": step}})
-    for text in run_ranks(refusal, 2, other, str(tmp_path / "other"), timeout=120):
-        assert "pipeline.chunks: 2 in the checkpoint, 1 now" in text
-    # As many chunks in other places: rank 0 has the first and third, not the first and last.
-    other = config(**{**pipelined("Interleaved1F1B", 2), "checkpoint": again["checkpoint"]})
-    for text in run_ranks(refusal, 2, other, str(tmp_path / "other"), timeout=120):
-        assert "saved with (now: world 2 = pipeline 2" in text
-        assert "; Interleaved1F1B, 2 chunks a rank)" in text
+    # As many chunks in other places (rank 0 has the first and third, not the first and last), or
+    # none: sums come in another order, so to the last bits.
+    for number, changes in enumerate((pipelined("Interleaved1F1B", 2), pipelined("1F1B"))):
+        other = config(**{**changes, "checkpoint": again["checkpoint"]})
+        folder = tmp_path / f"other{number}"
+        run_ranks(run, 2, [(other, str(folder))], timeout=120)
+        found = read_metrics(folder / "metrics.jsonl")
+        assert [r.step for r in found] == [w.step for w in wanted]
+        assert [r.loss for r in found] == pytest.approx([w.loss for w in wanted], rel=1e-6)
 
 
 def test_a_checkpoint_has_the_parameter_names_of_the_whole_model(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     keep: Changes = {"checkpoint": {"save": True}, "train": {"steps": 1}}
     run_ranks(run, 1, [(config(**keep), str(tmp_path / "one"))], timeout=120)
     changes = {**pipelined("Interleaved1F1B", 2), **keep}
     run_ranks(run, 2, [(config(**changes), str(tmp_path / "two"))], timeout=120)
     names = []
     for run_name in ("one", "two"):
-        reader = dcp.FileSystemReader(tmp_path / run_name / "checkpoints" / "step-000001")
-        found = reader.read_metadata().state_dict_metadata
-        names.append(
-            {
-                (name, tuple(getattr(value, "size", ())))
-                for name, value in found.items()
-                if name.startswith("model.")
-            }
-        )
+        found = manifest.read(tmp_path / run_name / "checkpoints" / "step-000001").tensors
+        names.append({(n, t.shape) for n, t in found.items() if not n.startswith("random.")})
     assert names[0] == names[1]
     assert all(torch.Size(size).numel() > 0 for _, size in names[0])
 

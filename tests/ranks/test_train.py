@@ -199,7 +199,7 @@ def test_a_stop_asked_of_one_rank_ends_all_after_the_step_with_checkpoint_and_re
         checkpoint={"save": True},
     )  # fmt: skip
     assert run_ranks(stopped, 2, settings, str(tmp_path / "run")) == [1, -1]
-    assert (tmp_path / "run" / "checkpoints" / "step-000001" / ".metadata").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-000001" / "manifest.json").exists()
     page = (tmp_path / "run" / "report.html").read_text()
     assert "stopped before its last step" in page
     assert "layers.1" in page  # the timeline has bars of blocks

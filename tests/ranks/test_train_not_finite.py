@@ -15,7 +15,7 @@ from torch import Tensor
 from internsp.config import Config
 from internsp.errors import NotFiniteError
 from internsp.report.metrics import read_metrics
-from internsp.train import checkpoint
+from internsp.train import saver
 from internsp.train.run import train
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
@@ -35,13 +35,13 @@ def faulty(session: Session, rank: int, fault: str, steps: tuple[int, ...]) -> N
     """Something is not finite on ``rank`` in ``steps`` (from 1)."""
     real, now = StepRunner.step, [0]
 
-    def step(self: StepRunner, number: int, asked: bool) -> Any:
+    def step(self: StepRunner, number: int, stop: Any, **more: Any) -> Any:
         now[0] = number + 1
         if session.mesh.rank == rank and fault == "weight" and now[0] in steps:
             for communicator in session.communicators:
                 communicator.replicated.sharded[1].storage.data.view(-1)[0] = math.nan
                 communicator.invalidate()
-        return real(self, number, asked)
+        return real(self, number, stop, **more)
 
     StepRunner.step = step  # type: ignore[method-assign]
 
@@ -141,12 +141,12 @@ def test_steps_are_skipped_counted_and_said_and_a_run_of_them_stops_with_what_it
 
 def keep_all(rank: int, world_size: int, made: Config, folder: str) -> tuple[Outcome, str]:
     """A checkpoint that is not finite, as another program may have written it, resumed from."""
-    real = checkpoint.require_finite
-    checkpoint.require_finite = lambda *args: None
+    real = saver._require_finite
+    saver._require_finite = lambda *args: None
     try:
         outcome = run(rank, world_size, made, folder, 0, "weight", (5,))
     finally:
-        checkpoint.require_finite = real
+        saver._require_finite = real
     resumed = settings(checkpoint={"save": False, "resume": folder})
     return outcome, run(rank, world_size, resumed, f"{folder}-2", 0, "", ())[1]
 

@@ -42,7 +42,8 @@ def memory(rank: int, world: int) -> tuple[int, int, int, int]:
     ids, labels = batch(0, world)
     s.model(share(ids, rank), share(labels, rank), side=True).backward()
     s.optimizer.step()
-    entries = [e["exp_avg"] for e in s.optimizer.local_state_dict()["state"].values()]
+    states = s.optimizer.local_state_dict()["state"].values()
+    entries = [part for e in states for part in e["exp_avg"].parts.values()]
     small = sum(m.storage.numel() for m in s.communicator.replicated.members)
     cut = sum(p.numel() for p in s.model.parameters()) - small
     told = dict(s.optimizer.memory())["optimizer state"]

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
-from internsp.errors import MeshError
+from internsp.errors import LayoutError
 from internsp.optim import LossScaler
-from tests.support.ranks import run_ranks
+from internsp.optim.slices import Slices
+from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Case, Setup, batch, setup, share, train, whole
 
 
@@ -133,36 +135,73 @@ def test_a_resumed_run_goes_on_with_the_same_bits(
         assert all(same), same
 
 
-def keys(rank: int, world: int) -> tuple[dict[str, tuple[int, float]], list[str]]:
-    """Each entry's key with its place; and what loading elsewhere says."""
-    case = Case(weight=2, zero=2, steps=1)
-    s = setup(case)
-    train(s, case, rank, world)
+LOCAL = [
+    Case(weight=2, zero=2, dtype=torch.bfloat16, tied=True),
+    Case(weight=1, zero=4, optimizer="sgd", config={"accumulation": "sharded"}),
+]
+
+
+def moved(rank: int, world: int, case: Case, folder: str) -> None:
+    """Save slices on one mesh, load them on others and save again: the same whole state."""
+    meshes = [(2, 2), (1, 4), (4, 1), (2, 1), (1, 2), (2, 2)]
+    wanted: Any = None
+    for number, (weight, zero) in enumerate(meshes):
+        s = setup(Case(**{**case.__dict__, "weight": weight, "zero": zero}))
+        path = f"{folder}/{number}"
+        state = {"model": s.model.state_dict(), "optimizer": s.optimizer.local_state_dict()}
+        if number == 0:
+            train(s, Case(**{**case.__dict__, "steps": 3}), rank, world)
+        else:
+            dcp.load(state, checkpoint_id=f"{folder}/{number - 1}")
+            s.model.load_state_dict(state["model"])
+            s.optimizer.load_local_state_dict(state["optimizer"])
+        found = [whole(s.model), everything(s)]
+        wanted = wanted or found
+        assert [list(each) for each in found] == [list(each) for each in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert [name for name in one if not torch.equal(one[name], other[name])] == []
+        state = {"model": s.model.state_dict(), "optimizer": s.optimizer.local_state_dict()}
+        dcp.save(state, checkpoint_id=path)
+
+
+def everything(s: Setup) -> dict[str, torch.Tensor]:
+    """All optimizer state, whole, and what no step has used is not there."""
+    state, found = s.optimizer.state_dict(), {}
+    for index, entry in state["state"].items():
+        for kind, value in entry.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
+            found[f"{index} {kind}"] = whole
+    return found
+
+
+@pytest.mark.parametrize("case", LOCAL, ids=["adamw", "sgd"])
+def test_slices_saved_on_one_mesh_are_loaded_on_any_other(case: Case, tmp_path: Path) -> None:
+    run_ranks(moved, 4, case, str(tmp_path))
+
+
+@ranks(2)
+def test_slices_of_another_rank_or_model_are_refused_and_nothing_is_taken(rank: int) -> None:
+    case = Case(weight=2, steps=1)
+    s, stranger = setup(case), setup(Case(weight=2, tied=True))
+    train(s, case, rank, 2)
+    before = everything(s)
     state = s.optimizer.local_state_dict()
-    mine = {k: (rank, float(e["exp_avg"].sum())) for k, e in state["state"].items()}
-    complaints = []
-    for other in (Case(weight=1), Case(weight=2, zero=1)):
-        stranger = setup(other)
-        with pytest.raises(MeshError) as caught:
-            stranger.optimizer.load_local_state_dict(state)
-        complaints.append(str(caught.value))
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, state)
-    with pytest.raises(MeshError) as caught:
-        s.optimizer.load_local_state_dict(everyone[(rank + 1) % world])
-    return mine, [*complaints, str(caught.value)]
-
-
-def test_each_slice_has_a_key_of_its_own_and_another_mesh_is_named() -> None:
-    seen: dict[str, float] = {}
-    for mine, complaints in run_ranks(keys, 4):
-        for key, (_, value) in mine.items():
-            # Only replicas of the same values may share a key.
-            assert seen.setdefault(key, value) == value
-        assert "saved on a mesh {'weight': 2, 'zero': 2" in complaints[0]
-        assert "this one is {'weight': 1, 'zero': 4" in complaints[0]
-        assert "this one is {'weight': 2, 'zero': 1" in complaints[1]
-        assert "no entry for [" in complaints[2]
+    parts = {
+        name: {kind: value.parts for kind, value in entry.items() if isinstance(value, Slices)}
+        for name, entry in state["state"].items()
+    }
+    theirs: list[Any] = [None] * 2
+    dist.all_gather_object(theirs, parts)
+    for name, entry in state["state"].items():
+        for kind, value in entry.items():
+            if isinstance(value, Slices) and name in theirs[1 - rank]:
+                value.parts = theirs[1 - rank][name][kind]
+    with pytest.raises(LayoutError, match="this rank has"):
+        s.optimizer.load_local_state_dict(state)
+    with pytest.raises(LayoutError, match="the optimizer state has no"):
+        s.optimizer.load_local_state_dict(stranger.optimizer.local_state_dict())
+    now = everything(s)
+    assert all(torch.equal(before[name], now[name]) for name in before)
 
 
 def written(rank: int, world: int, dtype: torch.dtype) -> float:

@@ -52,14 +52,14 @@ def test_a_row_is_the_stream_from_its_begin_and_knows_the_documents_that_start_i
 
 def test_the_rows_of_all_ranks_and_micro_batches_together_are_the_global_batch() -> None:
     source = own_text(batch=12)
-    whole = source.train_batch(3)
+    whole = source.train_batch(36)
     seen: list[list[int]] = []
     for micro_batch in range(3):
         for rank in range(2):
             rows = rows_of(
                 12, micro_batches=3, micro_batch=micro_batch, data=2, data_rank=rank
             )
-            part = source.train_batch(3, rows)
+            part = source.train_batch(36, rows)
             assert part.boundaries == whole.boundaries[rows]
             seen += part.ids.tolist()
     assert seen == whole.ids.tolist()
@@ -83,7 +83,7 @@ def test_one_pass_sees_no_token_twice_and_the_next_pass_is_cut_and_ordered_anew(
     assert torch.equal(following, tokens[passes[1][0] :][:64])
 
 
-def test_order_depends_on_the_seed_and_the_step_alone() -> None:
+def test_order_depends_on_the_seed_and_on_the_rows_taken_alone() -> None:
     one, same, other = own_text(seed=1), own_text(seed=1), own_text(seed=2)
     same.train_batch(40)  # no state: what was asked before changes nothing
     assert torch.equal(one.train_batch(7).ids, same.train_batch(7).ids)
@@ -185,7 +185,20 @@ def test_empty_text_is_an_error_that_names_where(tmp_path: Path) -> None:
         DataSource.create(text_folder(tmp_path, "", "  "), global_batch=1)
 
 
-def test_a_negative_step_is_refused() -> None:
+def test_batches_of_any_sizes_take_every_row_once_and_each_place_is_that_of_its_row() -> None:
+    one, other = own_text(batch=2), own_text(batch=6)
+    wanted = torch.cat([one.train_batch(taken).ids for taken in range(0, 12, 2)])
+    found = torch.cat([other.train_batch(taken).ids for taken in (0, 6)])
+    assert torch.equal(wanted, found)
+    for row in range(12):
+        document, token = one.place_of(row)
+        begin = int(one.train.starts[document]) + token
+        end = [*one.train.starts[1:], len(one.train)][document]
+        assert 0 <= begin < end
+        assert torch.from_numpy(one.train.tokens[begin:][:64].astype(np.int64)).equal(wanted[row])
+
+
+def test_a_negative_number_of_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="not -1"):
         own_text().train_batch(-1)
 

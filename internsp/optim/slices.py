@@ -1,0 +1,167 @@
+"""A rank's slice of one kind of optimizer state, placed within the whole by its index ranges.
+
+State lies in flat slices over the replicas of a shard (:mod:`internsp.optim.bucket`), which end
+anywhere in a row. Such a slice is a few boxes of the whole tensor::
+
+    shape [4, 5], elements 3 to 16      . . . X X        [0:1, 3:5]
+                                        X X X X X        [1:3, 0:5]
+                                        X X X X X
+                                        X X . . .        [3:4, 0:2]
+
+so that ``torch.distributed.checkpoint`` writes what a rank has without any message, and any mesh
+reads its own ranges of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from internsp.wp.parameter import ShardedParameter
+from internsp.wp.unfinished import Member
+
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Offsets, sizes, and the first of its elements, counted from the slice's first one."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a flat range of a parameter's storage lies in the whole parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: the dimension that comes first in storage.
+        boxes: of the range, dimensions as in storage.
+        offsets: of each box, in the whole parameter.
+    """
+
+    shape: torch.Size
+    dim: int
+    boxes: list[Box]
+    offsets: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, member: Member, start: int, stop: int) -> Region:
+        """Of the elements ``start`` to ``stop`` of the member's storage."""
+        parameter: Any = member.parameter
+        _, origin = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        dim = member.layout.dim if isinstance(member, ShardedParameter) else 0
+        found = boxes(tuple(member.storage.shape), start, stop)
+        offsets = []
+        for own, _, _ in found:
+            at = list(own)
+            if at:
+                at.insert(dim, at.pop(0))
+            offsets.append(tuple(a + o for a, o in zip(at, origin, strict=True)))
+        return cls(parameter.shape, dim, found, offsets)
+
+    def cut(self, values: Tensor) -> dict[tuple[int, ...], Tensor]:
+        """The boxes of ``values`` (1-D, the range) by their offsets: views."""
+        parts = [
+            values[place : place + math.prod(sizes)].view(sizes) for _, sizes, place in self.boxes
+        ]
+        moved = [part.movedim(0, self.dim) if part.dim() else part for part in parts]
+        return dict(zip(self.offsets, moved, strict=True))
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` (in rows) of a tensor ``shape``, as boxes, in order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), (), 0)]
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    found: list[Box] = []
+    if first > last:  # within one row
+        return _in_row(shape, last, start, stop, start)
+    if start < first * inner:
+        found += _in_row(shape, first - 1, start, first * inner, start)
+    if first < last:
+        sizes = (last - first, *shape[1:])
+        found.append(((first, *(0 for _ in shape[1:])), sizes, first * inner - start))
+    if last * inner < stop:
+        found += _in_row(shape, last, last * inner, stop, start)
+    return found
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int, origin: int) -> list[Box]:
+    inner = math.prod(shape[1:])
+    return [
+        ((row, *offsets), (1, *sizes), place + start - origin)
+        for offsets, sizes, place in boxes(shape[1:], start - row * inner, stop - row * inner)
+    ]
+
+
+class Slices(Tensor):
+    """A tensor of which this rank holds the boxes :attr:`parts`; it has no values of its own.
+
+    ``torch.distributed.checkpoint`` saves and fills the parts.
+
+    Attributes:
+        parts: by their offsets; views of the live values.
+    """
+
+    parts: dict[tuple[int, ...], Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, like: Tensor, parts: dict[tuple[int, ...], Tensor]) -> Any:
+        """See the class; ``like`` gives dtype and device."""
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made.parts = parts
+        return made
+
+    @classmethod
+    def of(cls, region: Region, values: Tensor) -> Slices:
+        """``values`` (1-D) are this rank's, of ``region``."""
+        made: Slices = cls(region.shape, values, region.cut(values))
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Slices({list(self.shape)}, {self.dtype}, at {list(self.parts)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Refused: only parts are here."""
+        raise TypeError(
+            f"{func} of a rank's slices of optimizer state: take their parts, or "
+            "ZeroOptimizer.state_dict(), which gathers them"
+        )
+
+    # what torch.distributed.checkpoint asks for (torch.distributed._checkpointable)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), part.size()),
+                    properties=TensorProperties.create_from_tensor(part),
+                    size=self.size(),
+                ),
+            )
+            for offsets, part in self.parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), p.size()) for o, p in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None, "of a box that these functions named"
+        return self.parts[tuple(index.offset)]

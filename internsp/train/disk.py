@@ -1,0 +1,259 @@
+"""What saving does on the disk, and the process that does it beside a rank's training.
+
+Every rank has such a process. It shares a piece of memory with its rank, which holds a whole
+safetensors file, and takes orders: write that file durably, make the folder a checkpoint, throw it
+away. It ends when its rank does, and what it wrote then and was not made a checkpoint goes with it.
+
+Nothing here imports internsp or torch: the process starts in a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+PARTIAL = ".partial"
+# "replaced" is what a save over the same step moves aside, for the moment between two renames.
+STEP = re.compile(r"step-([0-9]+)(\.replaced)?")
+_AT_ONCE = 1 << 24  # bytes: digested while they are in the processor's cache, then written
+_PATIENCE = 1.0  # seconds between two looks whether the rank still lives
+
+
+def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of what looks like a checkpoint, by number, the newest first."""
+    found = []
+    if checkpoints.is_dir():
+        for path in checkpoints.iterdir():
+            match = STEP.fullmatch(path.name)
+            if match and len(match[1]) < 16 and path.is_dir():
+                found.append((int(match[1]), match[2] is None, path))
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+
+def write_part(folder: Path, name: str, data: memoryview) -> dict[str, Any]:
+    """Write ``data`` as a new file of ``folder``, which is made if need be. Durable on return."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with (folder / name).open("xb", buffering=0) as file:
+        for start in range(0, len(data), _AT_ONCE):
+            piece = data[start : start + _AT_ONCE]
+            digest.update(piece)
+            while piece:
+                piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+    sync(folder)
+    return {"nbytes": len(data), "sha256": digest.hexdigest()}
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write ``manifest.json`` with a digest of itself; durable on return."""
+    text = json.dumps({"sha256": digest_of(content), "content": content}, allow_nan=False)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def digest_of(content: Any) -> str:
+    """sha256 of JSON, whatever its spaces and the order of its keys."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Make the folder ``partial`` the checkpoint ``final`` and the latest one, durably.
+
+    At any moment one whole checkpoint of this step, the old or the new one, is found by
+    :func:`steps_in`.
+    """
+    sync(partial)
+    replaced = final.with_name(final.name + ".replaced")
+    if final.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        final.rename(replaced)
+    partial.rename(final)
+    sync(final.parent)
+    point_latest(final)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def point_latest(final: Path) -> None:
+    """Have the link ``latest`` beside the checkpoint ``final`` lead to it, durably."""
+    link = final.with_name(LATEST)
+    fresh = final.with_name(LATEST + PARTIAL)
+    fresh.unlink(missing_ok=True)
+    try:
+        fresh.symlink_to(final.name)
+    except OSError:  # a file system without links: the newest is found by its number all the same
+        return
+    fresh.rename(link)
+    sync(final.parent)
+
+
+def thin_out(checkpoints: Path, keep_last: int, keep_every: int) -> list[str]:
+    """Remove old checkpoints: all but the newest ``keep_last`` and every ``keep_every``-th step.
+
+    A removed one is no checkpoint from the first moment on.
+
+    Args:
+        keep_last: 0 keeps all.
+        keep_every: 0 keeps none besides.
+
+    Returns:
+        Names of what was removed.
+    """
+    removed = []
+    for step, path in steps_in(checkpoints)[keep_last:] if keep_last else []:
+        if not (keep_every and step % keep_every == 0):
+            going = path.with_name(path.name + PARTIAL)
+            path.rename(going)
+            shutil.rmtree(going)
+            removed.append(path.name)
+    return removed
+
+
+def discard_partial(checkpoints: Path) -> None:
+    """Remove what runs that ended left half written: no run goes on with it."""
+    for left in checkpoints.glob(f"*{PARTIAL}"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+def sync(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def not_finite(data: memoryview, unseen: Container[str] = ()) -> list[str]:
+    """Names of the tensors of a safetensors file that have values which are not finite.
+
+    Args:
+        unseen: names of tensors, without the ranges behind them, of which it does not matter.
+    """
+    import numpy as np
+
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8 : 8 + length]))
+    found = []
+    for name, entry in header.items():
+        kind = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(
+            entry.get("dtype")
+        )
+        if kind is None or name.partition("[")[0] in unseen:
+            continue
+        begin, end = entry["data_offsets"]
+        values = np.frombuffer(data, dtype=kind, count=(end - begin) // np.dtype(kind).itemsize,
+                               offset=8 + length + begin)  # fmt: skip
+        step = _AT_ONCE // values.itemsize  # or the verdicts would need as much memory again
+        for start in range(0, len(values), step):
+            some = values[start : start + step]
+            # Of bfloat16, all bits of the exponent.
+            bad = (some & 0x7F80) == 0x7F80 if kind is np.uint16 else ~np.isfinite(some)
+            if bad.any():
+                found.append(name)
+                break
+    return found
+
+
+class _Orders:
+    """What the process does, an order each."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._tensors: dict[str, Any] = {}
+        self._open: dict[Path, Path] = {}  # files of folders that are no checkpoint yet
+
+    def write(self, folder: str, name: str, nbytes: int, unseen: list[str]) -> dict[str, Any]:
+        """Look at the values and write the file."""
+        data = self._memory[:nbytes]
+        self._open[Path(folder)] = Path(folder) / name
+        return {"broken": not_finite(data, set(unseen)), **write_part(Path(folder), name, data)}
+
+    def remember(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Where every tensor lies: the manifest's table, the same for every checkpoint."""
+        self._tensors = tensors
+        return {}
+
+    def settled(self, folder: str) -> dict[str, Any]:
+        """The folder is a checkpoint, or gone."""
+        self._open.pop(Path(folder), None)
+        return {}
+
+    def commit(
+        self, folder: str, final: str, content: dict[str, Any], keep_last: int, keep_every: int
+    ) -> dict[str, Any]:
+        """Make the folder a checkpoint; then old ones go."""
+        write_manifest(Path(folder), {**content, "tensors": self._tensors})
+        commit(Path(folder), Path(final))
+        self.settled(folder)
+        return {"removed": thin_out(Path(final).parent, keep_last, keep_every)}
+
+    def end(self) -> None:
+        """The rank has ended: what is no checkpoint leaves no trace."""
+        for folder, file in self._open.items():
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+                folder.rmdir()  # by the last of the ranks' processes
+
+
+def _lines(parent: int) -> Iterator[bytes]:
+    """Orders, until the rank has ended (another of its children may hold the pipe open)."""
+    rest = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], _PATIENCE)
+        if not ready:
+            if os.getppid() != parent:
+                return
+            continue
+        more = os.read(0, 1 << 20)
+        if not more:
+            return
+        *lines, rest = (rest + more).split(b"\n")
+        yield from lines
+
+
+def main(handle: int, nbytes: int, parent: int) -> None:
+    """The process: answers each line of JSON on its input with one on its output."""
+    # A stop is the rank's to take: it says whether what is being written is finished.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    orders = _Orders(memoryview(mmap.mmap(handle, nbytes, prot=mmap.PROT_READ)))
+    try:
+        for line in _lines(parent):
+            order = json.loads(line)
+            try:
+                answer = getattr(orders, order.pop("do"))(**order)
+            except OSError as error:
+                answer = {"error": f"OSError: {error}", "errno": error.errno}
+            except Exception as error:  # noqa: BLE001 - the rank reports it
+                answer = {"error": f"{type(error).__name__}: {error}", "errno": None}
+            print(json.dumps(answer), flush=True)
+    except BrokenPipeError:  # the rank has ended while it was answered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        orders.end()
+
+
+if __name__ == "__main__":
+    main(*(int(word) for word in sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""The zoo's families as transformers' Llama: what each tensor is called there, and the config.
+
+InternLM2's fused projection is Llama's three, in other rows, so both are the same model there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from internsp.config import ModelConfig
+from model_zoo.common import Sizes
+
+_NAMES = {
+    "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A tensor of the exported model.
+
+    Attributes:
+        name: in transformers.
+        source: in the zoo's model; ``None``: zeros, where the zoo has no such bias.
+        shape: of it.
+        take: it, from the whole source.
+    """
+
+    name: str
+    source: str | None
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], Tensor]
+
+
+def parts(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
+    """Every tensor of the exported model.
+
+    Args:
+        shapes: of the zoo's model, by name.
+    """
+    sizes = Sizes.of(config)
+    for source, shape in shapes.items():
+        module, _, kind = source.rpartition(".")
+        if module == "head" and config.tie_embeddings:
+            continue
+        block = ""
+        if module.startswith("layers."):
+            _, number, module = module.split(".", 2)
+            block = f"model.layers.{number}."
+        if module == "attention.wqkv":
+            for which, short in enumerate("qkv"):
+                heads = sizes.heads if short == "q" else sizes.kv_heads
+                cut = (heads * sizes.head_dim, *shape[1:])
+                name = f"{block}self_attn.{short}_proj.{kind}"
+                yield Part(name, source, cut, partial(_rows_of, which, sizes))
+        else:
+            yield Part(f"{block}{_NAMES[module]}.{kind}", source, shape, _as_it_is)
+    if config.qkv_bias != config.bias:  # Llama has one switch for both
+        for layer in range(config.layers):
+            for linear in ("wo",) if config.qkv_bias else ("wq", "wk", "wv"):
+                heads = sizes.kv_heads if linear in ("wk", "wv") else sizes.heads
+                rows = sizes.hidden if linear == "wo" else heads * sizes.head_dim
+                named = _NAMES[f"attention.{linear}"]
+                yield Part(f"model.layers.{layer}.{named}.bias", None, (rows,), _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _rows_of(which: int, sizes: Sizes, tensor: Tensor) -> Tensor:
+    """Query, key or value (0, 1, 2) of rows ``[kv_heads, heads / kv_heads + 2, head_dim]``."""
+    share = sizes.heads // sizes.kv_heads
+    groups = tensor.unflatten(0, (sizes.kv_heads, share + 2, sizes.head_dim))
+    return (groups[:, :share], groups[:, share : share + 1], groups[:, share + 1 :])[which].flatten(
+        0, 2
+    )
+
+
+def config_of(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
+    """``config.json`` of the exported model.
+
+    Args:
+        dtype: of its tensors.
+        positions: the longest sequence that it was trained on.
+    """
+    sizes = Sizes.of(config)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.qkv_bias or config.bias,
+        "mlp_bias": config.bias,
+        "initializer_range": config.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+    }

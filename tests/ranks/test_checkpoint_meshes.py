@@ -1,0 +1,126 @@
+"""A checkpoint of any mesh is loaded by any mesh, and saved again with the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from internsp.config import Config
+from internsp.train import checkpoint, manifest
+from internsp.train.saver import save
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
+from tests.support.ranks import run_ranks
+
+TEXT = Path(__file__).parents[1] / "data"
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+Mesh = dict[str, Any]
+
+
+def config(mesh: Mesh, **changes: dict[str, Any]) -> Config:
+    """A tiny model whose rows divide by no number of ranks; ``changes`` by section."""
+    mesh = dict(mesh)
+    chunks = mesh.pop("chunks", 1)
+    schedule = "Interleaved1F1B" if chunks > 1 else "1F1B"
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"hidden_size": 20, "layers": 4, "heads": 5, "head_dim": 4, "vocab_size": 259,
+                  "intermediate_size": 27, "norm_eps": 1e-2, "init_std": 0.05},
+        "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 17, "held_out": 0},
+        "parallel": mesh,
+        "pipeline": {"chunks": chunks, "schedule": schedule},
+        "weight_parallel": {"min_shard_elements": 64},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 1},
+        "train": {"steps": 8, "global_batch": 12, "micro_batches": 2, "sample_bytes": 0},
+    }  # fmt: skip
+    for name, values in changes.items():
+        sections[name] = sections.get(name, {}) | values
+    return Config.model_validate(sections)
+
+
+def whole(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint but the random states, put together from its chunks."""
+    content = manifest.read(path)
+    found = {}
+    for name, record in content.tensors.items():
+        if name.startswith("random."):
+            continue
+        tensor = torch.zeros(record.shape, dtype=getattr(torch, record.dtype))
+        for chunk in record.chunks:
+            data = bytearray((path / chunk.file).read_bytes()[chunk.begin :][: chunk.length])
+            if data:
+                box = tuple(
+                    slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True)
+                )
+                tensor[box] = torch.frombuffer(data, dtype=tensor.dtype).view(chunk.sizes)
+        found[name] = tensor
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def first(rank: int, world: int, folder: str, settings: Config) -> None:
+    """Three steps, so that moments differ everywhere."""
+    session = Session.create(settings)
+    with StopRequest() as stop:
+        for step in range(3):
+            StepRunner(session).step(step, stop)
+    save(session, Path(folder), 3, "first", sequences=36)
+
+
+def onward(rank: int, world: int, folder: str, hops: list[tuple[int, Config]]) -> None:
+    """Load what the hop before saved, and save it again as the next step."""
+    for number, settings in hops:
+        session = Session.create(settings)
+        resumed = checkpoint.load(session, Path(folder) / f"step-{number:06d}")
+        assert resumed.sequences == 36
+        save(session, Path(folder), number + 1, "onward", sequences=36)
+
+
+CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
+    "fp32": ({}, [
+        (4, {"weight": 2, "sequence": 2}),
+        (4, {"weight": 4, "sequence": 1}),
+        (4, {"weight": 2, "pipeline": 2, "zero": 1}),
+        (4, {"weight": 1, "pipeline": 2, "chunks": 2, "zero": 2}),
+        (3, {"weight": 3}),
+        (1, {}),
+        (2, {"weight": 1, "zero": 2, "sequence": 2}),
+    ]),
+    "bf16": ({"train": {"dtype": "bfloat16"}}, [
+        (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}), (3, {"weight": 1, "zero": 3}),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "meshes"), CHAINS.values(), ids=CHAINS.keys())
+def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
+    tmp_path: Path, changes: dict[str, Any], meshes: list[tuple[int, Mesh]]
+) -> None:
+    def settings(mesh: Mesh) -> Config:
+        return config(mesh, **{k: dict(v) for k, v in changes.items()})
+
+    (world, mesh), *rest = meshes
+    run_ranks(first, world, str(tmp_path), settings(mesh))
+    number = 3
+    while rest:
+        world = rest[0][0]
+        hops = []
+        while rest and rest[0][0] == world:
+            hops.append((number, settings(rest.pop(0)[1])))
+            number += 1
+        run_ranks(onward, world, str(tmp_path), hops)
+    expected = whole(tmp_path / "step-000003")
+    kinds = {name.rpartition(".")[2] for name in expected if name.startswith("optimizer.")}
+    assert kinds == {"used", "step", "exp_avg", "exp_avg_sq", *(["master"] if changes else [])}
+    assert all(value.count_nonzero() for name, value in expected.items() if "exp_avg" in name)
+    for step in range(4, number + 1):
+        found = whole(tmp_path / f"step-{step:06d}")
+        assert found.keys() == expected.keys()
+        different = [name for name in expected if bits(expected[name]) != bits(found[name])]
+        assert not different, (meshes[step - 3], different)

@@ -1,0 +1,92 @@
+"""An exported run gives transformers the logits that the run's own model gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import distribute_tensor
+
+from internsp.cli.command import main
+from internsp.config import Config
+from internsp.train.checkpoint import load
+from internsp.train.export import export
+from internsp.train.saver import save
+from internsp.train.session import Session
+from tests.ranks.test_checkpoint_meshes import config
+from tests.support.ranks import run_ranks
+
+IDS = torch.arange(24).view(2, 12) % 250
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}  # transformers turns heads in fp32
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"kv_heads": 1, "rope_theta": 5e4},
+    "internlm2": {"family": "internlm2", "heads": 10, "kv_heads": 5, "qkv_bias": True},
+    "tied": {"tie_embeddings": True, "bias": True},
+}
+
+
+def saved(rank: int, world: int, folder: str, settings: list[Config]) -> None:
+    """Biases and norms get values, so that each has its own."""
+    for number, one in enumerate(settings):
+        session = Session.create(one)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in session.modules[0].parameters():
+                whole = 0.3 * torch.randn(parameter.shape, generator=generator).double()
+                placed = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.copy_(placed)
+        session.communicators[0].invalidate()
+        save(session, Path(folder) / str(number) / "checkpoints", 1, "run")
+
+
+def logits(rank: int, world: int, folder: str, settings: list[Config]) -> list[torch.Tensor]:
+    found = []
+    for number, one in enumerate(settings):
+        session = Session.create(one)
+        load(session, Path(folder) / str(number))
+        with torch.no_grad():
+            found.append(session.modules[0](IDS))
+    return found
+
+
+def test_transformers_gives_the_same_logits_of_what_two_ranks_have_saved(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    def settings(mesh: dict[str, Any]) -> list[Config]:
+        train = {"dtype": "float64"}
+        return [config(mesh, model=model, train=train) for model in CASES.values()]
+
+    run_ranks(saved, 2, str(tmp_path), settings({"weight": 2}))
+    (wanted,) = run_ranks(logits, 1, str(tmp_path), settings({}))
+    for number, (name, expected) in enumerate(zip(CASES, wanted, strict=True)):
+        to = tmp_path / f"export {name}"
+        assert main(["export", str(tmp_path / str(number)), "--to", str(to)]) == 0
+        model, told = AutoModelForCausalLM.from_pretrained(
+            to, dtype=torch.float64, output_loading_info=True
+        )
+        assert not told["missing_keys"], name
+        assert not told["unexpected_keys"], name
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, expected, **CLOSE)
+    # In several files, with an index.
+    split = tmp_path / "split"
+    export(tmp_path / "0", split, max_file_bytes=40_000)
+    index = json.loads((split / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(list(split.glob("*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(split, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, wanted[0], **CLOSE)
+
+
+def test_what_cannot_be_exported_is_told_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(tmp_path), "--to", str(tmp_path)]) == 2
+    assert "there is something at" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "none"), "--to", str(tmp_path / "to")]) == 2
+    assert "no checkpoint at" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,203 @@
+"""Saving beside training, how it ends, and what a run goes on from by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from internsp.errors import InternspError
+from internsp.report.metrics import read_metrics
+from internsp.train import checkpoint, manifest
+from internsp.train.agreement import on_every_rank
+from internsp.train.checkpoint import derived_seed
+from internsp.train.disk import MANIFEST, steps_in, write_manifest
+from internsp.train.run import train
+from internsp.train.saver import Saver, save
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
+from tests.ranks.test_checkpoint import names
+from tests.ranks.test_checkpoint_meshes import bits, config, whole
+from tests.support.ranks import ranks, run_ranks
+
+
+def steps(runner: StepRunner, saver: Saver, numbers: range) -> list[Path]:
+    """Train, and let a save go on as far as it is; the checkpoints that became valid."""
+    found = []
+    with StopRequest() as stop:
+        for number in numbers:
+            *_, saved = runner.step(number, stop, saved=saver.progress())
+            if path := saver.advance(saved):
+                found.append(path)
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@ranks(2)
+def test_saving_goes_on_beside_training_and_leaves_no_trace(rank: int, tmp_path: Path) -> None:
+    session = Session.create(config({"weight": 2}))
+    runner, saver = StepRunner(session), Saver(session, tmp_path / "beside", "run")
+    assert steps(runner, saver, range(2)) == []
+    # What the first step's state is, saved by itself.
+    alone = save(session, tmp_path / "alone", 2, "run")
+    _, writer = saver.prepare()
+    process = writer._process.pid
+    if rank == 1:
+        os.kill(process, signal.SIGSTOP)
+    saver.start(2, 24)
+    assert steps(runner, saver, range(2, 5)) == [], "rank 1 has not written"
+    assert steps_in(tmp_path / "beside") == []
+    with pytest.raises(AssertionError, match="never two at once"):
+        saver.start(3, 36)
+    if rank == 1:
+        os.kill(process, signal.SIGCONT)
+    path = saver.finish()
+    assert path == tmp_path / "beside" / "step-000002"
+    found, expected = whole(path), whole(alone)
+    assert [n for n in expected if bits(found[n]) != bits(expected[n])] == [], "of step 2"
+    # Without a wait: steps alone bring the next one to its end.
+    dist.barrier()
+    saver.start(5, 60)
+    number, done = 5, list[Path]()
+    while not done:
+        done = steps(runner, saver, range(number, number + 1))
+        number += 1
+    assert done == [tmp_path / "beside" / "step-000005"]
+    assert names(tmp_path / "beside") == ["latest", "step-000002", "step-000005"]
+    # A run that ends by an exception takes back what it has not finished.
+    dist.barrier()
+    if rank == 1:
+        os.kill(process, signal.SIGSTOP)
+    saver.start(number, 0)
+    saver.close()
+    dist.barrier()
+    assert names(tmp_path / "beside") == ["latest", "step-000002", "step-000005"]
+    assert gone(process)
+
+
+@ranks(2)
+def test_a_process_that_dies_ends_the_save_on_every_rank(rank: int, tmp_path: Path) -> None:
+    session = Session.create(config({"weight": 2}))
+    saver = Saver(session, tmp_path, "run")
+    _, writer = saver.prepare()
+    if rank == 1:
+        os.kill(writer._process.pid, signal.SIGKILL)
+    saver.start(1, 0)
+    with pytest.raises(InternspError, match="rank 1: the process that writes checkpoints ended"):
+        saver.finish()
+    dist.barrier()
+    assert names(tmp_path) == []
+    saver.start(1, 0)  # by new processes
+    assert saver.finish() == tmp_path / "step-000001"
+    saver.close()
+
+
+def killed(rank: int, world: int, folder: str) -> None:
+    session = Session.create(config({"weight": 2}))
+    saver = Saver(session, Path(folder), "run")
+    _, writer = saver.prepare()
+    everyone = on_every_rank(lambda: writer._process.pid)
+    if rank == 0:
+        (Path(folder) / "processes").write_text(json.dumps(everyone))
+    saver.start(1, 0)
+    while sum(on_every_rank(saver.progress)) < 2:
+        pass
+    assert list(Path(folder).glob("*.partial/rank-00001.safetensors"))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_of_ranks_that_are_killed_no_process_and_no_file_is_left(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="died with exit code -9"):
+        run_ranks(killed, 2, str(tmp_path))
+    processes = json.loads((tmp_path / "processes").read_text())
+    deadline = time.monotonic() + 30
+    while not all(gone(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in processes if not gone(pid)] == []
+    assert names(tmp_path) == ["processes"]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row.step: row.loss for row in read_metrics(folder / "metrics.jsonl")}
+
+
+def by_itself(rank: int, world: int, folder: str, runs: list[dict[str, Any]]) -> None:
+    for changes in runs:
+        mesh, elastic = changes.pop("mesh"), changes.pop("elastic", True)
+        if elastic:
+            os.environ["TORCHELASTIC_RUN_ID"] = "test"
+        train(config(mesh, **changes), Path(folder))
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        dist.barrier()
+
+
+def test_a_run_goes_on_by_itself_on_other_ranks_and_takes_every_row_once(tmp_path: Path) -> None:
+    """Begun on two ranks, gone on with on three and on one, beside one that never stops."""
+    # A schedule that does not depend on train.steps.
+    saving = {"checkpoint": {"every": 2, "keep_last": 2}, "optimizer": {"min_lr_ratio": 1.0}}
+    one, other = tmp_path / "one", tmp_path / "other"
+    whole_run = {"mesh": {}, "train": {"steps": 6}, "elastic": False, **saving}
+    run_ranks(by_itself, 1, str(one), [whole_run])
+    run_ranks(by_itself, 2, str(other), [{"mesh": {"weight": 2}, "train": {"steps": 3}, **saving}])
+    assert names(other / "checkpoints") == ["latest", "step-000002", "step-000003"]
+    # The newest is damaged: the one before is taken, and its run goes on.
+    with (other / "checkpoints" / "step-000003" / "rank-00001.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    run_ranks(by_itself, 3, str(other), [{"mesh": {"weight": 3}, "train": {"steps": 4}, **saving}])
+    run_ranks(by_itself, 1, str(other), [{"mesh": {}, "train": {"steps": 6}, **saving}])
+    assert losses(other) == pytest.approx(losses(one), rel=1e-5)
+    kept = [step for step, _ in steps_in(other / "checkpoints")]
+    assert kept == [6, 4], "the newest two"
+    last = [whole(folder / "checkpoints" / "step-000006") for folder in (one, other)]
+    for name, value in last[0].items():
+        torch.testing.assert_close(last[1][name], value, rtol=1e-3, atol=1e-5)
+    assert manifest.read(other / "checkpoints" / "step-000006").data.sequences == 72
+
+
+@ranks(1)
+def test_another_batch_goes_on_at_the_next_row_and_random_states_follow_a_rule(
+    tmp_path: Path,
+) -> None:
+    settings = config({}, train={"global_batch": 12})
+    session = Session.create(settings)
+    torch.manual_seed(5)
+    path = save(session, tmp_path, 3, "run", sequences=36)
+    wanted = torch.rand(3)
+    larger = Session.create(config({}, train={"global_batch": 18}))
+    found = checkpoint.load(larger, path)
+    assert (found.step, found.sequences) == (3, 36)
+    assert torch.equal(torch.rand(3), wanted)
+    assert "train.global_batch: 12 in the checkpoint, 18 from now on" in found.notes
+    batch = larger.source.train_batch(found.sequences).ids
+    parts = [session.source.train_batch(36).ids, session.source.train_batch(48).ids[:6]]
+    assert torch.equal(batch, torch.cat(parts))
+    # As if two ranks had saved it.
+    content = json.loads((path / MANIFEST).read_text())["content"]
+    content["mesh"]["world"] = 2
+    write_manifest(path, content)
+    notes = checkpoint.load(larger, path).notes
+    assert any("2 ranks saved, 1 go on: random states are derived anew" in note for note in notes)
+    assert torch.initial_seed() == derived_seed(0, 3, 0)
+    assert len({derived_seed(0, 3, 0), derived_seed(0, 3, 1), derived_seed(0, 4, 0)}) == 3
+    # Another order of the data than the one that was begun is noticed.
+    content["data"]["token"] += 1
+    write_manifest(path, content)
+    with pytest.raises(InternspError, match="use the version of numpy that the run began with"):
+        checkpoint.load(larger, path)
