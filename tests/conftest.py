@@ -34,13 +34,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by folder; GPU tests say why they are skipped where there is no GPU; long ones first.
 
-    So that at the end no worker is left alone with a long test.
+    So that at the end no worker is left alone with a long test. Of a test of ranks with several
+    cases the first is measured: the others run the same lines, and a tracer takes a quarter more.
     """
+    measured: set[str] = set()
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder == "ranks":
             item.add_marker(pytest.mark.ranks)
+            test = item.nodeid.split("[")[0]
+            if test in measured:
+                item.add_marker(pytest.mark.unmeasured)
+            elif not item.get_closest_marker("slow"):
+                measured.add(test)
         if folder == "gpu":
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
