@@ -16,23 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
-from internsp.layers.parameters import Views, Weight, unwritten, weights_of
+from internsp.layers.parameters import Weight, unwritten, views, weights_of
 
 
-class BlockUse:
-    """The use of all of a block's weights in one forward, replicated ones included.
+class BlockWeights:
+    """All of a block's weights, replicated ones included.
 
     Attributes:
-        weights: in the order of use.
+        all: in the order of use.
         sharded: those that backward needs at their places again, all of the block's unit.
         beside: those that other blocks share, each a unit of its own.
     """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        self.weights = weights
+        self.all = weights
         guarded = [weight for weight in weights if weight.guarded]
         self.sharded: list[Any] = [w for w in guarded if w.unit.block >= 0]  # type: ignore[attr-defined]
         self.beside = [weight for weight in guarded if weight not in self.sharded]
+        self.in_unit = frozenset(self.sharded)
+
+
+class BlockUse:
+    """The use of all of a block's weights in one forward."""
+
+    def __init__(self, of: BlockWeights) -> None:
+        self.weights, self.sharded, self.beside = of.all, of.sharded, of.beside
+        self._in_unit = of.in_unit
 
     def unshard(self) -> list[Tensor]:
         """The tensors to compute with."""
@@ -75,7 +84,7 @@ class BlockUse:
             if gradient is None:
                 continue
             communicator = weight.communicator
-            if weight in self.sharded and not communicator.weight_part:
+            if weight in self._in_unit and not communicator.weight_part:
                 sharded.append((weight, gradient))
             else:
                 weight.show_again(self._shown[weight])
@@ -99,6 +108,7 @@ def take_at_entry(
     held: list[Any] = [m._parameters for m in modules]
     own = [weight for weights in held for weight in weights.weights.values()]
     parameters = [weight.parameter for weight in own]
+    weights_of_block = BlockWeights(own)
     copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
 
     @wraps(inner)
@@ -106,8 +116,8 @@ def take_at_entry(
         for module, weights in copied:
             weights.require_copies(module)
         before = given((args, kwargs))
-        use = BlockUse(own)
-        taken = Views.apply(use, *parameters)
+        use = BlockUse(weights_of_block)
+        taken = views(use, *parameters)
         plain = _plain(held, taken)
         handed = [dict(inside) for inside in plain]
         try:
@@ -122,8 +132,9 @@ def take_at_entry(
             for module, weights in copied:
                 weights.restore_copies(module)
         _keep_what_was_put_in(held, plain, handed)
-        for weight, tensor in zip(own, taken, strict=True):
-            unwritten(weight, tensor)
+        if any(not tensor.is_inference() and tensor._version for tensor in taken):
+            for weight, tensor in zip(own, taken, strict=True):
+                unwritten(weight, tensor)
         output = apart(output, taken)
         use.release()
         if use.sharded or use.beside:

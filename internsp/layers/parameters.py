@@ -179,12 +179,21 @@ def _captured(weight: Weight, gradient: Tensor, shard: Tensor) -> Tensor:
     return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape)
 
 
+def views(use: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+    """:class:`Views` of ``parameters``, where no transform of ``torch.func`` runs.
+
+    Past ``Function.apply``, which looks into each argument for what such a transform has left.
+    """
+    found: tuple[Tensor, ...] = super(torch.autograd.Function, Views).apply(use, *parameters)
+    return found
+
+
 def view(use: Use) -> Tensor:
     """The tensor to compute with, of one weight."""
     if transforming():  # beneath torch.vmap and its kin: a tensor that all share
         with temporarily_clear_interpreter_stack():
             return Views.apply(use, use.weights[0].parameter)[0]  # type: ignore[no-any-return]
-    return Views.apply(use, use.weights[0].parameter)[0]  # type: ignore[no-any-return]
+    return views(use, use.weights[0].parameter)[0]
 
 
 def weights_behind(node: Any) -> Sequence[Weight] | None:
