@@ -129,7 +129,7 @@ class WeightAxis:
 
 Asked = tuple[int | tuple[int, ...] | None, ...]
 DEGREES = (
-    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "order", "ring",
+    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "ring", "order",
 )  # fmt: skip
 """What is asked for, in this order; ``order`` by a user's DeviceMesh alone."""
 """The arguments of :class:`MeshShape` after the world's size."""
@@ -254,7 +254,7 @@ class ParallelMesh:
         if not dist.is_initialized():
             _initialize(device_type, timeout_seconds)
         device = _device(device_type)
-        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, None, ring)
+        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring)
         return cls._made(degrees, device, timeout_seconds)
 
     @classmethod
@@ -312,7 +312,7 @@ class ParallelMesh:
         try:
             found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
             *degrees, tensors = found.values()
-            asked = (*degrees, zero, expert_weight, expert, tensors, order, ring)
+            asked = (*degrees, zero, expert_weight, expert, tensors, ring, order)
         except MeshError as error:
             asked = error
         return cls._made(asked, _device(kind), timeout_seconds)

@@ -84,9 +84,9 @@ class MeshShape:
         expert_weight: ranks over which an expert's weight is cut; ``None``: as ``weight``.
         expert: ranks that own experts of their own (expert parallel degree).
         tensor: ranks over which torch's ``parallelize_module`` has cut the layers.
-        order: the global rank at each place of ``pipeline x stage x tensor``; ``None``: its number.
         ring: of ``sequence``, the ranks between which keys and values travel; the others share
             heads: ``sequence_rank = ring_rank * (sequence / ring) + heads_rank``.
+        order: the global rank at each place of ``pipeline x stage x tensor``; ``None``: its number.
 
     Raises:
         MeshError: when a degree is not positive or does not divide what it must divide.
@@ -100,8 +100,8 @@ class MeshShape:
     expert_weight: int | None = None
     expert: int = 1
     tensor: int = 1
-    order: tuple[int, ...] | None = None
     ring: int = 1
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         mistakes = self.mistakes()
