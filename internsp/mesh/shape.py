@@ -279,7 +279,7 @@ class MeshShape:
             grid = stages.view(-1, self.data, self.sequence)
             grid = grid if name == "sequence" else grid.transpose(1, 2).sort().values
         elif name in ("heads", "ring"):
-            grid = stages.view(-1, self.ring, self.sequence // self.ring)
+            grid = stages.reshape(-1, self.ring, self.sequence // self.ring)
             grid = grid if name == "heads" else grid.transpose(1, 2)
         elif name.startswith("expert"):
             grid = self.experts.groups(stages, name.removeprefix("expert_"))

@@ -325,7 +325,7 @@ def bounded(rank: int, world: int, zero: bool) -> None:
         loop.step(f"{step}")
         assert not flying
     assert 0 < most <= limit
-    total = sum(parcel.nbytes for parcel in exchanges._parcels)
+    total = sum(parcel.nbytes for parcel in exchanges.parcels)
     assert limit < total, "so that the limit binds"
 
 

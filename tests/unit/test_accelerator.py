@@ -22,7 +22,7 @@ from internsp.wp.streams import DeviceClock, device_clock
 
 KIND = "xpu"  # a type that this build of torch has no devices of
 SOURCES = Path(__file__).parents[2] / "internsp"
-OF_CUDA_ALONE = {"sp/kernels.py", "layers/norm.py"}  # flash-attn, apex
+OF_CUDA_ALONE = {"sp/kernels.py", "sp/partial.py", "layers/norm.py"}  # flash attention, apex
 
 
 class StandIn:

@@ -26,6 +26,7 @@ class Weight:
     moves: bool = True
     travels: bool = True
     trained: bool = True
+    slices: int = 0
     gradient_bytes: int = 1
 
     @property
