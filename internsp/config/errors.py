@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ Schema = Mapping[str, Any]
 """What pydantic's JSON schema says of a key: type, choices, default, description."""
 
 LARGEST_FILE = 1 << 20  # bytes; a configuration of every key takes 10 thousand
+_ITS_KEYS = "; its keys: "
 _LONGEST_WORD = 80  # of a name that a message shows
 _MOST_ITEMS = 8  # of a list that a message shows
 
@@ -106,8 +107,20 @@ def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Probl
         found = difflib.get_close_matches(word, list(full.values()), n=1, cutoff=0.75)
         elsewhere = next((f for f, k in full.items() if found and k == found[0]), None)
     right = elsewhere or (f"{section}.{near}" if near else None)
-    hint = f"did you mean {prefix}{right}?" if right else f"its keys: {', '.join(names[section])}"
-    return Problem((f"{section}.{_short(key)}",), f"unknown key; {hint}", prefix)
+    text = "unknown key"
+    text += f"; did you mean {prefix}{right}?" if right else _ITS_KEYS + ", ".join(names[section])
+    return Problem((f"{section}.{_short(key)}",), text, prefix)
+
+
+def listed_once(problems: Iterable[Problem]) -> list[Problem]:
+    """The same problems; the keys of a section are told with the first of its unknown ones."""
+    told: set[str] = set()
+    found = []
+    for problem in problems:
+        text, mark, names = problem.text.partition(_ITS_KEYS)
+        found.append(replace(problem, text=text) if mark and names in told else problem)
+        told.add(names)
+    return found
 
 
 def nearest_section(

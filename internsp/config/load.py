@@ -24,6 +24,7 @@ from internsp.config.errors import (
     describe_table_error,
     in_words,
     is_tables,
+    listed_once,
     nearest_key,
     nearest_section,
     not_a_section,
@@ -165,7 +166,7 @@ def collect(
     size = draft.launch.processes if world_size is None else world_size
     checks = [*combinations(draft), *machine(draft, size)] if data is not None else []
     problems += [problem for problem in checks if wrong.isdisjoint(problem.keys)]
-    return (None, problems) if problems else (Config(**made), [])
+    return (None, listed_once(problems)) if problems else (Config(**made), [])
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,4 +135,4 @@ def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> No
             twin.check_parameters(what)
             for name, parameter in twin.plain.named_parameters():
                 assert not torch.equal(parameter, start[name]), f"{what}: {name} has not moved"
-    raises(OrderError, Twin(twice, mesh_of(2)).backward, "unexpected_order = 'gather'")
+    raises(OrderError, Twin(twice, mesh_of(2)).backward, "unexpected_order = 'learn'")

@@ -399,3 +399,14 @@ def test_the_demo_uses_what_the_project_is_about():
     assert len(demo.activation_checkpoint.selected(demo.model.layers)) * 2 == demo.model.layers
     single = load_config(CONFIGS / "single.toml")
     assert (single.model, single.data, single.optimizer) == (demo.model, demo.data, demo.optimizer)
+
+
+def test_the_keys_of_a_section_are_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nqqqq = 1\nxxxx = 2\n[model]\nqqqq = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    lines = str(caught.value).splitlines()[1:]
+    told = sorted(line.partition("; its keys: ")[0].strip() for line in lines)
+    assert told == [f"{key}: unknown key" for key in ("model.qqqq", "train.qqqq", "train.xxxx")]
+    assert ["its keys" in line for line in lines if "train." in line] == [True, False]
