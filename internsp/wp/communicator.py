@@ -866,6 +866,8 @@ class ISPCommunicator(WPCommunicator):
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
             self._forget_older(unit)
+            for beside in self.root():  # where weights lie that blocks share
+                self._forget_older(beside.unit)
         elif self.learning is not None:
             self.learning.come_to(unit)
         expected = order[self._next] if self._next < len(order) else None

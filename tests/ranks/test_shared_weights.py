@@ -136,3 +136,22 @@ def test_shared_weights_and_blocks_move_as_on_one_process_or_are_refused() -> No
             for name, parameter in twin.plain.named_parameters():
                 assert not torch.equal(parameter, start[name]), f"{what}: {name} has not moved"
     raises(OrderError, Twin(twice, mesh_of(2)).backward, "unexpected_order = 'learn'")
+
+
+@ranks(2)
+def test_blocks_run_by_themselves_read_what_a_step_has_made_of_a_shared_weight() -> None:
+    twin = Twin(between_blocks, mesh_of(2))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.ours, twin.plain)]
+    for _ in range(2):
+        twin.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found = []
+        for model in (twin.ours, twin.plain):
+            x = torch.linspace(-1, 1, 18, dtype=torch.float64).view(1, 3, 6)
+            with torch.no_grad():
+                for layer in model.layers:  # type: ignore[union-attr]
+                    x = layer(x)
+            found.append(x)
+        torch.testing.assert_close(found[0], found[1], atol=1e-12, rtol=0.0)
