@@ -23,8 +23,6 @@ head dimension, all flattened into one tuple of ints. Ranges of different peers 
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import CollectiveError, LayoutError
+from internsp.sp.handles import Handles
 from internsp.trace import Trace
 
 
@@ -55,48 +54,36 @@ class _Flight:
 class Channel:
     """One sequence group with its trace; the exchanges in flight are kept here.
 
-    Operators take plain numbers only, so a channel is named by ``handle``. The table behind it
-    maps names to living objects and holds no settings (WP-8); channels die with their users.
+    Operators know it by its ``handle``; channels die with their users.
     """
 
     group: dist.ProcessGroup
     trace: Trace | None
-    handle: int
     rank: int
     size: int
     flights: dict[int, _Flight] = field(default_factory=dict)
+    handle: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = _CHANNELS.give(self)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, trace: Trace | None = None) -> Channel:
         """The channel of this group and this trace object; the same pair gives the same channel."""
-        for channel in list(_CHANNELS.values()):
+        for channel in _CHANNELS.living():
             if channel.group is group and channel.trace is trace:
                 return channel
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        channel = cls(group, trace, next(_HANDLES), rank, size)
-        _CHANNELS[channel.handle] = channel
-        return channel
+        return cls(group, trace, dist.get_rank(group), dist.get_world_size(group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Channel:
         """A copied model keeps talking through the same group."""
         return self
 
 
-_CHANNELS: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
-_HANDLES = itertools.count(1)
+_CHANNELS: Handles[Channel] = Handles("sequence group of this exchange")
 # An exchange that was started and never waited for (an exception came between) would keep its
 # buffers for ever. No program has this many in flight; the oldest are then dropped.
 _MOST_IN_FLIGHT = 64
-
-
-def _channel(handle: int) -> Channel:
-    channel = _CHANNELS.get(handle)
-    if channel is None:
-        raise CollectiveError(
-            "The sequence group of this exchange is gone: its DistributedAttention object was "
-            "deleted before the backward. Keep the model alive until backward has returned."
-        )
-    return channel
 
 
 @lru_cache(maxsize=256)
@@ -178,7 +165,7 @@ def _start(
     unit: str,
     label: str,
 ) -> Tensor:
-    link = _channel(channel)
+    link = _CHANNELS.find(channel)
     batch, depth = x.shape[0], x.shape[3]
     mine = _counts(cut, link.size)
     rows = [length * batch * depth * mine[link.rank] for length in lengths]
@@ -217,7 +204,7 @@ def _finish(
     label: str,
     shape: Sequence[int],
 ) -> Tensor:
-    link = _channel(channel)
+    link = _CHANNELS.find(channel)
     flight = link.flights.pop(token.data_ptr(), None)
     if flight is None:
         raise CollectiveError(
@@ -241,7 +228,7 @@ def _finish(
 
 def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, handle, lengths, cut, to_heads, _, unit, label = inputs
-    channel = _channel(handle)
+    channel = _CHANNELS.find(handle)
     batch, _, _, depth = x.shape
     # The graph keeps the channel alive until it is freed itself.
     ctx.channel = channel
@@ -255,7 +242,7 @@ def _start_backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
 
 def _finish_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, handle, lengths, cut, to_heads, _, unit, label, _ = inputs
-    ctx.channel = _channel(handle)
+    ctx.channel = _CHANNELS.find(handle)
     ctx.spec = (handle, lengths, cut, not to_heads, True, unit, label)
 
 

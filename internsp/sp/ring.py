@@ -12,8 +12,6 @@ neither messages nor attention.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from internsp.errors import CollectiveError
 from internsp.sp.exchange import Channel, phase_of
+from internsp.sp.handles import Handles
 from internsp.sp.partial import Attend
 from internsp.sp.ranges import Part, Ranges, Seen
 from internsp.sp.routes import Move, Route
@@ -44,27 +42,14 @@ class Ring:
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.handle = next(_HANDLES)
-        _RINGS[self.handle] = self
+        self.handle = _RINGS.give(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         """A copied model keeps talking through the same group."""
         return self
 
 
-# As in :mod:`.exchange`: operators take numbers only; the table names living objects.
-_RINGS: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
-_HANDLES = itertools.count(1)
-
-
-def _ring(handle: int) -> Ring:
-    ring = _RINGS.get(handle)
-    if ring is None:
-        raise CollectiveError(
-            "The group of this attention is gone: its DistributedAttention object was deleted "
-            "before the backward. Keep the model alive until backward has returned."
-        )
-    return ring
+_RINGS: Handles[Ring] = Handles("group of this attention")
 
 
 @dataclass
@@ -145,7 +130,7 @@ class _Travel:
         self.held = {own: _Block(((0, k.shape[1]),), k, v)}
         self._coming: dict[int, tuple[Any, Tensor, _Block, int]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        # A step has one message of each kind between two ranks in each direction.
+        # How often each block is still read: its memory is given back after the last time.
         self._left = {
             block: sum(
                 (step.block == block) + sum(move.block == block for move in step.sends)
@@ -155,7 +140,7 @@ class _Travel:
         }
 
     def launch(self, sends: list[tuple[Move, _Block]], receives: list[tuple[Move, _Block]]) -> None:
-        """Start the messages of a step."""
+        """Start the messages of a step, of which two ranks have at most one in each direction."""
         channel, trace = self.ring.channel, self.ring.channel.trace
         operations: list[tuple[Any, Tensor, Move]] = []
         notes: list[tuple[_Block, int]] = []
@@ -165,17 +150,17 @@ class _Travel:
                 operations.append((dist.isend, flat, move))
                 notes.append((block, -1))
         for move, block in receives:
-            if not block.flat().numel():
+            flat = block.flat()
+            if not flat.numel():
                 self.held[move.block] = block
                 continue
             event = -1
             if trace is not None:
-                flat = block.flat()
                 event = trace.record(
                     "RING", unit=self.unit, weight=self.label, phase=self.phase,
                     nbytes=flat.numel() * flat.element_size(), in_flight=True,
                 )  # fmt: skip
-            operations.append((dist.irecv, block.flat(), move))
+            operations.append((dist.irecv, flat, move))
             notes.append((block, event))
         if not operations:
             return
@@ -243,7 +228,7 @@ class _Travel:
 
 @torch.library.custom_op("internsp_sp::ring", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[Tensor, Tensor]:
-    ring = _ring(handle)
+    ring = _RINGS.find(handle)
     attend = Attend(q, v.shape[3], ring.reads, ring.seen, ring.scale)
     batch, length, heads, _ = q.shape
     out = q.new_zeros((batch, length, heads, v.shape[3]), dtype=attend.wide)
@@ -261,7 +246,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[T
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, unit: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ring = _ring(handle)
+    ring = _RINGS.find(handle)
     attend = Attend(q, v.shape[3], ring.reads, ring.seen, ring.scale)
     wide = attend.wide
     dq = torch.zeros_like(q, dtype=wide)
@@ -296,7 +281,7 @@ def _backward(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, handle, unit = inputs
     out, lse = output
-    ctx.ring, ctx.unit = _ring(handle), unit
+    ctx.ring, ctx.unit = _RINGS.find(handle), unit
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.mark_non_differentiable(lse)
 

@@ -14,24 +14,14 @@ from internsp.errors import InternspError, OrderError, StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
 from tests.support.compare import close
-from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
+from tests.support.meshes import mesh_of
+from tests.support.models import ALL, ROLLING, SOME, Block, Reordered, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 COMMUNICATION = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
-
-
-class Reordered(Tiny):
-    """Runs its blocks in the order that it is told."""
-
-    order: tuple[int, ...] = (0, 2, 1, 3)
-
-    def blocks(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
 
 
 class TwoStacks(Tiny):
@@ -48,10 +38,6 @@ class TwoStacks(Tiny):
             x = encode(x)
             y = y if decode is None else decode(y + x)
         return x + y
-
-
-def mesh_of(weight: int = 2, **options: Any) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20, **options)
 
 
 def learner(
@@ -88,7 +74,7 @@ CASES: list[tuple[tuple[int, ...], Any, dict[str, Any]]] = [
 
 @ranks(2)
 def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for order, checkpoint, config in CASES:
         what = f"{order} {checkpoint} {config}"
         twin = learner(order, mesh, checkpoint, **config)
@@ -110,7 +96,7 @@ def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> No
 @ranks(2)
 def test_each_block_is_gathered_ahead_in_the_learned_order() -> None:
     """In forward a block's gathers are launched in the block before, at its trigger."""
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for order in (REVERSED, SKIPPED):  # blocks 1 and 3 have one slot where they are declared
         twin = learner(order, mesh)
         optimizers = sgd(twin)
@@ -136,7 +122,7 @@ def refuses(twin: Twin, order: tuple[int, ...], *words: str) -> None:
 
 @ranks(2)
 def test_ranks_that_differ_in_the_first_step_all_learn_the_first_difference(rank: int) -> None:
-    twin, usual = learner((0, 1, 2, 3), mesh_of()), (0, 1, 2, 3)
+    twin, usual = learner((0, 1, 2, 3), mesh_of(2)), (0, 1, 2, 3)
     word = "after 1 blocks come rank 0 layers.1, rank 1 layers.2"
     refuses(twin, (0, 2, 1, 3) if rank else usual, word, "'gather'")
     word = "after 2 blocks come rank 0 layers.2, rank 1 the end"
@@ -156,7 +142,7 @@ def test_ranks_that_differ_in_the_first_step_all_learn_the_first_difference(rank
 def test_another_order_later_is_an_error_and_without_gradients_gathered_as_it_comes(
     rank: int,
 ) -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for config in (ROLLING, {"granularity": "module"}, {}):
         twin = learner(SWAPPED, mesh, **config)
         optimizers = sgd(twin)
@@ -178,7 +164,7 @@ def test_another_order_later_is_an_error_and_without_gradients_gathered_as_it_co
 
 @ranks(2)
 def test_a_graph_of_before_the_order_was_learned_is_refused() -> None:
-    twin = learner(SKIPPED, mesh_of())
+    twin = learner(SKIPPED, mesh_of(2))
     _, mine = twin.batch()
     loss = twin.ours(*mine)
     loss.backward(retain_graph=True)

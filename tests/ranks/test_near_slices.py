@@ -9,19 +9,15 @@ import torch
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import ConfigError, StaleWeightError
-from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
 from tests.support.compare import close
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, CUT, ROLLING, SOME, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 NEAR: dict[str, Any] = {"reshard_after_forward": 2}
-
-
-def mesh_of(weight: int = 4) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
 
 
 def gathers(twin: Twin) -> list[tuple[str, int]]:
@@ -40,7 +36,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
 
 @ranks(4)
 def test_gathers_from_slices_train_as_one_process_and_bring_what_the_plan_says() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(4)
     for checkpoint, config in CASES:
         what = f"{checkpoint} {config}"
         twin = Twin(Tiny, mesh, checkpoint, **(NEAR | config))
@@ -69,7 +65,7 @@ def test_gathers_from_slices_train_as_one_process_and_bring_what_the_plan_says()
 
 @ranks(4)
 def test_slices_hold_for_micro_batches_where_nothing_is_written_and_no_longer() -> None:
-    twin = Twin(Tiny, mesh_of(), HALF, **NEAR)
+    twin = Twin(Tiny, mesh_of(4), HALF, **NEAR)
     communicator, plan = twin.communicator, twin.communicator.plan
     assert plan is not None
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (twin.plain, twin.ours)]
@@ -102,7 +98,7 @@ def test_slices_hold_for_micro_batches_where_nothing_is_written_and_no_longer() 
 @ranks(4)
 def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
     """The same bits as without slices, of fp32 shards gathered in bf16, and of rounded ones."""
-    mesh = mesh_of()
+    mesh = mesh_of(4)
     rounded = {"quantize": "int8", "quantize_min_elements": CUT}
     configs: list[dict[str, Any]] = [{"compute_dtype": "bfloat16"}, rounded]
     for config in configs:
@@ -125,7 +121,7 @@ def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
 
 @ranks(4)
 def test_a_rule_slices_some_blocks_and_what_does_not_fit_is_refused() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(4)
     rules = ({"match": "layers.{1-2}", "reshard_after_forward": 2},)
     twin = Twin(Tiny, mesh, plan=rules)
     twin.backward()

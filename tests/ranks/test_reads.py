@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from internsp.config import ActivationCheckpointConfig
-from internsp.mesh import ParallelMesh
 from tests.support import reads
 from tests.support.compare import close
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Tiny, Twin
 from tests.support.ranks import ranks
 
@@ -30,10 +30,6 @@ MODELS: dict[str, Any] = {
     "a head that reads the embedding": reads.FunctionalHead,
     "writes into inputs": partial(reads.Entering, reads.InPlace),
 }  # fmt: skip
-
-
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
 
 
 def train(twin: Twin, what: str, steps: int = 2) -> None:

@@ -18,6 +18,7 @@ from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.mesh import ParallelMesh
 from tests.support import reads
 from tests.support.compare import close
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -26,13 +27,9 @@ REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 SMALL = {"min_shard_elements": 10**6}
 
 
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
-
-
 def sizes() -> list[tuple[ParallelMesh, dict[str, Any]]]:
     """Large weights, small ones that travel together, replicated ones, and a group of one."""
-    two, one = mesh_of(), mesh_of(1)
+    two, one = mesh_of(2), mesh_of(1)
     return [(two, {}), (two, ALL), (two, SMALL), (one, {})]
 
 
@@ -166,7 +163,7 @@ def test_writes_transforms_and_replaced_weights_are_refused_by_name() -> None:
                 twin = make(partial(reads.Entering, reads.InPlace, layers=2))
                 raises(StructureError, twin.backward, "InPlace writes into one of its inputs")
             replaced(make, checkpoint)
-    twin = Twin(partial(Smuggled, Smuggling, layers=2), mesh_of())
+    twin = Twin(partial(Smuggled, Smuggling, layers=2), mesh_of(2))
     _, mine = twin.batch()
     raises(StaleWeightError, twin.ours(*mine).backward, "layers.1.w1.weight", "return that tensor")
 

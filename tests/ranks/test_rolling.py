@@ -14,17 +14,13 @@ from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig, Config, WeightParallelConfig
 from internsp.errors import ConfigError, PoolError
-from internsp.mesh import ParallelMesh
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 FULL = ActivationCheckpointConfig(mode="full")
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
-
-
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
 
 
 def steps(twin: Twin, what: str, count: int = 3) -> None:
@@ -98,7 +94,7 @@ class Split(nn.Module):
 @pytest.mark.unmeasured
 @ranks(2)
 def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for block in (Repeating, Uneven, TwoOutputs):
         for config, checkpoint in (
             ({}, None), (SOME, HALF), ({"memory_pool": False, "prefetch_depth": 2}, FULL),
@@ -113,7 +109,7 @@ def test_weights_used_twice_uneven_blocks_and_outputs_without_a_weights_part() -
 @ranks(2)
 def test_a_place_is_handed_on_after_the_last_use_once_uses_have_been_counted() -> None:
     """When the place of a weight is handed on, in the first forward and later."""
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for block, last in ((Block, "w2"), (Repeating, "again")):
         twin = Twin(partial(Tiny, block, layers=4), mesh, trigger="rolling")
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
@@ -155,7 +151,7 @@ class Sometimes(Block):
 
 @ranks(2)
 def test_a_second_use_that_comes_unexpectedly_names_both_holders_and_is_known_afterwards() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for config in ({}, {"memory_pool": False}):
         twin = Twin(partial(Tiny, Sometimes), mesh, trigger="rolling", **config)  # type: ignore[arg-type]
         steps(twin, "used once")

@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from internsp.errors import GradientError
-from internsp.mesh import ParallelMesh
 from tests.support.compare import close
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
-
-
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
 
 
 class FromFeatures(Tiny):
@@ -32,7 +28,7 @@ class FromFeatures(Tiny):
 def test_what_autograd_cannot_do_is_an_error_everywhere_and_the_next_step_is_right(
     rank: int, world_size: int
 ) -> None:
-    two = mesh_of()
+    two = mesh_of(2)
     for mesh, together in ((two, {}), (two, ALL), (two, ROLLING), (mesh_of(1), {})):
         twin = Twin(Tiny, mesh, **together)  # type: ignore[arg-type]
         ours = twin.ours
@@ -112,7 +108,7 @@ class InsideReentrant(Inside):
 @pytest.mark.unmeasured
 @ranks(2)
 def test_checkpointing_written_by_the_user_around_and_inside_blocks_is_right() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     many = ALL | {"prefetch_depth": 2, "memory_pool": False}
     ways = ((False, True), (False, False), (True, True))
     for number, config in enumerate(({}, {"granularity": "module"}, many, ROLLING)):
@@ -155,7 +151,7 @@ class Severed(Tiny):
 
 @ranks(2)
 def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
 
     def frozen() -> nn.Module:
         model = Tiny()
@@ -174,7 +170,7 @@ def test_a_head_is_trained_where_no_gradient_comes_to_the_blocks() -> None:
 
 @ranks(2)
 def test_backward_ends_with_complete_gradients_where_no_output_could_be_hooked() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for trained in ("", "head", "norm", "embed"):
 
         def make(trained: str = trained) -> nn.Module:

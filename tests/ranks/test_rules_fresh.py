@@ -13,17 +13,13 @@ from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError, StructureError
-from internsp.mesh import ParallelMesh
 from tests.support.compare import close
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 FULL = ActivationCheckpointConfig(mode="full")
-
-
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
 
 
 class Middle(Tiny):
@@ -51,7 +47,7 @@ class Leaking(Block):
 @pytest.mark.unmeasured
 @ranks(2)
 def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for config, checkpoint in (
         ({}, None), ({}, FULL), ({"granularity": "module"}, HALF), ({"prefetch_depth": 2}, None),
         ({"prefetch_depth": 0}, None), ({"prefetch_depth": 0, "granularity": "module"}, HALF),
@@ -106,7 +102,7 @@ def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
 @ranks(2)
 def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:  # noqa: PLR0915
     """Everything that may happen between two steps, or between forward and backward."""
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     cases = (
         ({}, None), ({"granularity": "module"}, HALF), (ALL | {"overlap": False}, FULL),
         ({"keep_unsharded": 2}, None), (ALL | {"keep_unsharded": 4}, HALF),
@@ -181,7 +177,7 @@ def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:
 
 @ranks(2)
 def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
-    mesh, alone = mesh_of(), mesh_of(1)
+    mesh, alone = mesh_of(2), mesh_of(1)
     for where, checkpoint in ((mesh, None), (mesh, FULL), (alone, None)):
         twin = Twin(Tiny, where, checkpoint)
 
@@ -211,7 +207,7 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
 @ranks(2)
 def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
     """A step from rest gathers 3L - 2 blocks' weights less what is still there."""
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for layers in (2, 3, 5):
         twin = Twin(partial(Tiny, layers=layers), mesh)
         optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
@@ -244,7 +240,7 @@ def test_weights_that_are_still_in_a_slot_are_not_gathered_again() -> None:
 @ranks(2)
 def test_blocks_called_without_their_model_are_fresh(world_size: int) -> None:
     """Blocks called one by one, as an early exit or a probe does."""
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for config in ({}, ALL, {"granularity": "module"}, ROLLING):
         twin = Twin(Tiny, mesh, unexpected_order="gather", **config)  # type: ignore[arg-type]
         x = torch.randn(2, 3, 6, dtype=torch.float64)
@@ -318,7 +314,7 @@ class HidesParts(UsesSecond):
 
 @ranks(2)
 def test_every_output_guards_its_weights_and_unseen_ones_are_refused() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for _ in range(2):
         twin = Twin(partial(Tiny, UsesSecond), mesh)
         twin.backward()

@@ -12,10 +12,20 @@ from torch.nn import functional as F
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
-from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
 from tests.support.compare import close
-from tests.support.models import ALL, ROLLING, SOME, VOCABULARY, Block, Tiny, Twin, raises
+from tests.support.meshes import mesh_of
+from tests.support.models import (
+    ALL,
+    ROLLING,
+    SOME,
+    VOCABULARY,
+    Block,
+    Reordered,
+    Tiny,
+    Twin,
+    raises,
+)
 from tests.support.ranks import ranks
 
 FULL = ActivationCheckpointConfig(mode="full")
@@ -25,24 +35,9 @@ REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 COMMUNICATION = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
 
 
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
-
-
-class Reordered(Tiny):
-    """Runs its blocks in the order that it is told."""
-
-    order: tuple[int, ...] = (0, 2, 1, 3)
-
-    def blocks(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
-
-
 @ranks(2)
 def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     twin = Twin(Reordered, mesh)
     for order, word in (
         ((0, 2, 1, 3), "layers.2"), ((0, 1), "layers.2"), ((3, 2, 1, 0), "layers.3"),
@@ -215,7 +210,7 @@ class Tailed(Block):
 @pytest.mark.slow
 @ranks(2)
 def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
-    mesh, alone = mesh_of(), mesh_of(1)
+    mesh, alone = mesh_of(2), mesh_of(1)
     for config, checkpoint, tied, micro_batches in TRACED:
         results = []
         for overlap in (True, False):
@@ -277,7 +272,7 @@ class Partly(Block):
 
 @ranks(2)
 def test_autocast_for_a_part_of_what_travels_together_rounds_no_other_gradient() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for config in ({"coalesce_bytes": 4096}, {"coalesce_bytes": 4096} | ROLLING):
         twin = Twin(partial(Tiny, Partly, width=16), mesh, dtype=torch.float32, **config)
         together = [weight.name for weight in twin.communicator.blocks[0].groups[0].weights]
@@ -311,7 +306,7 @@ class Precise(Block):
 
 @ranks(2)
 def test_small_weights_of_two_dtypes_are_right_and_travel_as_planned() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     for config in (SOME, ALL, ALL | ROLLING, ALL | {"reduce_dtype": "float32"}):
         twin = Twin(partial(Tiny, Precise), mesh, dtype=torch.float32, **config)
         plan = twin.communicator.plan

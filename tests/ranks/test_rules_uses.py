@@ -10,17 +10,13 @@ from torch import Tensor, nn
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StructureError
-from internsp.mesh import ParallelMesh
 from tests.support.compare import close
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
 
 HALF = ActivationCheckpointConfig(mode="full", fraction=0.5)
 REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
-
-
-def mesh_of(weight: int = 2) -> ParallelMesh:
-    return ParallelMesh.create(weight=weight, device_type="cpu", timeout_seconds=20)
 
 
 def steps(twin: Twin, what: str, count: int = 2) -> None:
@@ -44,7 +40,7 @@ class HalfFrozen(Tiny):
 
 @ranks(2)
 def test_few_blocks_no_cut_weights_and_blocks_without_a_graph() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     steps(Twin(partial(Tiny, layers=1), mesh), "one block")
     steps(Twin(partial(Tiny, layers=1), mesh, granularity="module"), "one block, by module")
     steps(Twin(partial(Tiny, layers=2), mesh, prefetch_depth=3), "more depth than blocks")
@@ -109,7 +105,7 @@ class Unlisting(Tiny):
 
 @ranks(2)
 def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     make = partial(PassingModel, Passing)
     steps(Twin(make, mesh), "passing")
     steps(Twin(make, mesh, **ALL), "passing, at entry")  # type: ignore[arg-type]
@@ -130,7 +126,7 @@ def test_outputs_that_pass_inputs_on_and_keyword_arguments_are_right() -> None:
 
 @ranks(2)
 def test_inference_mode_first_and_hooks_of_the_user() -> None:
-    mesh = mesh_of()
+    mesh = mesh_of(2)
     unpooled = {"memory_pool": False}
     for where, config in (
         (mesh, {}), (mesh, ALL), (mesh, unpooled), (mesh, ROLLING | unpooled), (mesh_of(1), ROLLING)

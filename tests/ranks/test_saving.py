@@ -41,7 +41,7 @@ def steps(runner: StepRunner, saver: Saver, numbers: range) -> list[Path]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody has waited for yet has."""
+    """Whether the process has ended; a child that its parent has not waited for has, too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
