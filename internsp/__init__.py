@@ -10,10 +10,13 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 # The table of public names, the only one: type checkers read it as imports (``X as X`` says that a
 # name is public), `_homes` as a table.
 if TYPE_CHECKING:
     from internsp import errors as errors
+    from internsp import model_zoo as model_zoo
     from internsp.config import ActivationCheckpointConfig as ActivationCheckpointConfig
     from internsp.config import Config as Config
     from internsp.config import PlanRule as PlanRule

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import model_zoo
-from internsp import accelerator
+from internsp import accelerator, model_zoo
 from internsp.clients.causal_lm import HFCausalLM
 from internsp.config import Config
 from internsp.load import load_weights
+from internsp.model_zoo.common import CausalLM
+from internsp.model_zoo.llama_form import config_of as llama_config
+from internsp.model_zoo.llama_form import parts as llama_parts
 from internsp.parallel import initialize
 from internsp.plan.dtypes import DTYPES
 from internsp.wp.communicator import ISPCommunicator
-from model_zoo.common import CausalLM
-from model_zoo.llama_form import config_of as llama_config
-from model_zoo.llama_form import parts as llama_parts
 
 __all__ = [
     "Model", "build_model", "build_to_load", "build_to_train", "device_type", "first_values",

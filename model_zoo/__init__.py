@@ -1,14 +1,21 @@
-"""Models to train, one file a family, each readable as single-device code."""
+"""Models to train, one file a family, each readable as single-device code.
+
+Installed as ``internsp.model_zoo``. In a checkout the folder lies beside ``internsp``, which links
+to it, so that ``model_zoo`` is a second name: of the same modules, not of copies of them.
+"""
 
 from __future__ import annotations
+
+import importlib
+import sys
 
 import torch
 
 from internsp.config import ModelConfig
-from model_zoo.common import CausalLM, canonical_name
-from model_zoo.generate import generate
-from model_zoo.internlm2 import InternLM2
-from model_zoo.llama import Llama
+from internsp.model_zoo.common import CausalLM, canonical_name
+from internsp.model_zoo.generate import generate
+from internsp.model_zoo.internlm2 import InternLM2
+from internsp.model_zoo.llama import Llama
 
 __all__ = [
     "FAMILIES",
@@ -58,3 +65,8 @@ def materialize(
     for name, parameter in model.named_parameters():
         model.initialize(name, parameter, generator)
     return model
+
+
+if __name__ == "model_zoo":  # the second name, see above
+    for _part in ("", ".common", ".generate", ".internlm2", ".llama", ".llama_form"):
+        sys.modules[__name__ + _part] = importlib.import_module("internsp.model_zoo" + _part)

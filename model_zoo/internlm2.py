@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from internsp.config import ModelConfig
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.layers.rotary import RotaryTables, apply_rotary
+from internsp.model_zoo.common import CausalLM, Device, Sizes, split_heads
 from internsp.sp import DistributedAttention, SequenceLayout
-from model_zoo.common import CausalLM, Device, Sizes, split_heads
 
 
 class InternLM2Attention(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from internsp.config import ModelConfig
-from model_zoo.common import Sizes
+from internsp.model_zoo.common import Sizes
 
 _NAMES = {
     "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import model_zoo
+from internsp import model_zoo
 from internsp.config import ModelConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split

@@ -1,4 +1,4 @@
-"""The ``internsp`` command: ``train``, ``plan`` and ``export``.
+"""The ``internsp`` command: ``train`` and ``plan``; the others are in :mod:`internsp.cli.plain`.
 
 Options are parsed by tyro from the sections of :mod:`internsp.config`, each as text: the
 configuration itself converts and checks them, together with the file, so that all mistakes are
@@ -8,20 +8,22 @@ reported at once. Nothing here imports torch before the command line is known to
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import tyro
 
+from internsp import __version__
+from internsp.cli import plain
 from internsp.cli.environment import Launched, launched
+from internsp.cli.plain import printed
 from internsp.config import Config, collect, report, schemas, sections
 from internsp.config.errors import Problem, Schema, in_words, is_tables, items_of
 from internsp.config.names import nearest
-from internsp.errors import InternspError, MachineError
+from internsp.errors import InternspError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -34,7 +36,7 @@ class _Plan:
     """Print the mesh, the schedule of one step, bytes and memory; runs nothing."""
 
     config: File
-    """The configuration; configs/documented.toml lists every key."""
+    """The configuration; internsp init --config documented writes one of every key."""
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """SVG file for a picture of a pipeline's schedule."""
 
@@ -44,21 +46,11 @@ class _Train:
     """Train a model: joins torchrun's ranks, or starts launch.processes local ones."""
 
     config: File
-    """The configuration; configs/documented.toml lists every key."""
+    """The configuration; internsp init --config documented writes one of every key."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder for the run's files (default: runs/<train.name>)."""
     resume: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
     """Checkpoint to go on from, auto or never; the same as --checkpoint.resume."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Export:
-    """Write a run's weights as a folder that transformers loads: safetensors, config, tokenizer."""
-
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """A run's folder, of which the newest checkpoint is taken, or a checkpoint's."""
-    to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """The folder to make."""
 
 
 _COMMANDS = {"train": _Train, "plan": _Plan}
@@ -74,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["export"]:
-        return _export(tyro.cli(_Export, prog="internsp export", args=words[1:]))
+    if words and words[0] in plain.COMMANDS:
+        return plain.perform(words[0], words[1:])
     stranger = _unknown_command(words)
     if stranger:
         print(f"internsp: {stranger}", file=sys.stderr)
         return USAGE_ERROR
     if words[:1] == ["--version"]:
-        print(f"internsp {_version()}")
+        print(f"internsp {__version__}")
         return 0
     command, unknown = _parse(words)
     given = {name: getattr(command, name) for name in sections()}
@@ -99,28 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _perform(command, config, around)
 
 
-def _export(command: _Export) -> int:
-    from internsp.train.export import export
-
-    try:
-        lines = export(command.run, command.to)
-        _print(lambda: print(*lines, sep="\n"))
-    except InternspError as error:
-        print(f"internsp: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
-        print(f"internsp: --to: {error}", file=sys.stderr)
-        return MachineError.exit_status
-    return 0
-
-
 def _perform(command: Any, config: Config, around: Launched) -> int:
     try:
         if isinstance(command, _Plan):
             from internsp.plan.printed import print_plan
 
             size = around.world_size or config.launch.processes
-            _print(lambda: print_plan(config, size, picture=command.picture))
+            printed(lambda: print_plan(config, size, picture=command.picture))
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:
@@ -128,17 +105,6 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def _print(write: Callable[[], None]) -> None:
-    """Write to standard output, whose disk may be full (rich ends where its reader has gone)."""
-    try:
-        write()
-        sys.stdout.flush()
-    except OSError as error:
-        # What is still buffered goes nowhere, or Python would complain of it once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise MachineError(f"standard output: {error.strerror}") from error
 
 
 def _train(config: Config, output: Path, rank: int | None) -> int:
@@ -182,16 +148,10 @@ def _unknown_command(words: Sequence[str]) -> str | None:
     """What is wrong with the command's name, in one line."""
     if not words or words[0].startswith("-") or words[0] in _COMMANDS:
         return None
-    near = nearest(words[0], [*_COMMANDS, "export"])
-    hint = f"did you mean {near}?" if near else f"there are {', '.join(_COMMANDS)} and export"
+    *others, last = known = [*_COMMANDS, *plain.COMMANDS]
+    near = nearest(words[0], known)
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(others)} and {last}"
     return f"unknown command {words[0]}; {hint}"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("internsp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _parse(words: list[str]) -> tuple[Any, list[str]]:
@@ -200,8 +160,11 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
         tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
         for name, command in _COMMANDS.items()
     )
+    shown: Any = Annotated[_Train, train] | Annotated[_Plan, plan]  # type: ignore[arg-type]
+    for name, other in plain.COMMANDS.items():  # for --help: perform() parses them
+        shown |= Annotated[other, tyro.conf.subcommand(name, prefix_name=False)]
     return tyro.cli(
-        Annotated[_Train, train] | Annotated[_Plan, plan],  # type: ignore[arg-type]
+        shown,
         prog="internsp",
         description="Train transformers with Intern sequence parallelism.",
         args=words,

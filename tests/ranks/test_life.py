@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-import model_zoo
+from internsp import model_zoo
 from internsp.config import ModelConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from internsp.errors import StructureError
 from internsp.layers import ParallelLinearWithCommExt
+from internsp.model_zoo.common import Block
 from internsp.optim import ZeroOptimizer, step_together
 from internsp.pipeline import split
 from internsp.sp import SequenceLayout
-from model_zoo.common import Block
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, batches, gradient_gaps, make, plain_loss
 from tests.support.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import model_zoo
+from internsp import model_zoo
 from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
 from internsp.pipeline import MicroBatch, Pipeline, SchedulerHook

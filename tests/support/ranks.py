@@ -43,7 +43,7 @@ PRELOAD = [
     "pytest",
     "hypothesis",
     "internsp.train.run",
-    "model_zoo",
+    "internsp.model_zoo",
     "tools.overlap.rank",  # and what its variants need: FSDP2
     "coverage",  # which each measured rank would import
     __name__,  # before coverage changes what starts a process, see _Unmeasured

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import internsp.pipeline.chunks as chunks_module
-import model_zoo
+from internsp import model_zoo
 from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.pipeline.chunks import Chunk, balanced, split

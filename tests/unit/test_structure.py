@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+ZOO = "internsp.model_zoo"  # where the folder model_zoo is installed
+
 # From the bottom up; a module imports from its own level or below. The longest name wins, so that
 # `internsp.wp.slots` is found before `internsp.wp`, which is what users import from.
 LEVELS = [
@@ -32,13 +34,14 @@ LEVELS = [
     ["internsp.parallel", "internsp.sequence_parts", "internsp.clients", "internsp.whole",
      "internsp.load"],
     ["internsp.pipeline"],
+    [ZOO],
     ["internsp.factory"],
     ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.data", "internsp.report"],
     ["internsp.train"],
     ["internsp.cli", "internsp"],
 ]  # fmt: skip
 SP_MAY_IMPORT = ("internsp.errors", "internsp.trace", "internsp.mesh", "internsp.sp")
-ZOO_MAY_IMPORT = ("internsp.errors", "internsp.layers", "internsp.sp", "internsp.config")
+ZOO_MAY_IMPORT = ("internsp.errors", "internsp.layers", "internsp.sp", "internsp.config", ZOO)
 # Those that move tensors. Objects (names agreed upon at set-up) are neither weights nor gradients.
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_reduce",
@@ -54,9 +57,9 @@ Sources = dict[str, str]
 def sources() -> Sources:
     """Source of each module of the library and the zoo, by dotted name."""
     found: Sources = {}
-    for package in ("internsp", "model_zoo"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
+    for folder, package in ((ROOT / "internsp", "internsp"), (ROOT / "model_zoo", ZOO)):
+        for path in sorted(folder.rglob("*.py")):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             found[name] = path.read_text()
     return found
@@ -91,7 +94,7 @@ def imports(module: str, source: str, known: Sources, types: bool = True) -> Ite
             names = [name if name in known else base for name in full]
         else:
             continue
-        yield from (n for n in names if below(n, "internsp") or below(n, "model_zoo"))
+        yield from (n for n in names if below(n, "internsp"))
 
 
 def level(module: str) -> int:
@@ -117,10 +120,7 @@ def forbidden_imports(known: Sources) -> list[str]:
             wrong = (
                 (below(module, "internsp.wp") and below(name, "internsp.sp"))
                 or (below(module, "internsp.sp") and not any(below(name, p) for p in SP_MAY_IMPORT))
-                or (
-                    below(module, "model_zoo")
-                    and not any(below(name, p) for p in (*ZOO_MAY_IMPORT, "model_zoo"))
-                )
+                or (below(module, ZOO) and not any(below(name, p) for p in ZOO_MAY_IMPORT))
             )
             if wrong:
                 found.append(f"{module} imports {name}")
@@ -135,14 +135,14 @@ def zoo_names(known: Sources) -> list[str]:
         texts = {
             id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
         }  # docstrings may speak of it
-        named = any(below(n, "model_zoo") for n in imports(module, source, known)) or any(
+        named = any(below(n, ZOO) for n in imports(module, source, known)) or any(
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and "model_zoo" in node.value
             and id(node) not in texts
             for node in ast.walk(tree)
         )
-        if named and below(module, "internsp"):
+        if named and not below(module, ZOO):
             found.append(module)
     return found
 
@@ -251,8 +251,8 @@ def test_an_upward_import_is_found(module: str, source: str, found: list[str]) -
         ("internsp.wp.communicator", "from internsp.sp import SequenceLayout"),
         ("internsp.sp.exchange", "from internsp.wp.collectives import Gather"),
         ("internsp.sp.exchange", "from internsp.config import Config"),
-        ("model_zoo.llama", "from internsp.wp import ISPCommunicator"),
-        ("model_zoo.llama", "import internsp"),
+        ("internsp.model_zoo.llama", "from internsp.wp import ISPCommunicator"),
+        ("internsp.model_zoo.llama", "import internsp"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:

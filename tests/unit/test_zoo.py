@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from internsp.config import ModelConfig
 from internsp.errors import LayoutError
+from internsp.model_zoo import CausalLM, build
 from internsp.sp import SequenceLayout
-from model_zoo import CausalLM, build
 
 FP64 = torch.float64
 SMALL = {"vocab_size": 31, "hidden_size": 24, "layers": 2, "heads": 4, "init_std": 0.3}

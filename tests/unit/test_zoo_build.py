@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from internsp.config import ModelConfig
-from model_zoo import CausalLM, build, canonical_name, generate, materialize
+from internsp.model_zoo import CausalLM, build, canonical_name, generate, materialize
 
 
 def small(**options: object) -> ModelConfig:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from internsp.config import ModelConfig
 from internsp.layers.rotary import rotary_tables
+from internsp.model_zoo.llama import Llama
 from internsp.sp import SequenceLayout
-from model_zoo.llama import Llama
 from tools.bench.options import Sizes
 
 DTYPE = torch.bfloat16

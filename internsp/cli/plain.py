@@ -1,0 +1,109 @@
+"""The commands that train nothing: ``init``, ``export``.
+
+Their options are their own, and none of a configuration. Nothing here imports torch before the
+command line is known to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from internsp.errors import ConfigError, InternspError, MachineError
+
+RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """Write a commented configuration to begin with."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """The folder to write it into; it may exist."""
+    config: Annotated[str, tyro.conf.arg(metavar="NAME")] = "demo"
+    """demo (two processes), single (one), pipeline_demo (four), or documented (every key)."""
+
+    def perform(self) -> list[str]:
+        """Write the file; returns what to print.
+
+        Raises:
+            ConfigError: there is no such configuration, or a file of its name already.
+            MachineError: the folder cannot be written.
+        """
+        known = {one.name.removesuffix(".toml"): one for one in _bundled()}
+        if self.config not in known:
+            raise ConfigError(f"--config: no {self.config}; there are {', '.join(sorted(known))}")
+        path = self.folder / f"{self.config}.toml"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(known[self.config].read_text(encoding="utf-8"))
+        except FileExistsError:
+            raise ConfigError(f"{path} is there already: name another folder") from None
+        except OSError as error:
+            raise MachineError(f"{path}: {error.strerror}") from error
+        return [f"wrote {path}", f"next: internsp train {path}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a run's weights as a folder that transformers loads: safetensors, config, tokenizer."""
+
+    run: RunFolder
+    """A run's folder, of which the newest checkpoint is taken, or a checkpoint's."""
+    to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to make."""
+
+    def perform(self) -> list[str]:
+        """Make the folder; returns what to print."""
+        from internsp.train.export import export
+
+        try:
+            return export(self.run, self.to)
+        except OSError as error:
+            raise MachineError(f"--to: {error}") from error
+
+
+COMMANDS: dict[str, Any] = {"init": Init, "export": Export}
+
+
+def perform(name: str, words: Sequence[str]) -> int:
+    """Run the command ``name`` with its arguments; returns its exit status.
+
+    Raises:
+        SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
+    """
+    command = tyro.cli(
+        COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
+    )
+    try:
+        lines = command.perform()
+        printed(lambda: print(*lines, sep="\n"))
+    except InternspError as error:
+        print(f"internsp: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def printed(write: Callable[[], None]) -> None:
+    """Write to standard output, whose disk may be full (rich ends where its reader has gone)."""
+    try:
+        write()
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered goes nowhere, or Python would complain of it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _bundled() -> list[Any]:
+    """The configurations that come with the package."""
+    folder = resources.files("internsp") / "bundled"
+    return [one for one in folder.iterdir() if one.name.endswith(".toml")]
