@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from internsp.config import hf_folder
 from internsp.config.errors import Problem
+from internsp.config.functions import OPTIMIZERS
 from internsp.config.sizes import too_large
 
 if TYPE_CHECKING:
@@ -188,16 +189,32 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
-    optimizer = config.optimizer
+    optimizer, fields = config.optimizer, type(config.optimizer).model_fields
     if optimizer.momentum and optimizer.name == "adamw":
         text = 'adamw has no momentum; set optimizer.betas, or optimizer.name = "sgd"'
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
-    if optimizer.lr * optimizer.weight_decay > 1:
-        text = (
-            f"lr = {optimizer.lr:g} x weight_decay = {optimizer.weight_decay:g} is above 1: a step "
-            "would take more from every weight than all of it; lower one of them"
-        )
-        yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
+    elif optimizer.name not in OPTIMIZERS:
+        for key in ("betas", "eps", "momentum"):
+            if getattr(optimizer, key) != fields[key].default:
+                text = "of adamw and sgd alone; a class takes it in optimizer.options"
+                yield Problem((f"optimizer.{key}", "optimizer.name"), text)
+    if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
+        text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
+        yield Problem(("optimizer.decay_steps", "optimizer.schedule"), text)
+    pairs = [(optimizer.lr, optimizer.weight_decay)]
+    for group in optimizer.groups:
+        pairs.append((
+            optimizer.lr if group.lr is None else group.lr,
+            optimizer.weight_decay if group.weight_decay is None else group.weight_decay,
+        ))  # fmt: skip
+    for lr, decay in pairs:
+        if lr * decay > 1:
+            text = (
+                f"lr = {lr:g} x weight_decay = {decay:g} is above 1: a step "
+                "would take more from every weight than all of it; lower one of them"
+            )
+            yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
+            return
 
 
 def _train(config: Config) -> Iterator[Problem]:

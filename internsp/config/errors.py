@@ -192,21 +192,21 @@ def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
 
 
 def describe_table_error(
-    schema: Schema, values: Any, detail: ErrorDetails, keys: Mapping[str, Schema]
+    name: str, values: Any, detail: ErrorDetails, keys: Mapping[str, Schema]
 ) -> str:
     """One of pydantic's errors of a list of tables, with the table's number and key.
 
     Args:
-        schema, values: of the list.
+        name, values: of the list; ``"section.key"``.
         keys: what each key of a table is.
     """
     place = detail["loc"][1:]
     if isinstance(values, Mapping):
-        return f"is a list of tables: write [[weight_parallel.{detail['loc'][0]}]] for each"
+        return f"is a list of tables: write [[{name}]] for each"
     if not place:
-        return describe_error(schema, values, detail)
+        return f"expected a list of tables, got {in_words(values)}"
     number, value = int(place[0]), values[int(place[0])]
-    where = f"rule {number + 1}"
+    where = f"{'rule' if name.endswith('plan') else 'group'} {number + 1}"
     if len(place) == 1 or detail["type"] == "model_type":
         text = str(detail.get("ctx", {}).get("error", f"expected a table, got {in_words(value)}"))
         return f"{where}: {text}"

@@ -38,6 +38,7 @@ from internsp.config.sections import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ParameterGroup,
     PipelineConfig,
     PlanRule,
     Section,
@@ -101,9 +102,10 @@ def schemas(section: str) -> Mapping[str, Schema]:
 
 
 @cache
-def table_keys() -> Mapping[str, Schema]:
-    """What each key of a rule of ``weight_parallel.plan`` is."""
-    properties: Mapping[str, Schema] = PlanRule.model_json_schema()["properties"]
+def table_keys(key: str) -> Mapping[str, Schema]:
+    """What each key of a table of ``key`` (``"section.key"``) is."""
+    cls = {"weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup}[key]
+    properties: Mapping[str, Schema] = cls.model_json_schema()["properties"]
     return properties
 
 
@@ -230,7 +232,9 @@ def _right(
             key = str(detail["loc"][0])
             schema = schemas(name)[key]
             if is_tables(schema):  # each mistake of each table
-                text = describe_table_error(schema, values[key], detail, table_keys())
+                text = describe_table_error(
+                    f"{name}.{key}", values[key], detail, table_keys(f"{name}.{key}")
+                )
                 wrong[f"{key}: {text}"] = Problem((f"{name}.{key}",), text, prefix)
                 continue
             text = describe_error(schema, values[key], detail)
@@ -253,12 +257,13 @@ def documented() -> str:
             aside = f"  # {choices}" if choices else ""
             lines += [f"# {schema['description']}", f"{key} = {in_words(schema['default'])}{aside}"]
             if is_tables(schema):
-                lines += [f"# [[{name}.{key}]]", *map(_in_table, table_keys().items())]
+                keys = table_keys(f"{name}.{key}")
+                lines += [f"# [[{name}.{key}]]", *map(_in_table, keys.items())]
     return "\n".join(lines) + "\n"
 
 
 def _in_table(item: tuple[str, Schema]) -> str:
-    """A key of a rule, in a line of comment."""
+    """A key of a table, in a line of comment."""
     key, schema = item
     choices = " | ".join(choices_of(schema))
     return f"#   {key}: {schema['description']}{f' ({choices})' if choices else ''}"

@@ -57,9 +57,9 @@ _SAID: dict[str, dict[Rule, str]] = {
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.
     "optimizer": {
-        Rule.FIXED: "name loss_scale_init",
-        Rule.TAKEN: "lr betas eps weight_decay momentum max_grad_norm warmup_steps min_lr_ratio "
-        "loss_scale_growth_interval",
+        Rule.FIXED: "name options loss_scale_init",
+        Rule.TAKEN: "lr betas eps weight_decay momentum groups max_grad_norm schedule "
+        "warmup_steps decay_steps min_lr_ratio loss_scale_growth_interval",
     },
     # The order of the data depends on the seed; the batch takes as much of it as it likes.
     "train": {

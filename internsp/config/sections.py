@@ -31,7 +31,7 @@ from pydantic.fields import FieldInfo
 
 from internsp.config import hf_folder
 from internsp.config.functions import checked as checked_function
-from internsp.config.functions import place_of
+from internsp.config.functions import checked_optimizer, checked_option, place_of
 from internsp.config.kept import MOST_BLOCKS, checked
 from internsp.config.names import checked as checked_pattern
 from internsp.config.names import nearest
@@ -56,6 +56,9 @@ Pattern = Annotated[Text, AfterValidator(checked_pattern)]
 Patterns = Annotated[tuple[Pattern, ...], Field(strict=False, max_length=100_000)]
 Numbers = Annotated[tuple[Natural, ...], Field(strict=False, max_length=100_000)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(ge=0, le=1000)]
+OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
+Option = Annotated[Text, AfterValidator(checked_option)]
 # One part of a path, not only of dots, without control characters.
 FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
@@ -400,27 +403,55 @@ class ActivationCheckpointConfig(Section):
         return tuple(range(round(self.fraction * number_of_blocks)))
 
 
-class OptimizerConfig(Section):
-    """The optimizer and its schedule: linear warm-up, then a cosine down to the last step."""
+class ParameterGroup(Section):
+    """Settings of some parameters alone; what matches no group has those of ``[optimizer]``.
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Torch optimizer that runs on the shards."""
-    lr: Annotated[float, Field(ge=0, le=1000)] = 3e-4
+    Of several groups that match a parameter the first one holds.
+    """
+
+    match: Annotated[Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+    """Patterns of the names of parameters, or of modules above them; each must match something."""
+    lr: Rate | None = None
+    """Highest learning rate; none: optimizer.lr. The schedule is that of all."""
+    weight_decay: Rate | None = None
+    """Weight decay; none: optimizer.weight_decay, and 0 for norms and biases."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ParameterGroup:
+        if not self.match or (self.lr is None and self.weight_decay is None):
+            raise ValueError("needs match, and lr or weight_decay")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its schedule, which begins with a linear warm-up."""
+
+    name: OptimizerName = "adamw"
+    """Optimizer that runs on the shards: adamw, sgd, or a class "package.module:Class"."""
+    options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
+    """More arguments of the class, each a text "name = value", as TOML."""
+    lr: Rate = 3e-4
     """Highest learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     """Decay of adamw's first and second moment."""
     eps: Tiny = 1e-8
     """Added to adamw's denominator."""
-    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
+    weight_decay: Rate = 0.1
     """Weight decay (decoupled in adamw); norms and biases have none."""
     momentum: Beta = 0.0
     """Momentum of sgd."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False, max_length=1000)] = ()
+    """Parameters with a rate or decay of their own, each a table [[optimizer.groups]]."""
     max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] | None = 1.0
     """Clip the global gradient norm to this; none: do not clip."""
+    schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Learning rate after the warm-up; wsd (warm-up, stable, decay) stays, then falls linearly."""
     warmup_steps: Natural = 20
     """Optimizer steps of the warm-up."""
+    decay_steps: Natural | None = None
+    """Steps of wsd's decay, the last ones; none: a tenth of train.steps."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at the last step, as a share of lr."""
+    """Learning rate at the last step, or (inverse_sqrt) the lowest one, as a share of lr."""
     loss_scale_init: Annotated[float, Field(ge=1, le=2**24)] = 65536.0
     """First loss scale, for float16; it never leaves the range from 1 to 2**24."""
     loss_scale_growth_interval: Count = 1000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,10 @@ from internsp.parallel import parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
 from internsp.sp.dispatch import fixed_sizes
 from internsp.trace import Trace
+from internsp.train.optimizers import make_optimizer, names_matched
+from internsp.train.rates import RateFactor
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.streams import device_clock
-
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 @dataclass
@@ -54,6 +53,12 @@ class Session:
         """The first module's: settings and loss scaler are the same for all."""
         return self.optimizers[0]
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step, of what is in no group of its own."""
+        schedule = self.schedules[0]
+        return self.config.optimizer.lr * float(schedule.lr_lambdas[0](schedule.last_epoch))
+
     def step(self) -> float:
         """Optimizer and learning rate go one step further; returns the gradient norm."""
         step_together(self.optimizers, log=False)
@@ -83,6 +88,7 @@ class Session:
             raise vocabulary_mistake(config, source)
         model: Any = build_to_train(config)
         parameters = sum(p.numel() for p in model.parameters())
+        names_matched(config, [name for name, _ in to_parallelize(model).named_parameters()])
         trace = Trace(clock=device_clock(mesh.device))
         everyone = list(hooks)
         modules: list[Any] = [model]
@@ -101,9 +107,9 @@ class Session:
             ]
         first_values(config, model, communicators, mesh.device)
         scaler = _scaler(config)
-        optimizers = [_optimizer(config, communicator, scaler) for communicator in communicators]
+        optimizers = [make_optimizer(config, each, scaler) for each in communicators]
         schedules = [
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+            torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config))
             for optimizer in optimizers
         ]
         return cls(
@@ -142,50 +148,3 @@ def _scaler(config: Config) -> LossScaler | None:
             settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
         )
     return None
-
-
-def _optimizer(
-    config: Config, communicator: ISPCommunicator, scaler: LossScaler | None
-) -> ZeroOptimizer:
-    """Weight decay on the cut weights only: norms and biases have none."""
-    settings = config.optimizer
-    groups: list[dict[str, Any]] = [
-        {"params": [w.parameter for w in communicator.replicated.sharded if w.requires_grad]},
-        {
-            "params": [m.parameter for m in communicator.replicated.members if m.requires_grad],
-            "weight_decay": 0.0,
-        },
-    ]
-    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    if settings.name == "adamw":
-        options |= {"betas": settings.betas, "eps": settings.eps}
-    else:
-        options["momentum"] = settings.momentum
-    return ZeroOptimizer(
-        communicator,
-        _OPTIMIZERS[settings.name],
-        param_groups=[g for g in groups if g["params"]],
-        max_grad_norm=settings.max_grad_norm,
-        loss_scaler=scaler,
-        **options,
-    )
-
-
-class lr_factor:  # noqa: N801 - a function with settings, picklable for the scheduler's state
-    """Linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
-
-    Called with the number of finished steps; returns a factor of ``optimizer.lr``.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.warmup = config.optimizer.warmup_steps
-        self.steps = config.train.steps
-        self.floor = config.optimizer.min_lr_ratio
-
-    def __call__(self, step: int) -> float:
-        """The factor for step ``step``, from 0."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(self.steps - self.warmup, 1)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        return self.floor + (1 - self.floor) * cosine

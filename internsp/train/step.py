@@ -60,7 +60,7 @@ class StepRunner:
                 "sequence, so there is nothing to learn: raise data.sequence_length or "
                 "train.global_batch, or set data.pack = false"
             )
-        lr = session.optimizer.param_groups[0]["lr"]
+        lr = session.rate
         loss = self._passes.train(layouts, tokens)
         norm = session.step()
         total, asked, saved = self._sum(loss, float(stop.requested), saved, stages=True)

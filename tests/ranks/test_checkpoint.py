@@ -24,10 +24,11 @@ from internsp.report.metrics import read_metrics
 from internsp.train import checkpoint, manifest
 from internsp.train.agreement import on_every_rank
 from internsp.train.disk import MANIFEST, write_manifest
+from internsp.train.rates import RateFactor
 from internsp.train.run import train
 from internsp.train.run_lock import RunLock
 from internsp.train.saver import Saver, save
-from internsp.train.session import Session, lr_factor
+from internsp.train.session import Session
 from tests.support.ranks import run_ranks
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -232,7 +233,7 @@ def changed_settings_are_used_and_told_or_refused(rank: int, run: Path) -> None:
         *(f"optimizer.{key}" for key in sorted(now)), "train.steps",
     ]  # fmt: skip
     assert "optimizer.lr: 0.003 in the checkpoint, 0.001 from now on" in found.notes
-    factor = lr_factor(settings)
+    factor = RateFactor(settings)
     for step in range(2, 5):
         for group in session.optimizer.param_groups:
             assert group["lr"] == 1e-3 * factor(step)

@@ -211,8 +211,8 @@ def test_wp_and_sp_do_not_know_each_other_and_the_zoo_knows_layers_sp_and_config
     assert forbidden_imports(sources()) == []
 
 
-def test_only_the_factory_table_names_the_zoo() -> None:
-    assert zoo_names(sources()) in ([], ["internsp.factory"])
+def test_only_the_factory_table_and_that_of_public_names_name_the_zoo() -> None:
+    assert zoo_names(sources()) == ["internsp", "internsp.factory"]
 
 
 def test_only_one_file_calls_torch_distributed_for_weights_and_gradients() -> None:
