@@ -104,8 +104,10 @@ def schemas(section: str) -> Mapping[str, Schema]:
 @cache
 def table_keys(key: str) -> Mapping[str, Schema]:
     """What each key of a table of ``key`` (``"section.key"``) is."""
-    cls = {"weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup}[key]
-    properties: Mapping[str, Schema] = cls.model_json_schema()["properties"]
+    tables: dict[str, type[Section]] = {
+        "weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup,
+    }  # fmt: skip
+    properties: Mapping[str, Schema] = tables[key].model_json_schema()["properties"]
     return properties
 
 

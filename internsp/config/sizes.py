@@ -41,8 +41,8 @@ def elements(config: Config) -> int:
 
 
 def moments(config: Config) -> int:
-    """Values that the optimizer keeps for each element of a weight."""
-    return 2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0)
+    """Values that the optimizer keeps for each element of a weight; of a class by place: two."""
+    return int(config.optimizer.momentum > 0) if config.optimizer.name == "sgd" else 2
 
 
 def too_large(config: Config, world_size: int) -> Iterator[Problem]:

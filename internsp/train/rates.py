@@ -29,10 +29,11 @@ class RateFactor:
     ============== =========================================================== =================
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, steps: int | None = None) -> None:
+        """``steps``: of the run, where it is not ``train.steps``."""
         optimizer = config.optimizer
         self.warmup = optimizer.warmup_steps
-        self.steps = config.train.steps
+        self.steps = config.train.steps if steps is None else steps
         self.floor = optimizer.min_lr_ratio
         given = optimizer.decay_steps
         self.decay = max(self.steps // 10, 1) if given is None else given
