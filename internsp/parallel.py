@@ -18,6 +18,7 @@ from internsp.errors import ConfigError, StructureError
 from internsp.layers.casts import find_casts, register_casts
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
+from internsp.layers.tiles import tile_all
 from internsp.mesh import ParallelMesh
 from internsp.meta import Unfilled, materialize_buffers
 from internsp.plan.assign import (
@@ -32,6 +33,7 @@ from internsp.plan.assign import (
 from internsp.plan.blocks import Structure, read
 from internsp.plan.chunk import ChunkPlan
 from internsp.plan.dtypes import DTYPES
+from internsp.plan.tiles import find_tiled
 from internsp.plan.units import chunk_plan
 from internsp.quantize import Quantizer
 from internsp.sequence_parts import (
@@ -147,6 +149,11 @@ def _examined(
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
     find_casts(model, structure, config)  # refuses what it must before anything is changed
+    if find_tiled(structure, checkpoint) and config.compile:
+        raise ConfigError(
+            "weight_parallel.compile compiles whole blocks, in which no part can be computed in "
+            "tiles: set activation_checkpoint.tiles = 1, or compile = false"
+        )
     require_cut_attention(model, mesh, config)
     take_head_output(model, mesh, config)
     return structure, recomputed_blocks(checkpoint, structure.layers)
@@ -310,6 +317,9 @@ class _Builder:
             enclosing,
         )
         communicator.hooks.handles += register_casts(casts)
+        if checkpoint is not None and isinstance(checkpoint.tiles, int):
+            triggers = [b.trigger_module for b in self.structure.blocks if b.trigger_module]
+            tile_all(find_tiled(self.structure, checkpoint), checkpoint.tiles, triggers)
         return communicator
 
     def _place(self, a: Assignment) -> list[tuple[Owner, ShardedParameter | ReplicatedParameter]]:

@@ -149,6 +149,12 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if model.tie_embeddings and weights.embedding_cut == "hidden":
         text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
         yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
+    if again.tiles != 1 and weights.compile:
+        text = "a compiled block computes as a whole; set tiles = 1, or compile = false"
+        yield Problem(("activation_checkpoint.tiles", "weight_parallel.compile"), text)
+    if again.tiled and again.tiles == 1:
+        text = "unused with one tile; set activation_checkpoint.tiles"
+        yield Problem(("activation_checkpoint.tiled", "activation_checkpoint.tiles"), text)
     if again.mode == "selective" and again.reentrant:
         text = 'torch\'s reentrant form cannot be selective; set it to false, or mode = "full"'
         keys = ("activation_checkpoint.reentrant", "activation_checkpoint.mode")

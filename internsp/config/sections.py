@@ -383,7 +383,7 @@ class WeightParallelConfig(Section):
 
 
 class ActivationCheckpointConfig(Section):
-    """Which blocks recompute their activations in backward."""
+    """What of the blocks' activations is computed again in backward instead of kept."""
 
     mode: Literal["none", "full", "selective"] = "none"
     """full recomputes a block; selective keeps attention output and exchanged tensors."""
@@ -393,6 +393,10 @@ class ActivationCheckpointConfig(Section):
     """Indices of the blocks, from 0; none: as fraction says."""
     reentrant: bool = False
     """Use torch's reentrant form."""
+    tiles: Literal["auto"] | Few = 1
+    """Tiles of positions in which feed-forwards compute, one after another; auto: by the length."""
+    tiled: Patterns = ()
+    """Patterns of the modules in blocks that compute in tiles; empty: usual feed-forwards."""
 
     def selected(self, number_of_blocks: int) -> tuple[int, ...]:
         """Sorted indices of the blocks that recompute, out of ``number_of_blocks``."""

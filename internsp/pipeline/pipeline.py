@@ -168,7 +168,9 @@ class Pipeline:
                 split=kind.splits(stage),
             )
             cut = {id(weight.parameter) for weight in communicator.replicated.sharded}
-            as_one = weights.compile or any(unit.recomputed for unit in communicator.blocks)
+            tiled = again is not None and again.tiles != 1
+            again_whole = any(unit.recomputed for unit in communicator.blocks)
+            as_one = weights.compile or tiled or again_whole
             given = {} if shape is None else described(module, shape, hidden_dtype(module, config))
             stages.append(
                 ISPPipelineStage(
@@ -411,8 +413,8 @@ def splittable(chunk: nn.Module, cut: set[int], whole_blocks: bool) -> bool:
 
     Args:
         cut: identities of the cut parameters.
-        whole_blocks: some block recomputes or is compiled. torch would recompute a block once more
-            for each of its weights, and a compiled one computes both gradients together.
+        whole_blocks: some block recomputes, is compiled or computes in tiles. torch would recompute
+            a block once more for each of its weights; the others compute both gradients together.
     """
     owners = (m for m in chunk.modules() if any(id(p) in cut for p in m.parameters(recurse=False)))
     return not whole_blocks and all(isinstance(module, _APART) for module in owners)

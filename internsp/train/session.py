@@ -15,6 +15,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
+from internsp.plan.tiles import resolved
 from internsp.sp.dispatch import fixed_sizes
 from internsp.trace import Trace
 from internsp.train.optimizers import make_optimizer, names_matched
@@ -101,7 +102,7 @@ class Session:
                     to_parallelize(model),
                     mesh,
                     config.weight_parallel,
-                    activation_checkpoint=config.activation_checkpoint,
+                    activation_checkpoint=resolved(config, mesh.data),
                     trace=trace,
                 )
             ]
@@ -134,7 +135,7 @@ def _pipeline(
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         micro_batches=train.micro_batches,
-        activation_checkpoint=config.activation_checkpoint,
+        activation_checkpoint=resolved(config, mesh.data),
         shape=(rows, length, config.model.hidden_size),
         hooks=hooks,
         trace=trace,

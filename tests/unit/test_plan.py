@@ -11,6 +11,7 @@ from internsp.config import Config
 from internsp.config.sizes import human
 from internsp.errors import ConfigError, StructureError
 from internsp.plan.printed import Plan, make_plan, print_plan
+from internsp.plan.tiles import tiles_of
 
 
 def config(**changes: dict[str, object]) -> Config:
@@ -221,3 +222,12 @@ def test_a_pipelines_blocks_are_all_of_the_models_layers() -> None:
     planned("layers.{0-1}", "layers.{2-3}")
     with pytest.raises(StructureError, match=r"leaves out some of layers\.0 to layers\.3"):
         planned("layers.{0-2}")
+
+
+@pytest.mark.parametrize(("length", "tiles"), [(32, 1), (4094, 1), (4096, 2), (1 << 17, 64)])
+def test_the_plan_tiles_sequences_from_a_length_on(length: int, tiles: int) -> None:
+    chosen = config(data={"sequence_length": length}, activation_checkpoint={"tiles": "auto"})
+    assert tiles_of(chosen.model_copy(update={"train": chosen.train.model_copy(
+        update={"global_batch": 1})}), 1) == tiles  # fmt: skip
+    given = config(data={"sequence_length": length}, activation_checkpoint={"tiles": 3})
+    assert tiles_of(given, 1) == 3
