@@ -88,15 +88,16 @@ class HFCausalLM(nn.Module):
         """
         # Under a sequence degree the model cuts its inputs itself (`internsp.hf`); its logits are
         # this rank's in training, and all in evaluation.
-        logits = self._logits(layout.all_ids, layout.all_positions)
+        dealt = {"layout": layout} if layout.size > 1 else {}
+        logits = self._logits(layout.all_ids, layout.all_positions, **dealt)
         if logits.shape[1] == layout.length:
             logits = layout.own(logits)
         return token_loss(logits, _same, labels, chunk_tokens=loss_chunk, layout=layout)
 
-    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, positions: Tensor, **dealt: SequenceLayout) -> Tensor:
         # Documents begin where positions do: transformers masks its attention by them.
         given = {"position_ids": positions} if self._takes_positions else {}
-        logits: Tensor = self.model(input_ids=ids, use_cache=False, **given).logits
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, **given, **dealt).logits
         return logits
 
     @torch.no_grad()

@@ -253,9 +253,6 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     if parallel.ring is not None and parallel.sequence % parallel.ring:
         text = f"{parallel.ring} does not divide the sequence degree of {parallel.sequence}"
         yield Problem(("parallel.ring", "parallel.sequence"), text)
-    if (parallel.ring or 1) > 1 and config.model.family == "hf":
-        text = 'models of family "hf" share heads alone: leave it out, or set it to 1'
-        yield Problem(("parallel.ring", "model.family"), text)
     replicas, left = divmod(world_size, parallel.weight)
     if parallel.zero is not None and not left and replicas % parallel.zero:
         text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from internsp.errors import StructureError
+from internsp.hf.around import Around
 from internsp.hf.attention import Kernel
 from internsp.hf.examine import attentions, finds_documents, outermost, own_positions
 from internsp.hf.forward import Entry
@@ -26,23 +26,24 @@ def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> No
     inner = outermost(model)
     if inner is None or mesh.sequence == 1:
         return
-    if mesh.ring > 1:
-        raise StructureError(
-            f"attention of transformers models is cut by heads alone, and the mesh has a ring of "
-            f"{mesh.ring}: make it with ring = 1 (this is rank {mesh.rank})"
-        )
     _own_configs(model)
     channel = Channel.of(mesh.sequence_group, trace)
     by_kernel: dict[str, dict[nn.Module, str]] = {}
     for module, name in attentions(model).items():
         config: Any = module.config
         by_kernel.setdefault(config._attn_implementation, {})[module] = name
-    kernels = [Kernel(names, kernel, channel) for kernel, names in by_kernel.items()]
+    around = None
+    if mesh.ring_group is not None and mesh.ring > 1:
+        around = Around(Channel.of(mesh.ring_group, trace), mesh.sequence // mesh.ring)
+    shared = mesh.sequence > mesh.ring
+    heads = Channel.of(mesh.heads_group, trace) if shared and mesh.heads_group else None
+    kernels = [Kernel(names, kernel, heads, around) for kernel, names in by_kernel.items()]
     keys = {kernel.kernel: kernel.key for kernel in kernels}
     for config in _configs(model):
         now = config._attn_implementation_internal
         config._attn_implementation_internal = keys.get(now, now)
-    Entry(inner, kernels, channel, mean, own_positions(inner), finds_documents(inner), mesh.device)
+    of, finds = own_positions(inner), finds_documents(inner)
+    Entry(inner, kernels, channel, mesh.ring, mean, of, finds, mesh.device)
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from internsp.autograd import in_backward
 from internsp.errors import LayoutError, StructureError
+from internsp.hf.around import Around, understood
+from internsp.hf.cut import Cut
+from internsp.hf.seen import seen_by
 from internsp.sp.attention import no_heads
 from internsp.sp.exchange import Channel, exchange, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import group_size
 from internsp.sp.mixing import methods
+from internsp.sp.ranges import Seen
 
 # What an attention module may hand to its kernel that speaks of whole sequences already.
 _OF_THE_WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q",
@@ -36,64 +41,22 @@ _NUMBERS = itertools.count(1)
 _plan = lru_cache(maxsize=64)(HeadPlan.create)
 
 
-@dataclass(eq=False)
-class Cut:
-    """One forward's batch and this rank's part of it: what attention must know of the whole.
-
-    Attributes:
-        sizes: positions of each rank of the sequence group.
-        rank: this rank's place in it.
-        positions: ``[1 or B, S]``, ``position_ids`` of the whole batch.
-        mask: what the user gave as ``attention_mask``, or None.
-        finds_documents: ``position_ids`` that begin again begin a document (as ``transformers`` has
-            it: not beside a mask, and not where a cache is used).
-        labels: ``[B, s]``, what each of this rank's positions predicts; None without labels.
-        valid: labels of the whole batch that count, 1 where none does; 0-dimensional.
-        loss_computed: the model's loss function has been called in this forward.
-    """
-
-    sizes: tuple[int, ...]
-    rank: int
-    batch: int
-    positions: Tensor
-    mask: Tensor | None
-    finds_documents: bool
-    labels: Tensor | None = None
-    valid: Tensor | None = None
-    loss_computed: bool = field(default=False, init=False)
-
-    @property
-    def length(self) -> int:
-        """Positions of the whole sequence."""
-        return sum(self.sizes)
-
-    @property
-    def start(self) -> int:
-        """This rank's first position."""
-        return sum(self.sizes[: self.rank])
-
-    def part(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of a tensor that has all of them on ``dim``."""
-        return whole.narrow(dim, self.start, self.sizes[self.rank])
-
-    @cached_property
-    def packed(self) -> Tensor | None:
-        """``[B, S]``, the number of each position's document; None: one document a row."""
-        from transformers.masking_utils import find_packed_sequence_indices
-
-        if not self.finds_documents:
-            return None
-        return find_packed_sequence_indices(self.positions.expand(self.batch, -1))
-
-
 @dataclass(frozen=True)
 class _Mask:
-    """A mask made for a cut, found again by its memory: a checkpoint hands on another object."""
+    """A mask made for a cut, found again by its memory: a checkpoint hands on another object.
+
+    Attributes:
+        shape: None where what is handed on only stands for it.
+        seen: what it says, where that is known and asked for.
+        rows: makes it, of this rank's part of the queries; where positions are cut.
+    """
 
     cut: Cut
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
+    seen: Seen | None = None
+    rows: Callable[[], Tensor] | None = None
 
     def whole(self, given: Tensor) -> Tensor | None:
         """The mask as it was made, from ``given``, which a model may have sliced."""
@@ -113,15 +76,20 @@ class Masks:
         self._known: dict[StorageWeakRef, _Mask] = {}
 
     def remember(self, mask: Tensor | None, cut: Cut, device: torch.device) -> Tensor:
-        """``mask``, or what stands for "the kernel needs none": one element, seen as a whole."""
+        """``mask``, or what stands for "the kernel needs none"."""
+        if mask is None:
+            return self.stand_in(_Mask(cut), device)
+        made = _Mask(cut, tuple(mask.shape), mask.stride(), int(mask.storage_offset()))
+        return self._keep(mask, made)
+
+    def stand_in(self, made: _Mask, device: torch.device) -> Tensor:
+        """What stands for a mask that is not made, or not yet: one element, seen as a whole."""
+        cut, one = made.cut, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return self._keep(one.expand(cut.batch, 1, cut.length, cut.length), made)
+
+    def _keep(self, mask: Tensor, made: _Mask) -> Tensor:
         for key in [key for key in self._known if key.expired()]:
             del self._known[key]
-        if mask is None:
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-            made = _Mask(cut, None)
-            mask = mask.expand(cut.batch, 1, cut.length, cut.length)
-        else:
-            made = _Mask(cut, tuple(mask.shape), mask.stride(), int(mask.storage_offset()))
         self._known[StorageWeakRef(mask.untyped_storage())] = made
         return mask
 
@@ -138,11 +106,19 @@ class Kernel:
     Args:
         names: the model's attention modules, with their names.
         kernel: what the config named so far.
-        group: the sequence group's channel.
+        channel: of the ranks that share heads; None: one rank has them all.
+        around: of the ranks between which keys and values travel; None: positions are not cut.
     """
 
-    def __init__(self, names: dict[nn.Module, str], kernel: str, channel: Channel) -> None:
-        self.names, self.kernel, self.channel = names, kernel, channel
+    def __init__(
+        self,
+        names: dict[nn.Module, str],
+        kernel: str,
+        channel: Channel | None,
+        around: Around | None = None,
+    ) -> None:
+        self.names, self.kernel, self.channel, self.around = names, kernel, channel, around
+        self.size, self.rank = (1, 0) if channel is None else (channel.size, channel.rank)
         self.masks = Masks()
         self.current: Cut | None = None
         """The cut of the forward that runs now."""
@@ -199,6 +175,7 @@ class Kernel:
         """
         from transformers.masking_utils import packed_sequence_compatibility_function
 
+        seen = seen_by(mask_function, cut.documents)
         if (q_length, kv_length, q_offset, kv_offset) != (
             cut.sizes[cut.rank], cut.length, 0, 0
         ) or _of_tokens(mask_function):  # fmt: skip
@@ -213,18 +190,22 @@ class Kernel:
                 mask_function, cut.positions.expand(batch_size, -1), cut.packed
             )
             allow_is_causal_skip = False
-        made = plain_mask(self.kernel)(
+        make = partial(
+            plain_mask(self.kernel),
             batch_size=batch_size,
-            q_length=cut.length,
             kv_length=cut.length,
-            q_offset=0,
             kv_offset=0,
             mask_function=mask_function,
             attention_mask=None if cut.mask is None else attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **options,
         )
-        return self.masks.remember(made, cut, cut.positions.device)
+        device = cut.positions.device
+        if self.around is not None:
+            rows = partial(self.around.rows, cut, make, options)
+            return self.masks.stand_in(_Mask(cut, seen=seen, rows=rows), device)
+        made = make(
+            q_length=cut.length, q_offset=0, allow_is_causal_skip=allow_is_causal_skip, **options
+        )
+        return self.masks.remember(made, cut, device)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -257,8 +238,9 @@ class Kernel:
                 f"{list(value.shape)}, but this rank has {cut.sizes[cut.rank]} positions: "
                 "attention to other than the model's own tokens cannot be cut"
             )
-        plan = _plan(heads, kv_heads, self.channel.size)
-        rank, sizes = self.channel.rank, cut.sizes
+        plan, around = _plan(heads, kv_heads, self.size), self.around
+        first = cut.rank - self.rank
+        sizes = cut.sizes[first : first + self.size]
         pending = [
             start_exchange(
                 x.transpose(1, 2), self.channel, sizes, heads_of, to="heads", unit=name, label=role
@@ -269,11 +251,18 @@ class Kernel:
             )
         ]  # fmt: skip
         q, k, v = (x.wait() for x in pending)
-        first, stop = plan.query[rank]
-        if stop > first:
-            out = self._run(module, plan, cut, q, k, v, known.whole(attention_mask), options)
-        else:
+        mine, stop = plan.query[self.rank]
+        if stop == mine:
             out = no_heads(q, k, v)
+        elif around is None:
+            out = self._run(module, plan, cut, q, k, v, known.whole(attention_mask), options)
+        elif known.seen is not None and understood(self.kernel, known.seen, cut.packed, options):
+            reads = plan.key_value_of(self.rank)
+            out = around.attend(cut, known.seen, reads, q, k, v, options.get("scaling"), name)
+        else:
+            mask = around.rows_of(cut, known.whole(attention_mask), known.rows, name, self.kernel)
+            k, v = (around.gathered(x, cut, name, role) for x, role in ((k, "k"), (v, "v")))
+            out = self._run(module, plan, cut, q, k, v, mask, options)
         back = exchange(
             out, self.channel, sizes, plan.query_cut(), to="sequence", unit=name, label="out"
         )
@@ -284,12 +273,12 @@ class Kernel:
         mask: Tensor | None, options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """The plain kernel on this rank's heads, ``[B, S, heads, d]`` in and out."""
-        reads = plan.key_value_of(self.channel.rank)
+        reads = plan.key_value_of(self.rank)
         group = group_size(reads, k.shape[2])
         if group is None:  # heads that share no key/value head alike: one for each
             index = torch.tensor(reads, device=k.device)
             k, v, group = k.index_select(2, index), v.index_select(2, index), 1
-        heads = slice(*plan.query[self.channel.rank])
+        heads = slice(*plan.query[self.rank])
         if mask is not None and mask.dim() == 4 and mask.shape[1] == plan.heads > 1:
             mask = mask[:, heads]
         own = _OwnHeads(module, self.names[module], plan.heads, heads, group)

@@ -20,10 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from internsp.errors import LayoutError, StructureError
-from internsp.hf.attention import Cut, Kernel
+from internsp.hf.attention import Kernel
+from internsp.hf.cut import Cut
+from internsp.hf.seen import Rows, documents_of
+from internsp.sp.dispatch import cut as deal
 from internsp.sp.exchange import Channel
-from internsp.sp.heads import balanced
-from internsp.sp.layout import IGNORE_INDEX
+from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
+from internsp.sp.ranges import Ranges, Seen
 from internsp.sp.vocabulary import gather_logits
 
 _LOG = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ class Entry:
     Args:
         model: the ``transformers`` model itself, whatever it is wrapped in.
         channel: the sequence group's.
+        ring: of its ranks, over how many attention is cut by positions.
         mean: gradients are averaged over ranks later, not summed.
         finds_documents: the model separates documents by ``position_ids`` (``examine``).
         positions_of: of what the model makes positions that it is not given (``examine``).
@@ -55,12 +59,13 @@ class Entry:
         model: Any,
         kernels: list[Kernel],
         channel: Channel,
+        ring: int,
         mean: bool,
         positions_of: str,
         finds_documents: bool,
         device: torch.device,
     ) -> None:
-        self.model, self.kernels, self.channel = model, kernels, channel
+        self.model, self.kernels, self.channel, self.ring = model, kernels, channel, ring
         self.positions_of, self.finds_documents = positions_of, finds_documents
         # What gradients are multiplied by here because they are divided by all ranks later.
         self.weight = float(channel.size) if mean else 1.0
@@ -84,9 +89,11 @@ class Entry:
         given = dict(zip(self.parameters, (model, *args), strict=False))
         del given["self"]
         given |= kwargs
+        layout = None if "layout" in self.parameters else given.pop("layout", None)
         self.cut = None
         foreign = self._foreign_kernel()
-        state = f"{foreign} training = {model.training}, gradients = {torch.is_grad_enabled()}"
+        dealt = None if layout is None else layout.ranges
+        state = f"{foreign} {dealt} training = {model.training}, gradients = {torch.is_grad_enabled()}"
         # First of all: whatever is refused below is then refused by all ranks.
         require_same_batch(given, state, self.channel, self.device)
         if foreign is not None:
@@ -94,10 +101,10 @@ class Entry:
                 f"{foreign} since parallelize(), which would attend to this rank's tokens only: "
                 "choose attn_implementation before parallelize()"
             )
-        cut = self._cut(given)
+        cut = self._cut(given, layout)
         self._set(cut)
         if cut is None:
-            return None
+            return (), given
         self.cut = cut
         return (), self._local(given, cut)
 
@@ -114,8 +121,11 @@ class Entry:
         for kernel in self.kernels:
             kernel.current, kernel.entered = cut, True
 
-    def _cut(self, given: dict[str, Any]) -> Cut | None:
+    def _cut(self, given: dict[str, Any], layout: SequenceLayout | None) -> Cut | None:
         """The cut of this batch; None where every rank computes the whole of it.
+
+        Args:
+            layout: what the user's program deals to the ranks; None: dealt here.
 
         That is where a cache is used (generation), where only some logits or attention weights are
         asked for, and where there are fewer positions than ranks.
@@ -146,6 +156,8 @@ class Entry:
                     "weights or for some logits only, or has fewer positions than ranks", size
                 )  # fmt: skip
             return None
+        from transformers.masking_utils import find_packed_sequence_indices
+
         batch, length = tokens.shape[:2]
         positions = given.get("position_ids")
         mask = given.get("attention_mask")
@@ -171,19 +183,50 @@ class Entry:
                 f"attention_mask must be [B, S] = [{batch}, {length}] or [B, 1 or heads, S, S] "
                 f"where sequences are cut, got {shape}"
             )
+        shifted = given.get("shift_labels")
+        if shifted is None and given.get("labels") is not None:  # as ForCausalLMLoss shifts them
+            shifted = F.pad(given["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
+        if shifted is not None and tuple(shifted.shape) != (batch, length):
+            raise LayoutError(
+                f"labels must be [B, S] = [{batch}, {length}], got {list(shifted.shape)}"
+            )
         documents = self.finds_documents and mask is None and not self._would_cache(given)
-        cut = Cut(balanced(length, size), self.channel.rank, batch, positions, mask, documents)
-        labels, shifted = given.get("labels"), given.get("shift_labels")
-        if shifted is None and labels is not None:  # as ForCausalLMLoss shifts them
-            shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+        packed = find_packed_sequence_indices(positions.expand(batch, -1)) if documents else None
+        rows = self._documents(packed, mask, length, shifted)
+        ranges = self._ranges(length, rows, layout)
+        cut = Cut(ranges, self.channel.rank, batch, positions, mask, packed, rows)
         if shifted is not None:
-            if tuple(shifted.shape) != (batch, length):
-                raise LayoutError(
-                    f"labels must be [B, S] = [{batch}, {length}], got {list(shifted.shape)}"
-                )
             cut.valid = (shifted != IGNORE_INDEX).sum().clamp(min=1)  # no NaN where none counts
             cut.labels = cut.part(shifted).contiguous()
         return cut
+
+    def _ranges(
+        self, length: int, rows: Rows | None, layout: SequenceLayout | None
+    ) -> tuple[Ranges, ...]:
+        """Which positions each rank gets."""
+        size, rank = self.channel.size, self.channel.rank
+        if layout is None:
+            seen = Seen(True, None, rows or ((length,),))
+            return deal(length, size, self.ring, "auto", seen)
+        if (layout.length, layout.size, layout.rank) != (length, size, rank):
+            raise LayoutError(
+                f"the layout is for rank {layout.rank} of {layout.size} and {layout.length} "
+                f"positions, but this is rank {rank} of {size} of the sequence group and the "
+                f"batch has {length}: make it of this batch, with rank = mesh.sequence_rank and "
+                "size = mesh.sequence"
+            )
+        return layout.ranges
+
+    def _documents(
+        self, packed: Tensor | None, mask: Any, length: int, shifted: Tensor | None
+    ) -> Rows | None:
+        """What a ring must know of documents and padding; None without a ring."""
+        if self.ring == 1:
+            return None
+        counted = None
+        if self.model.training and shifted is not None:  # only the loss counts
+            counted = torch.ne(shifted, IGNORE_INDEX)
+        return documents_of(packed, mask, length, counted)
 
     def _would_cache(self, given: dict[str, Any]) -> bool:
         """Whether the model by itself would make a cache, and so would not look for documents."""
@@ -336,7 +379,8 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, part: Tensor, channel: Channel, cut: Cut, weight: float
     ) -> Tensor:
         ctx.cut, ctx.weight = cut, weight
-        return gather_logits(part.flatten(2), channel, cut.sizes).unflatten(2, part.shape[2:])
+        whole = gather_logits(part.flatten(2), channel, cut.sizes)
+        return cut.whole(whole).unflatten(2, part.shape[2:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

@@ -19,18 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.errors import LayoutError
-from internsp.sp.dispatch import joined
+from internsp.sp.dispatch import by_part
 from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
 from internsp.sp.ranges import Ranges, Seen
-from internsp.sp.ring import Ring, ring_attention
-from internsp.sp.routes import routes
+from internsp.sp.ring import Ring, Rings, ring_attention
 from internsp.trace import Trace
 
 _ROLES = ("q", "k", "v")
-_MOST_RINGS = 16  # batches whose routes are remembered
 
 
 class DistributedAttention(nn.Module):
@@ -74,9 +72,7 @@ class DistributedAttention(nn.Module):
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.unit = ""
         self.channel: Channel | None = None
-        self.around: Channel | None = None
-        self.form, self.near = "auto", 1
-        self._rings: dict[tuple[tuple[Ranges, ...], Seen], Ring] = {}
+        self.around: Rings | None = None
         self.plan = HeadPlan.create(heads, kv_heads, 1)
 
     def attach(
@@ -102,9 +98,9 @@ class DistributedAttention(nn.Module):
         size = 1 if group is None else dist.get_world_size(group)
         self.channel = None if group is None or size == 1 else Channel.of(group, trace)
         parts = 1 if ring is None else dist.get_world_size(ring)
-        self.around = None if ring is None or parts == 1 else Channel.of(ring, trace)
-        self.form, self.near = form, near
-        self._rings.clear()
+        self.around = None
+        if ring is not None and parts > 1:
+            self.around = Rings(Channel.of(ring, trace), form, near)
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 
@@ -190,12 +186,12 @@ class DistributedAttention(nn.Module):
     @property
     def _parts(self) -> int:
         """Parts of the positions over which attention is cut."""
-        return 1 if self.around is None else self.around.size
+        return 1 if self.around is None else self.around.channel.size
 
     @property
     def _first(self) -> int:
         """Rank in the sequence of the first that shares heads with this one."""
-        return 0 if self.around is None else self.around.rank * self.plan.size
+        return 0 if self.around is None else self.around.channel.rank * self.plan.size
 
     @property
     def _rank(self) -> int:
@@ -268,30 +264,19 @@ class DistributedAttention(nn.Module):
             label="out",
         )
 
-    def _ring(self, around: Channel, length: int, layout: SequenceLayout | None) -> Ring:
-        """How keys and values travel for a batch, remembered for the next of the same cut."""
+    def _ring(self, around: Rings, length: int, layout: SequenceLayout | None) -> Ring:
+        """How keys and values travel for a batch."""
         if layout is None:
+            parts = around.channel.size
             held: tuple[Ranges, ...] = tuple(
-                ((n * length, (n + 1) * length),) for n in range(around.size)
+                ((n * length, n * length + length),) for n in range(parts)
             )
-            documents: tuple[tuple[int, ...], ...] = ((around.size * length,),)
+            documents: tuple[tuple[int, ...], ...] = ((parts * length,),)
         else:
-            shares = range(self.plan.size)
-            held = tuple(
-                joined([span for i in shares for span in layout.ranges[n * self.plan.size + i]])
-                for n in range(around.size)
-            )
+            held = by_part(layout.ranges, self.plan.size)
             documents = layout.documents.rows
         seen = Seen(self.causal, self.window, documents)
-        ring = self._rings.get((held, seen))
-        if ring is None:
-            route = routes(held, seen, self.form, self.near)[around.rank]
-            reads = self.plan.key_value_of(self._rank)
-            ring = Ring(around, route, seen, reads, self.scale)
-            while len(self._rings) >= _MOST_RINGS:
-                self._rings.pop(next(iter(self._rings)))
-            self._rings[held, seen] = ring
-        return ring
+        return around.of(held, seen, self.plan.key_value_of(self._rank), self.scale)
 
 
 def no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

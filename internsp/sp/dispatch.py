@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from internsp.errors import ConfigError, LayoutError
 from internsp.sp.heads import Span, balanced, spans
@@ -54,6 +55,15 @@ def fixed_sizes(length: int, size: int, ring: int) -> tuple[int, ...]:
     """Positions of each rank in a :data:`FIXED` balance: the same for all batches."""
     held = cut(length, size, ring, FIXED, Seen(True, None, ((length,),)))
     return tuple(sum(stop - start for start, stop in ranges) for ranges in held)
+
+
+def by_part(ranges: Sequence[Ranges], shares: int) -> tuple[Ranges, ...]:
+    """What each rank of a ring computes with: all that the ``shares`` ranks hold that share its
+    heads, which are neighbors in ``ranges``."""
+    return tuple(
+        joined([span for held in ranges[first : first + shares] for span in held])
+        for first in range(0, len(ranges), shares)
+    )
 
 
 def deal(length: int, ring: int, balance: str, seen: Seen) -> tuple[Ranges, ...]:
@@ -138,6 +148,19 @@ def _shares(held: Ranges, ranks: int) -> list[Ranges]:
             at += stop - start
         found.append(tuple(mine))
     return found
+
+
+def order_of(ranges: Sequence[Ranges]) -> list[int] | None:
+    """For each position of the sequence its place among what all ranks hold, rank after rank.
+
+    None where they hold it in order.
+    """
+    spans = [span for held in ranges for span in held]
+    places = accumulate((stop - start for start, stop in spans), initial=0)
+    placed = sorted(zip(spans, places, strict=False))
+    if [span for span, _ in placed] == spans:
+        return None
+    return [at + i for (start, stop), at in placed for i in range(stop - start)]
 
 
 def joined(held: Sequence[Span]) -> Ranges:

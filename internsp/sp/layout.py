@@ -6,7 +6,7 @@ a shard is trained against the first of the next shard, and never against the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import LayoutError
-from internsp.sp.dispatch import cut
+from internsp.sp.dispatch import cut, order_of
 from internsp.sp.ranges import Ranges, Seen
 
 IGNORE_INDEX = -100
@@ -161,15 +161,15 @@ class SequenceLayout:
         seen = Seen(causal, window, documents.rows)
         ranges = cut(length, size, ring, balance, seen)
         sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
-        held = _taker(ranges[rank])
-        mine = held(labels).to(torch.int64)
+        held = ranges[rank]
+        mine = taken(labels, held).to(torch.int64)
         return cls(
             length=length,
             sizes=sizes,
             ranges=ranges,
-            input_ids=held(ids).to(torch.int64).contiguous(),
+            input_ids=taken(ids, held).to(torch.int64).contiguous(),
             all_ids=ids.to(torch.int64),
-            positions=held(positions).contiguous(),
+            positions=taken(positions, held).contiguous(),
             labels=mine.contiguous(),
             valid_tokens=int((mine != ignore_index).sum()),
             total_valid_tokens=int((labels != ignore_index).sum()),
@@ -182,7 +182,7 @@ class SequenceLayout:
 
     def own(self, whole: Tensor) -> Tensor:
         """What this rank holds of ``whole [B, S, ...]``: ``[B, s, ...]``."""
-        return _taker(self.ranges[self.rank])(whole)
+        return taken(whole, self.ranges[self.rank])
 
     @property
     def all_positions(self) -> Tensor:
@@ -201,14 +201,18 @@ class SequenceLayout:
         )
 
 
-def _taker(held: Ranges) -> Callable[[Tensor], Tensor]:
-    """Takes the positions of some ranges out of ``[B, S, ...]``; a view where it is one range."""
+def taken(whole: Tensor, held: Ranges, dim: int = 1) -> Tensor:
+    """The positions of some ranges out of all on ``dim``; a view where it is one range."""
+    pieces = [whole.narrow(dim, start, stop - start) for start, stop in held]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
-    def take(whole: Tensor) -> Tensor:
-        pieces = [whole[:, start:stop] for start, stop in held]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole[:, :0]], dim=1)
 
-    return take
+def in_order(gathered: Tensor, ranges: Sequence[Ranges], dim: int = 1) -> Tensor:
+    """In the order of the sequence, what all ranks hold on ``dim``, rank after rank."""
+    order = order_of(ranges)
+    if order is None:
+        return gathered
+    return gathered.index_select(dim, torch.tensor(order, device=gathered.device))
 
 
 def _positions(documents: Documents, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from internsp.sp.exchange import Channel, phase_of
 from internsp.sp.handles import Handles
 from internsp.sp.partial import Attend
 from internsp.sp.ranges import Part, Ranges, Seen
-from internsp.sp.routes import Move, Route
+from internsp.sp.routes import Move, Route, routes
 
 
 @dataclass(eq=False)
@@ -50,6 +50,38 @@ class Ring:
 
 
 _RINGS: Handles[Ring] = Handles("group of this attention")
+_MOST_RINGS = 16  # batches whose routes are remembered
+
+
+class Rings:
+    """The rings of one group, each remembered for the next batch of the same cut.
+
+    Args:
+        channel: ranks between which keys and values travel, in the order of their parts.
+        form, near: how they travel, see :func:`internsp.sp.routes.routes`.
+    """
+
+    def __init__(self, channel: Channel, form: str = "auto", near: int = 1) -> None:
+        self.channel, self.form, self.near = channel, form, near
+        self._known: dict[tuple[Any, ...], Ring] = {}
+
+    def of(
+        self, held: tuple[Ranges, ...], seen: Seen, reads: tuple[int, ...], scale: float
+    ) -> Ring:
+        """The ring for what each of its ranks holds; the rest as :class:`Ring` has it."""
+        key = (held, seen, reads, scale)
+        ring = self._known.get(key)
+        if ring is None:
+            route = routes(held, seen, self.form, self.near)[self.channel.rank]
+            ring = Ring(self.channel, route, seen, reads, scale)
+            while len(self._known) >= _MOST_RINGS:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = ring
+        return ring
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rings:
+        """A copied model keeps talking through the same group."""
+        return self
 
 
 @dataclass

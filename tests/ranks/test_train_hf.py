@@ -124,6 +124,8 @@ def runs(rank: int, world: int, folder: Path, output: Path) -> dict[str, Any]:
     if world == 2:
         found["read"] = read_of(config(folder, "llama", world))
         found["cut"] = trained(config(folder, "llama", world, sequence=2))
+        ring = config(folder, "llama", world, sequence=2, parallel={"ring": 2, "balance": "zigzag"})
+        found["ring"] = trained(ring)
     if world == 1:
         found["one by one"] = one_by_one(config(folder, "llama", 1))
         read_whole(folder)
@@ -232,7 +234,7 @@ def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_p
     assert wanted["llama"][2][0] == pytest.approx((loss, norm), rel=1e-9)
     first, other = run_ranks(runs, 2, tmp_path, tmp_path, timeout=240)
     for found in (first, other):
-        for name, same in (("llama", "llama"), ("gpt2", "gpt2"), ("cut", "llama")):
+        for name, same in (("llama", "llama"), ("gpt2", "gpt2"), ("cut", "llama"), ("ring", "llama")):
             before, after, rows, held_out = found[name]
             start, end, expected, expected_held_out = wanted[same]
             check(before, start, f"{name} before", 0.0)
