@@ -93,7 +93,8 @@ class Entry:
         self.cut = None
         foreign = self._foreign_kernel()
         dealt = None if layout is None else layout.ranges
-        state = f"{foreign} {dealt} training = {model.training}, gradients = {torch.is_grad_enabled()}"
+        modes = f"training = {model.training}, gradients = {torch.is_grad_enabled()}"
+        state = f"{foreign} {dealt} {modes}"
         # First of all: whatever is refused below is then refused by all ranks.
         require_same_batch(given, state, self.channel, self.device)
         if foreign is not None:

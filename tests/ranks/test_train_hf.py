@@ -234,7 +234,8 @@ def test_a_folder_trains_as_on_one_process_and_as_its_documents_one_by_one(tmp_p
     assert wanted["llama"][2][0] == pytest.approx((loss, norm), rel=1e-9)
     first, other = run_ranks(runs, 2, tmp_path, tmp_path, timeout=240)
     for found in (first, other):
-        for name, same in (("llama", "llama"), ("gpt2", "gpt2"), ("cut", "llama"), ("ring", "llama")):
+        of = {"llama": "llama", "gpt2": "gpt2", "cut": "llama", "ring": "llama"}
+        for name, same in of.items():
             before, after, rows, held_out = found[name]
             start, end, expected, expected_held_out = wanted[same]
             check(before, start, f"{name} before", 0.0)

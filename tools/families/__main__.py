@@ -3,11 +3,12 @@
     python -m tools.families --family llama mamba2 --mesh 2x1
 
 Each family is a tiny model with random weights, built offline, in fp64 on gloo. The mesh "2x1" cuts
-weights over two ranks and sequences over none; ranks beyond that compute other sequences. Compared
-with one process: the loss and every gradient of two steps of SGD, every parameter after them, and
-the logits of an evaluation. Each mesh, form of checkpointing and head is met at least once in each
-family, every pair in some; --thorough takes all with all. That is long: --json keeps what a part
-found, and --parts prints parts together.
+weights over two ranks and sequences over none, "1x2" sequences over two that share heads, "1x2r"
+over two around a ring; ranks beyond that compute other sequences. Compared with one process: the
+loss and every gradient of two steps of SGD, every parameter after them, and the logits of an
+evaluation. Each mesh, form of checkpointing and head is met at least once in each family, every
+pair in some; --thorough takes all with all. That is long: --json keeps what a part found, and
+--parts prints parts together.
 
 Exit status 1 where something differs, or failed otherwise than by a refusal in words.
 """

@@ -13,7 +13,7 @@ from internsp.config.errors import nearest
 from tools.families.configs import FAMILIES
 
 CHECKPOINTING = ("none", "full", "half", "reentrant", "own", "own-reentrant")
-MESHES = ("1x1", "2x1", "1x2", "2x2", "4x2")
+MESHES = ("1x1", "2x1", "1x2", "2x2", "4x2", "1x2r")
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,19 @@ class Setting:
         checkpointing: one of ``CHECKPOINTING``; ``own`` and ``own-reentrant`` are the model's
             ``gradient_checkpointing_enable``.
         tied: head and embedding are one weight.
+        ring: ranks of a sequence between which keys and values travel; the others share heads.
     """
 
     weight: int
     sequence: int
     checkpointing: str
     tied: bool
+    ring: int = 1
 
     @property
     def mesh(self) -> str:
         """As on the command line."""
-        return f"{self.weight}x{self.sequence}"
+        return f"{self.weight}x{self.sequence}{'r' if self.ring > 1 else ''}"
 
     @property
     def ranks(self) -> int:
@@ -65,7 +67,8 @@ class Options:
     family: tuple[str, ...] = ()
     """Families; none: all of the table (tools/families/configs.py)."""
     mesh: tuple[str, ...] = MESHES
-    """Ranks over which weights are cut, x, ranks over which a sequence is cut."""
+    """Ranks over which weights are cut, x, ranks over which a sequence is cut: by heads, or with an
+    r behind it around a ring."""
     checkpointing: tuple[str, ...] = CHECKPOINTING
     """No recomputation, all blocks or half of them by internsp, all in torch's reentrant form, all
     by the model's own gradient_checkpointing_enable (in either form)."""
@@ -126,18 +129,23 @@ class Options:
                 )
                 for i in range(count)
             ]
-        return [Setting(*degrees(mesh), form, tied) for mesh, form, tied in every]
+        found = []
+        for mesh, form, tied in every:
+            weight, sequence, ring = degrees(mesh)
+            found.append(Setting(weight, sequence, form, tied, ring))
+        return found
 
 
-def degrees(mesh: str) -> tuple[int, int]:
-    """Weight and sequence degree of ``"2x1"``.
+def degrees(mesh: str) -> tuple[int, int, int]:
+    """Weight and sequence degree of ``"2x1"``, and the ring, which ``"1x2r"`` has of all ranks.
 
     Raises:
         ValueError: it is not written so, or needs more than four ranks.
     """
-    weight, _, sequence = mesh.partition("x")
+    weight, _, sequence = mesh.removesuffix("r").partition("x")
     if weight not in ("1", "2", "4") or sequence not in ("1", "2", "4"):
         raise ValueError(
-            f"--mesh {mesh} is not known: write two of 1, 2 and 4 (weight x sequence), as in 4x2"
+            f"--mesh {mesh} is not known: write two of 1, 2 and 4 (weight x sequence), as in 4x2, "
+            "and an r behind them for a ring"
         )
-    return int(weight), int(sequence)
+    return int(weight), int(sequence), int(sequence) if mesh.endswith("r") else 1

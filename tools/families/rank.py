@@ -126,7 +126,7 @@ class Comparison:
     """What ``tools.bench.ranks`` calls: one process of several."""
 
     def __init__(self) -> None:
-        self._meshes: dict[tuple[int, int], ParallelMesh] = {}
+        self._meshes: dict[tuple[int, int, int], ParallelMesh] = {}
         torch.use_deterministic_algorithms(True)  # which also fills torch.empty with NaN
 
     def kind(self, family: str) -> Kind:
@@ -194,9 +194,11 @@ class Comparison:
         return Reference(losses, found, parameters(model), logits)
 
     def _parallel(self, model: nn.Module, family: str, setting: Setting) -> ParallelMesh:
-        degrees = (setting.weight, setting.sequence)
+        degrees = (setting.weight, setting.sequence, setting.ring)
         if degrees not in self._meshes:
-            self._meshes[degrees] = ParallelMesh.create(*degrees, device_type="cpu")
+            self._meshes[degrees] = ParallelMesh.create(
+                setting.weight, setting.sequence, ring=setting.ring, device_type="cpu"
+            )
         if setting.checkpointing.startswith("own"):
             reentrant = setting.checkpointing.endswith("reentrant")
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
