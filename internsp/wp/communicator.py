@@ -435,7 +435,7 @@ class ISPCommunicator(WPCommunicator):
         self._count_forward()
         self._autocast.enter_model()
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
-        if self.enclosing:
+        if self.enclosing.blocks:
             self.state.perform(self.enclosing.begin_forward())
         if self.learning is not None:
             self.state.perform(self.queue.gather_head())
@@ -573,13 +573,13 @@ class ISPCommunicator(WPCommunicator):
         if self.weight_part or (self.queue.open is unit and run in (None, self.queue.run_of(unit))):
             return
         self._recomputed = False
-        if self.enclosing:
+        if self.enclosing.blocks:
             self.state.perform(self.enclosing.come_to(unit, self._everywhere()))
         self.state.perform(self.queue.enter_backward(unit, self._everywhere(), run))
 
     def end_backward(self) -> None:
         """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
-        if self.enclosing:
+        if self.enclosing.blocks:
             self.state.perform(self.enclosing.end(self._everywhere(), self._last_trained()))
         self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
         self._recomputed = False
@@ -807,7 +807,7 @@ class ISPCommunicator(WPCommunicator):
     def _come_to(self, forward: int) -> None:
         """Backward is in the graph of ``forward``. If it was in another's, that is over."""
         if self._forward not in (None, forward):
-            if self.enclosing:
+            if self.enclosing.blocks:
                 self.state.perform(self.enclosing.end(self._everywhere(), self._last_trained()))
             self.state.perform(self.queue.come_to_earlier(self._everywhere(), self._last_trained()))
         self._forward = forward

@@ -58,9 +58,6 @@ class EnclosingBlocks(Generic[U, W]):
         self._again = False  # the open one's units have run once more, in its recompute
         self._reduced: set[int] = set()  # those whose rest was, in the graph that backward is in
 
-    def __bool__(self) -> bool:
-        return bool(self.blocks)
-
     def begin_forward(self) -> list[Action]:
         """The model is entered, after :meth:`GatherQueue.begin_forward`."""
         out: list[Action] = []
