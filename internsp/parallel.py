@@ -16,6 +16,7 @@ from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.layers.casts import find_casts, register_casts
+from internsp.layers.offload import ActivationOffload
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.layers.tiles import tile_all
@@ -149,6 +150,12 @@ def _examined(
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
     find_casts(model, structure, config)  # refuses what it must before anything is changed
+    if checkpoint is not None and checkpoint.offload is not None and checkpoint.mode == "none":
+        raise ConfigError(
+            "activation_checkpoint.offload takes what recomputing blocks keep, and none recomputes "
+            '(activation_checkpoint.mode = "none"): set mode to "full" or "selective", or offload '
+            "nothing"
+        )
     if find_tiled(structure, checkpoint) and config.compile:
         raise ConfigError(
             "weight_parallel.compile compiles whole blocks, in which no part can be computed in "
@@ -305,6 +312,7 @@ class _Builder:
         ]
         casts = find_casts(self.model, self.structure, self.config)
         selective = checkpoint is not None and checkpoint.mode == "selective"
+        state.activations = self._activations(checkpoint)
         communicator.hooks = register_hooks(
             self.model,
             self.scopes[-1],
@@ -315,12 +323,24 @@ class _Builder:
             self.config.compile,
             checkpoint_context_fn if selective else None,
             enclosing,
+            state.activations,
         )
         communicator.hooks.handles += register_casts(casts)
+        self._tile(checkpoint)
+        return communicator
+
+    def _activations(
+        self, checkpoint: ActivationCheckpointConfig | None
+    ) -> ActivationOffload | None:
+        if checkpoint is None or checkpoint.offload in (None, 0):
+            return None
+        link = HostLink(self.mesh.device)
+        return ActivationOffload(link, checkpoint.offload, len(self.recomputed))
+
+    def _tile(self, checkpoint: ActivationCheckpointConfig | None) -> None:
         if checkpoint is not None and isinstance(checkpoint.tiles, int):
             triggers = [b.trigger_module for b in self.structure.blocks if b.trigger_module]
             tile_all(find_tiled(self.structure, checkpoint), checkpoint.tiles, triggers)
-        return communicator
 
     def _place(self, a: Assignment) -> list[tuple[Owner, ShardedParameter | ReplicatedParameter]]:
         for o in a.owners:

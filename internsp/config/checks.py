@@ -149,6 +149,9 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
     if model.tie_embeddings and weights.embedding_cut == "hidden":
         text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
         yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
+    if again.offload is not None and again.mode == "none":
+        text = 'no block recomputes, so that none is known to keep anything; set mode to "full"'
+        yield Problem(("activation_checkpoint.offload", "activation_checkpoint.mode"), text)
     if again.tiles != 1 and weights.compile:
         text = "a compiled block computes as a whole; set tiles = 1, or compile = false"
         yield Problem(("activation_checkpoint.tiles", "weight_parallel.compile"), text)

@@ -54,7 +54,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         "unexpected_order head_output compile cuts_own_sequences compare_ranks grad_dtype "
         "offload",
     },
-    "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant tiles tiled"},
+    "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.
     "optimizer": {
         Rule.FIXED: "name options loss_scale_init",

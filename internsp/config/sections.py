@@ -393,6 +393,8 @@ class ActivationCheckpointConfig(Section):
     """Indices of the blocks, from 0; none: as fraction says."""
     reentrant: bool = False
     """Use torch's reentrant form."""
+    offload: Kept = None
+    """Recomputing blocks that keep in host memory: none, a number, what "2 GiB" hold, or all."""
     tiles: Literal["auto"] | Few = 1
     """Tiles of positions in which feed-forwards compute, one after another; auto: by the length."""
     tiled: Patterns = ()

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from internsp.autograd import in_backward, tensors
 from internsp.errors import StructureError
+from internsp.layers.offload import Group
 
-ContextFn = Callable[[], tuple[Any, Any]]
+ContextFn = Callable[..., tuple[Any, Any]]
+"""Called with what keeps a tensor elsewhere, or with nothing."""
 
 
 def checkpoint_block(
@@ -25,6 +27,7 @@ def checkpoint_block(
     reentrant: bool = False,
     context_fn: ContextFn | None = None,
     recomputed: Callable[[], object] | None = None,
+    group: Callable[[], Group] | None = None,
 ) -> None:
     """Make ``block`` recompute its activations in backward.
 
@@ -33,6 +36,7 @@ def checkpoint_block(
             a call with others, or with none that needs a gradient, takes the other form.
         context_fn: what to keep all the same (selective checkpointing); not reentrant.
         recomputed: called when a recompute is over and the block's backward proper begins.
+        group: where what a call keeps goes (:mod:`internsp.layers.offload`); ``None``: it stays.
     """
     inner = block.forward if recomputed is None else _telling(block.forward, recomputed)
 
@@ -51,6 +55,23 @@ def checkpoint_block(
         return output
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if group is None or not torch.is_grad_enabled() or in_backward():
+            return plain(context_fn, *args, **kwargs)
+        kept = group()
+        contexts = None if context_fn is None else partial(context_fn, kept.keep)
+        given = [t for t in tensors((args, kwargs)) if _made(t)]
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        if any(_made(kwargs[name]) for name in names) and not reentrant:
+            # torch keeps positional tensors alone where autograd's hooks see them.
+            args, kwargs, inside = _positioned(inner, args, kwargs, names)
+        else:
+            inside = inner
+        with kept.keeping(given):
+            output = plain(contexts, *args, inner=inside, **kwargs)
+        kept.close()
+        return output
+
+    def plain(context_fn: ContextFn | None, *args: Any, inner: Any = inner, **kwargs: Any) -> Any:
         if reentrant and _positional(args, kwargs):
             output = checkpoint(partial(inner, **kwargs), *args, use_reentrant=True)
             parts = output if isinstance(output, tuple) else (output,)
@@ -66,6 +87,26 @@ def checkpoint_block(
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]
+
+
+def _made(tensor: Any) -> bool:
+    """Whether something else than the block has made it, and no program holds it as a leaf."""
+    return (
+        isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.grad_fn is not None
+    )
+
+
+def _positioned(
+    inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
+    """The same call with the tensors of ``names`` behind the positional arguments."""
+    count = len(args)
+
+    def call(*given: Any, **others: Any) -> Any:
+        return inner(*given[:count], **dict(zip(names, given[count:], strict=True)), **others)
+
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return (*args, *(kwargs[name] for name in names)), others, call
 
 
 def _refuse_cache(block: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -9,13 +9,14 @@ import torch
 
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import ChunkPlan, WeightPlan
-from internsp.wp.host import GRADIENTS, OPTIMIZER, PIECE, WEIGHTS
+from internsp.wp.host import ACTIVATIONS, GRADIENTS, OPTIMIZER, PIECE, WEIGHTS
 from internsp.wp.layout import laid_out
 
 HOSTED = {
     WEIGHTS: "host: weight shards (exact)",
     GRADIENTS: "host: gradient sums (exact)",
     OPTIMIZER: "host: optimizer state (exact)",
+    ACTIVATIONS: "host: activations (exact)",
 }
 STAGED = "offloaded shards, to be cast (exact)"
 PASSING = "offloaded, passing the device (at most)"
@@ -23,7 +24,7 @@ PASSING = "offloaded, passing the device (at most)"
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What of one chunk is offloaded, on one rank.
+    """What of one chunk's weights is offloaded, on one rank.
 
     Attributes:
         shards: bytes of the shards (unpadded) of which that is offloaded, by what.
@@ -43,8 +44,9 @@ class Offloaded:
     ) -> Offloaded:
         """With a ``ZeroOptimizer`` that keeps ``moments`` values for each element."""
         weights = [w for unit in chunk.units for w in unit.weights]
-        shards = {kind: sum(w.shard_bytes for w in weights if kind in w.offload) for kind in HOSTED}
-        host = dict.fromkeys(HOSTED, 0)
+        kinds = [kind for kind in HOSTED if kind != ACTIVATIONS]
+        shards = {kind: sum(w.shard_bytes for w in weights if kind in w.offload) for kind in kinds}
+        host = dict.fromkeys(kinds, 0)
         host[WEIGHTS] = sum(w.shard_bytes for w in weights if w.hosted and not w.trainable)
         passing = published = 0
         for bucket in _buckets(chunk):

@@ -8,12 +8,14 @@ just that.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from internsp.errors import OrderError
 
@@ -38,29 +40,55 @@ def keeps_result(operator: Any) -> bool:
     return isinstance(operator, torch._ops.OpOverload) and operator._schema.name in _KEPT
 
 
-def checkpoint_context_fn() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+@runtime_checkable
+class Held(Protocol):
+    """A result that is kept elsewhere."""
+
+    def take(self) -> Tensor:
+        """It, as it was."""
+
+
+def checkpoint_context_fn(
+    keep: Callable[[Tensor], Held] | None = None,
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """What ``torch.utils.checkpoint.checkpoint`` takes as ``context_fn``.
 
     Use it as ``checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context_fn)``. The
     backward of such a block repeats no exchange and no attention forward. Only non-reentrant
     checkpointing has contexts; a kernel without an operator of its own (see ``keeps_result``) is
     recomputed.
+
+    Args:
+        keep: where results of more than one dimension go, and come back from; ``None``: they stay.
     """
     kept: list[tuple[Any, Any, list[int]]] = []
-    return _Keep(kept), _Replay(kept)
+    return _Keep(kept, keep), _Replay(kept)
 
 
 class _Keep(TorchDispatchMode):
     """Forward: run everything, remember the results of kept operators in order."""
 
-    def __init__(self, kept: list[tuple[Any, Any, list[int]]]) -> None:
+    def __init__(
+        self,
+        kept: list[tuple[Any, Any, list[int]]],
+        keep: Callable[[Tensor], Held] | None = None,
+    ) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept, self.keep = kept, keep
+        self.leaving: list[tuple[Any, Tensor, int]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled regions run as they are."""
         return True
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        # What leaves is copied beside the block's own work: a write until here may be in it.
+        leaving, self.leaving = self.leaving, []
+        super().__exit__(kind, value, traceback)
+        for func, tensor, version in leaving if kind is None else ():
+            if tensor._version != version:
+                raise _written(func)
 
     def __torch_dispatch__(
         self,
@@ -71,9 +99,16 @@ class _Keep(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if keeps_result(func):
-            held = tree_map_only(Tensor, _same_counter, out)
+            held = tree_map_only(Tensor, partial(self._hold, func), out)
             self.kept.append((func, held, _versions(held)))
         return out
+
+    def _hold(self, func: Any, tensor: Tensor) -> Any:
+        alias = _same_counter(tensor)
+        if self.keep is None or not tensor.is_floating_point() or tensor.dim() < 2:
+            return alias
+        self.leaving.append((func, alias, alias._version))
+        return self.keep(alias)
 
 
 class _Replay(TorchDispatchMode):
@@ -111,12 +146,22 @@ class _Replay(TorchDispatchMode):
             )
         _, held, versions = self.kept[self.position]
         if _versions(held) != versions:
-            raise OrderError(
-                f"A kept result of {name} was written to in place after it was made. Write to a "
-                "clone, or use checkpointing mode 'full'."
-            )
+            raise _written(func)
         self.position += 1
-        return tree_map_only(Tensor, Tensor.detach, held)
+        return tree_map(_given, held)
+
+
+def _given(held: Any) -> Any:
+    if isinstance(held, Tensor):
+        return held.detach()
+    return held.take() if isinstance(held, Held) else held
+
+
+def _written(operator: Any) -> OrderError:
+    return OrderError(
+        f"A kept result of {operator._schema.name} was written to in place after it was made. "
+        "Write to a clone, or use checkpointing mode 'full'."
+    )
 
 
 def _same_counter(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from internsp.plan.offloaded import HOSTED, STAGED
 from internsp.train.session import Session
+from internsp.wp.host import ACTIVATIONS
 
 
 def components(session: Session) -> list[tuple[str, int]]:
@@ -20,9 +21,12 @@ def components(session: Session) -> list[tuple[str, int]]:
             ("reduction buffers", communicator.state.reducer.buffers.nbytes),
         ]
         link = communicator.state.link
-        hosted = [(HOSTED[what], link.held[what]) for what in HOSTED] if link is not None else []
+        kinds = [what for what in HOSTED if what != ACTIVATIONS]
+        hosted = [(HOSTED[what], link.held[what]) for what in kinds] if link is not None else []
         if link is not None:
             rows.append((STAGED, link.staged_bytes))
+        if communicator.state.activations is not None:
+            hosted.append((HOSTED[ACTIVATIONS], communicator.state.activations.pool.most))
         for name, nbytes in (*rows, *optimizer.memory(), *hosted):
             total[name] = total.get(name, 0) + nbytes
     return list(total.items())

@@ -39,6 +39,7 @@ from internsp.autograd import (
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
 from internsp.layers.entry import compile_block, take_at_entry
+from internsp.layers.offload import ActivationOffload
 from internsp.layers.parameters import Scope, enclose, weights_of, wrap
 from internsp.layers.recompute import ContextFn, checkpoint_block
 from internsp.layers.watch import refuse_optimizer, require_no_gradient_hooks
@@ -73,6 +74,11 @@ class BlockHooks:
         """For the trace."""
         return self.unit.name
 
+    @property
+    def place(self) -> int:
+        """Among the model's units."""
+        return self.unit.block
+
 
 @dataclass
 class EnclosingHooks:
@@ -92,6 +98,11 @@ class EnclosingHooks:
     def modules(self) -> Sequence[nn.Module]:
         """Its own."""
         return [self.module]
+
+    @property
+    def place(self) -> int:
+        """Of its first unit."""
+        return self.block.first
 
 
 @dataclass
@@ -118,6 +129,7 @@ def register_hooks(
     compiles: bool = False,
     context_fn: ContextFn | None = None,
     enclosing: Sequence[EnclosingHooks] = (),
+    offload: ActivationOffload | None = None,
 ) -> Hooks:
     """Register all of them, outermost first, in the order in which they fire.
 
@@ -137,6 +149,7 @@ def register_hooks(
         compiles: ``torch.compile`` takes each block as a whole.
         context_fn: what selective checkpointing keeps.
         enclosing: blocks that hold some of ``blocks``, their units.
+        offload: takes what recomputing blocks keep.
     """
     hooks = Hooks(communicator, entered, compute_dtype)
     keep = hooks.handles.append
@@ -176,12 +189,16 @@ def register_hooks(
     for around in enclosing:
         enclose(around.module, around.scope)
     # ... in checkpoints around that, so that the recompute finds the weights, ...
-    recomputing: list[BlockHooks | EnclosingHooks] = [*blocks, *enclosing]
-    for each in recomputing:
-        if each.checkpoint is not None:
-            record = partial(communicator.state.trace.record, "BACKWARD", each.name)
-            for module in each.modules:
-                checkpoint_block(module, each.checkpoint.reentrant, context_fn, record)
+    everyone: list[BlockHooks | EnclosingHooks] = [*blocks, *enclosing]
+    recomputing = sorted(
+        (each for each in everyone if each.checkpoint is not None), key=lambda each: each.place
+    )
+    for number, each in enumerate(recomputing):
+        assert each.checkpoint is not None
+        record = partial(communicator.state.trace.record, "BACKWARD", each.name)
+        group = None if offload is None else partial(offload.group, number)
+        for module in each.modules:
+            checkpoint_block(module, each.checkpoint.reentrant, context_fn, record, group)
     # ... and of the model, for weights beside the blocks.
     enclose(root, root_scope)
 

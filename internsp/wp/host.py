@@ -22,6 +22,7 @@ from torch import Tensor
 from internsp.accelerator import current_stream, has_streams
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
+ACTIVATIONS = "activations"
 PIECE = 1 << 26
 """Bytes of one kind that pass the device at a time, where they can be cut anywhere."""
 
@@ -237,6 +238,47 @@ class HostSum:
     def clear(self) -> None:
         """Forget it."""
         self.full = False
+
+
+class HostPool:
+    """Host memory that is used again for pieces of the same size.
+
+    It never has more than was in use at some time: what does not fit is freed before anything new
+    is made. A piece may be given back while a copy reads it, or writes to it: the next copy to it
+    begins behind what the current stream has queued, and that stands behind all that was fetched.
+
+    Args:
+        what: see :meth:`HostLink.empty`.
+        limit: bytes in use at most; ``None``: what there is.
+    """
+
+    def __init__(self, link: HostLink, what: str, limit: int | None = None) -> None:
+        self._link, self._what, self.limit = link, what, limit
+        self._free: dict[int, list[Tensor]] = {}
+        self.used = self.most = 0
+
+    @property
+    def nbytes(self) -> int:
+        """In use, and free to be used again."""
+        return self.used + sum(size * len(pieces) for size, pieces in self._free.items())
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A piece of so many bytes (uint8); ``None`` beyond the limit."""
+        if self.limit is not None and self.used + nbytes > self.limit:
+            return None
+        self.used += nbytes
+        self.most = max(self.most, self.used)
+        if pieces := self._free.get(nbytes):
+            return pieces.pop()
+        if self._free:
+            self._free.clear()
+            self._link.trim()
+        return self._link.empty(self._what, (nbytes,), torch.uint8)
+
+    def give(self, piece: Tensor) -> None:
+        """Give a piece back."""
+        self.used -= piece.nbytes
+        self._free.setdefault(piece.nbytes, []).append(piece)
 
 
 def _copy(pairs: Pairs) -> None:

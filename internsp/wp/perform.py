@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +48,8 @@ class Chunk:
         queue: decides what happens next.
         replicas: exchanges reduced gradients between replicas.
         link: copies what is offloaded to the host; ``None``: nothing is.
+        activations: of recomputing blocks in host memory
+            (:class:`internsp.layers.offload.ActivationOffload`); ``None``: there are none.
         near: slices of weights of blocks within a near group, where asked for.
         quantizer: rounds the weights of blocks for their all-gathers, where asked for.
         began: called at each ready gradient: no output of the model may have shown that a backward
@@ -66,6 +69,7 @@ class Chunk:
     replicas: ReplicaExchange = field(init=False)
     quantizer: Quantizer | None = None
     link: HostLink | None = None
+    activations: Any = None
     near: NearSlices | None = None
     streams: bool = field(init=False)
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
