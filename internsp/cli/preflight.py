@@ -241,23 +241,29 @@ def _devices(wanted: str) -> int:
 def _text(config: Config, output: Path) -> Iterable[InternspError]:
     """A small text is read as the ranks will; of a larger one the beginning, for a second."""
     from internsp.data.batches import vocabulary_mistake
-    from internsp.data.text import load_tokenizer, read_documents
+    from internsp.data.index import encoded, parts_of
+    from internsp.data.tokenizer import load_tokenizer
 
     data, model = config.data, config.model
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         return [vocabulary_mistake(config, tokenizer)]
-    if data.source == "stdlib":
+    parts = parts_of(data)
+    if all(part.source == "stdlib" for part in parts):
         return []
-    if _size_of(data.paths) <= _SMALL_TEXT:
+    if _size_of(path for part in parts for path in part.paths) <= _SMALL_TEXT:
         from internsp.data.batches import DataSource
 
-        DataSource.create(data, global_batch=1)
+        # Nothing is written before a run: it makes the indices that it wants.
+        in_memory = data.model_copy(update={"index": "never"})
+        DataSource.create(in_memory, global_batch=1, tokenizer=tokenizer)
         return []
     end = time.monotonic() + _READ_SECONDS
-    for _ in read_documents(data):
-        if time.monotonic() > end:
-            break
+    for part in parts:
+        for path in part.paths:
+            for _ in encoded(part, tokenizer, path):
+                if time.monotonic() > end:
+                    return []
     return []
 
 

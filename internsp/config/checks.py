@@ -12,7 +12,7 @@ from internsp.config.functions import OPTIMIZERS
 from internsp.config.sizes import too_large
 
 if TYPE_CHECKING:
-    from internsp.config import Config
+    from internsp.config import Config, DataConfig, DocumentsConfig
 
 _MOST_PATHS = 10  # of those that are wrong
 # Of the section model: what only the zoo's models read.
@@ -100,18 +100,50 @@ def _folder(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.source == "stdlib" and data.paths:
-        text = 'unused with data.source = "stdlib"; set data.source to "text", "jsonl" or "parquet"'
-        yield Problem(("data.paths", "data.source"), text)
-    if data.source != "stdlib" and not data.paths:
-        text = f'data.source = "{data.source}" needs at least one file or folder'
-        yield Problem(("data.paths", "data.source"), text)
+    if data.mixture and (data.source != "stdlib" or data.paths):
+        keys = ("data.source" if data.source != "stdlib" else "data.paths", "data.mixture")
+        yield Problem(keys, "unused with data.mixture, whose tables say it; leave it out")
+    elif data.mixture:
+        yield from _mixture(data)
+    else:
+        for key, text in documents_mistakes(data, "data.", data.tokenizer):
+            lead = (f"data.{key}", "data.source" if key != "format" else "data.tokenizer")
+            yield Problem(tuple(dict.fromkeys(lead)), text)
     if data.tokenizer == "bytes" and config.model.vocab_size < 257:
         text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
         yield Problem(("model.vocab_size", "data.tokenizer"), text)
     if data.sequence_length < config.parallel.sequence:
         text = f"{data.sequence_length} tokens cannot be cut over {config.parallel.sequence} ranks"
         yield Problem(("data.sequence_length", "parallel.sequence"), text)
+
+
+def documents_mistakes(
+    given: DocumentsConfig, prefix: str, tokenizer: str
+) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of where documents come from."""
+    if given.source == "stdlib" and given.paths:
+        text = f'unused with {prefix}source = "stdlib"; set {prefix}source to "text", "jsonl" or '
+        yield "paths", f'{text}"parquet"'
+    if given.source != "stdlib" and not given.paths:
+        yield "paths", f'{prefix}source = "{given.source}" needs at least one file or folder'
+    if given.format != "text":
+        if given.source not in ("jsonl", "parquet"):
+            text = f'"{given.format}" needs rows: set {prefix}source to "jsonl" or "parquet"'
+            yield "format", text
+        if tokenizer == "bytes":
+            text = f'"{given.format}" needs the chat template of a tokenizer: set data.tokenizer '
+            yield "format", f"{text}to a folder that transformers reads"
+
+
+def _mixture(data: DataConfig) -> Iterator[Problem]:
+    names: set[str] = set()
+    for number, part in enumerate(data.mixture, 1):
+        for key, text in documents_mistakes(part, "", data.tokenizer):
+            yield Problem(("data.mixture",), f"table {number}: {key}: {text}")
+        if part.called in names:
+            text = f"table {number}: another is called {part.called!r}, too: give it a name"
+            yield Problem(("data.mixture",), text)
+        names.add(part.called)
 
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:

@@ -206,7 +206,8 @@ def describe_table_error(
     if not place:
         return f"expected a list of tables, got {in_words(values)}"
     number, value = int(place[0]), values[int(place[0])]
-    where = f"{'rule' if name.endswith('plan') else 'group'} {number + 1}"
+    words = {"weight_parallel.plan": "rule", "optimizer.groups": "group"}
+    where = f"{words.get(name, 'table')} {number + 1}"
     if len(place) == 1 or detail["type"] == "model_type":
         text = str(detail.get("ctx", {}).get("error", f"expected a table, got {in_words(value)}"))
         return f"{where}: {text}"

@@ -35,6 +35,7 @@ from internsp.config.sections import (
     CheckpointConfig,
     DataConfig,
     LaunchConfig,
+    MixturePart,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -106,6 +107,7 @@ def table_keys(key: str) -> Mapping[str, Schema]:
     """What each key of a table of ``key`` (``"section.key"``) is."""
     tables: dict[str, type[Section]] = {
         "weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup,
+        "data.mixture": MixturePart,
     }  # fmt: skip
     properties: Mapping[str, Schema] = tables[key].model_json_schema()["properties"]
     return properties

@@ -34,10 +34,12 @@ _SAID: dict[str, dict[Rule, str]] = {
         "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std",
         Rule.FREE: "norm attention path",
     },
-    # A file may have moved: what it holds is compared by the digest of its tokens.
+    # A file may have moved: what it holds is compared by the digest of its tokens, which that of a
+    # mixture's weights joins.
     "data": {
         Rule.FIXED: "sequence_length pack held_out",
-        Rule.FREE: "source paths text_field tokenizer",
+        Rule.FREE: "source paths text_field format messages_field prompt_field completion_field "
+        "tokenizer index index_dir mixture",
     },
     "parallel": {
         Rule.TAKEN: "weight sequence ring balance pipeline zero expert_weight expert",
@@ -64,7 +66,7 @@ _SAID: dict[str, dict[Rule, str]] = {
     # The order of the data depends on the seed; the batch takes as much of it as it likes.
     "train": {
         Rule.FIXED: "seed dtype",
-        Rule.TAKEN: "steps global_batch",
+        Rule.TAKEN: "steps tokens global_batch",
         Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
         "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
     },

@@ -102,6 +102,23 @@ class Section(BaseModel):
         return {k: None if k in empty and v == "none" else v for k, v in data.items()}
 
 
+class _Table(Section):
+    """Base of what a file writes as a list of tables: an unknown key is told with the nearest."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        names = list(cls.model_fields)
+        wrong = []
+        for key in [str(k) for k in data if k not in names] if isinstance(data, Mapping) else ():
+            near = nearest(key, names)
+            hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
+            wrong.append(f"unknown key {key!r}; {hint}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return data
+
+
 class ModelConfig(Section):
     """The model: its shape, or the folder of one of transformers' models."""
 
@@ -149,8 +166,8 @@ class ModelConfig(Section):
         return {**found, **data}
 
 
-class DataConfig(Section):
-    """The text to train on."""
+class DocumentsConfig(Section):
+    """Where documents come from, and what they are."""
 
     source: Literal["stdlib", "text", "jsonl", "parquet"] = "stdlib"
     """Where documents come from; stdlib is the Python standard library's own source."""
@@ -158,14 +175,47 @@ class DataConfig(Section):
     """Files or folders of the source, from the current folder; unused by stdlib."""
     text_field: Text = "text"
     """Column of the text in jsonl and parquet files."""
+    format: Literal["text", "chat", "instruction"] = "text"
+    """What a row of jsonl or parquet is; in chats and instructions only the answers are learned."""
+    messages_field: Text = "messages"
+    """Column of a chat: a list of messages, each with role and content."""
+    prompt_field: Text = "prompt"
+    """Column of an instruction."""
+    completion_field: Text = "completion"
+    """Column of its answer."""
+
+
+class MixturePart(_Table, DocumentsConfig):
+    """One of the texts that are mixed."""
+
+    name: Annotated[str, Field(max_length=200)] = ""
+    """What metrics call it; empty: its first path."""
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    """Its share of the sequences, as a ratio to the others' weights."""
+
+    @property
+    def called(self) -> str:
+        """Its name."""
+        return self.name or (self.paths[0] if self.paths else self.source)
+
+
+class DataConfig(DocumentsConfig):
+    """The text to train on."""
+
     tokenizer: Text = "bytes"
-    """bytes, or the path of a file of the tokenizers library (JSON)."""
+    """bytes, a file of the tokenizers library (JSON), or a folder that transformers reads."""
     sequence_length: Annotated[int, Field(ge=2, le=1 << 31)] = 1024
     """Length of a sequence, in tokens, over all ranks of a sequence group."""
     pack: bool = True
-    """Pack documents into one sequence; each attends only within itself."""
+    """Pack documents into one sequence, each attending only within itself; false: pad each."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of documents kept for the evaluation loss, from 0 to below 1."""
+    index: Literal["auto", "always", "never"] = "auto"
+    """Keep tokens in an index beside each path, not in memory; auto: of paths from 64 MiB on."""
+    index_dir: Text | None = None
+    """Folder of the indices, on a disk that all ranks see; none: beside the data."""
+    mixture: Annotated[tuple[MixturePart, ...], Field(strict=False, max_length=1000)] = ()
+    """Texts to mix by weight, in place of source and paths, each a table [[data.mixture]]."""
 
 
 class ParallelConfig(Section):
@@ -222,7 +272,7 @@ Offload = Annotated[
 ]
 
 
-class PlanRule(Section):
+class PlanRule(_Table):
     """What holds for some modules or parameters alone (docs/plan.md).
 
     Its keys mean what they mean in ``[weight_parallel]``, of what ``match`` matches and all below
@@ -276,19 +326,6 @@ class PlanRule(Section):
     """Before what in the blocks the next one's gather starts; qkv: their entry."""
     prefetch_triggers: Patterns = ()
     """Patterns of the module names in the blocks to trigger at; empty: those of the trigger."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        names = list(cls.model_fields)
-        wrong = []
-        for key in [str(k) for k in data if k not in names] if isinstance(data, Mapping) else ():
-            near = nearest(key, names)
-            hint = f"did you mean {near}?" if near else f"its keys: {', '.join(names)}"
-            wrong.append(f"unknown key {key!r}; {hint}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return data
 
     @model_validator(mode="after")
     def _says_something(self) -> PlanRule:
@@ -471,6 +508,8 @@ class TrainConfig(Section):
     """Name of the run; its files go to runs/<name>/."""
     steps: Count = 100
     """Optimizer steps."""
+    tokens: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    """Stop after so many tokens that the loss counts, in place of steps; 0: by steps."""
     global_batch: Size = 8
     """Sequences of an optimizer step, over all ranks and micro-batches."""
     micro_batches: Size = 1

@@ -1,9 +1,9 @@
 """Token batches whose order depends on the seed alone, never on the mesh or the batch.
 
-Documents are cut into a training and a held-out part, each written end to end with an
-end-of-document token between, and rows of ``sequence_length`` tokens are cut from that stream. A
-batch is a function of how many rows were taken before it: that number is all there is to save, and
-a rank may ask for any rows of the global batch.
+Documents are cut into a training and a held-out part; of each, sequences of ``sequence_length``
+tokens are cut (:mod:`internsp.data.cut`), and several texts are mixed
+(:mod:`internsp.data.mixture`). A batch is a function of how many sequences were taken before it:
+that number is all there is to save, and a rank may ask for any rows of the global batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from internsp.config import Config, DataConfig
-from internsp.data.text import Tokenizer, load_tokenizer, read_documents, smallest_dtype
+from internsp.config import Config, DataConfig, DocumentsConfig, MixturePart
+from internsp.data.cut import Documents, PackedRows, PaddedRows, Row, Rows
+from internsp.data.index import Indices, opened, parts_of, prepare
+from internsp.data.mixture import Mixture
+from internsp.data.store import TokenStore
+from internsp.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.errors import ConfigError
 
-Tokens = NDArray[Any]
+_COUNTED = 256  # sequences, from which the tokens of a sequence are estimated
 
 
 class Batch(NamedTuple):
@@ -31,115 +35,167 @@ class Batch(NamedTuple):
 
     ``ids`` is ``[rows, sequence_length]`` int64. ``boundaries`` gives for each row where documents
     start, 0 first (a row may begin inside a document); ``None`` when ``data.pack`` is off, where a
-    row counts as one document.
+    row counts as one document. ``ignored`` gives for each row the half-open ranges of tokens that
+    nothing predicts: prompts and padding.
     """
 
     ids: Tensor
     boundaries: list[list[int]] | None
+    ignored: list[list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Batch:
+        """Of some rows, at least one."""
+        starts = [row.starts for row in rows if row.starts is not None]
+        ids = torch.from_numpy(np.stack([row.ids for row in rows]))
+        return cls(ids, starts or None, [row.ignored for row in rows])
 
 
 @dataclass(frozen=True)
-class TokenStream:
-    """Documents end to end: ``tokens`` (1-D, small unsigned ints) and where documents start."""
+class Part:
+    """One of the texts that are mixed, or the only one.
 
-    tokens: Tokens
-    starts: NDArray[np.int64]
+    Attributes:
+        name: what metrics call it.
+        weight: its share, as a ratio to the others'.
+        stores: its tokens.
+        train, held_out: what is cut from them.
+    """
+
+    name: str
+    weight: float
+    stores: tuple[TokenStore, ...]
+    train: Rows
+    held_out: Rows | None
 
     @classmethod
-    def join(cls, documents: Sequence[Tokens], vocab_size: int) -> TokenStream:
-        """Concatenate; an empty sequence gives an empty stream."""
-        dtype = smallest_dtype(vocab_size)
-        if not documents:
-            return cls(np.zeros(0, dtype), np.zeros(0, np.int64))
-        lengths = np.array([len(d) for d in documents], dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-        return cls(np.concatenate(documents).astype(dtype, copy=False), starts)
+    def create(
+        cls, given: DocumentsConfig, stores: list[TokenStore], data: DataConfig,
+        tokenizer: Tokenizer, seed: int,
+    ) -> Part:  # fmt: skip
+        """Split the documents and shuffle those to train on.
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+        Raises:
+            ConfigError: there is no text, or too little of it for one sequence.
+        """
+        name = given.called if isinstance(given, MixturePart) else ""
+        end = 1 if given.format == "text" else 0
+        lengths = np.concatenate([store.lengths() for store in stores])
+        if not len(lengths):
+            where = list(given.paths) if given.paths else "the standard library"
+            why = "" if given.format == "text" else " in which the assistant says anything"
+            raise ConfigError(
+                f"data: there is no text in {where}{why}, or data.tokenizer finds no token in it"
+            )
+        digests = None
+        if round(data.held_out * len(lengths)):
+            digests = np.concatenate([store.digests() for store in stores])
+        train, held = split(lengths, digests, data.held_out, end)
+        order = np.random.default_rng([seed, 0]).permutation(len(train[0]))
+        marked = given.format != "text"
+        made = [
+            Documents.create(stores, begins, sizes, marked)
+            for begins, sizes in ((train[0][order], train[1][order]), held)
+        ]
+        length = data.sequence_length
+        for what, found in zip(("training", "held-out"), made, strict=True):
+            _require_enough(found, what, data, name)
+        rows: list[Rows] = [
+            PackedRows(found, length, seed)
+            if data.pack
+            else PaddedRows(found, length, seed, tokenizer.end_of_document)
+            for found in made
+        ]
+        weight = given.weight if isinstance(given, MixturePart) else 1.0
+        return cls(name, weight, tuple(stores), rows[0], rows[1] if rows[1].available else None)
 
-    def cut(self, begins: Sequence[int], length: int, pack: bool) -> Batch:
-        """Rows ``tokens[b : b + length]``, with the documents' starts within each when packed."""
-        ids = np.empty((len(begins), length), dtype=np.int64)
-        boundaries: list[list[int]] = []
-        for row, begin in enumerate(begins):
-            ids[row] = self.tokens[begin : begin + length]
-            first = int(np.searchsorted(self.starts, begin, side="right"))
-            last = int(np.searchsorted(self.starts, begin + length, side="left"))
-            boundaries.append([0, *(self.starts[first:last] - begin).tolist()])
-        return Batch(torch.from_numpy(ids), boundaries if pack else None)
+
+def _require_enough(found: Documents, what: str, data: DataConfig, name: str) -> None:
+    if what == "held-out" and not data.held_out:
+        return
+    least = data.sequence_length if data.pack else 2
+    if len(found) < least:
+        remedy = "" if what == "training" else ", raise data.held_out (0: no evaluation)"
+        of = f" of {name!r}" if name else ""
+        raise ConfigError(
+            f"data.sequence_length: a sequence takes {least} tokens but the {what} text{of} has "
+            f"{len(found)}: lower it, give more text{remedy}"
+        )
 
 
 @dataclass
 class DataSource:
-    """Batches of a :class:`~internsp.config.DataConfig`; the same on every rank and every mesh."""
+    """Batches of a :class:`~internsp.config.DataConfig`; the same on every rank and every mesh.
 
-    train: TokenStream
-    held_out: TokenStream
+    Attributes:
+        notes: what the user should read of the indices.
+    """
+
+    parts: tuple[Part, ...]
     tokenizer: Tokenizer
     global_batch: int
     sequence_length: int
-    pack: bool
+    held_out_share: float
     seed: int
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # One row fewer than fits: the cuts of each pass over the data start at another offset.
-        self.rows_per_epoch = max(1, len(self.train) // self.sequence_length - 1)
-        self._epoch = lru_cache(maxsize=2)(self._plan_epoch)
+        self._mixture = Mixture([part.weight for part in self.parts], self.seed)
 
     @classmethod
-    def create(cls, config: DataConfig, *, global_batch: int, seed: int = 0) -> DataSource:
-        """Read and tokenize everything (stdlib: well under two seconds) and split it.
+    def create(
+        cls,
+        config: DataConfig,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        tokenizer: Tokenizer | None = None,
+        indices: Indices | None = None,
+    ) -> DataSource:
+        """Read or open all texts and split them.
+
+        Args:
+            tokenizer: that of ``config``, where it has been loaded.
+            indices: those that :func:`internsp.data.index.prepare` gave; ``None``: make them.
 
         Raises:
             ConfigError: paths are missing, there is no text, or too little of it for one sequence.
+            MachineError: there is no room for an index.
             MissingDependencyError: an optional package is needed; gives the install line.
         """
-        tokenizer = load_tokenizer(config.tokenizer)
-        read = list(tokenizer.encode_documents(read_documents(config)))
-        # A tokenizer may find no token in a text: such a document has nothing to learn.
-        documents = [document for document in read if len(document)]
-        if not documents:
-            where = "the standard library" if config.source == "stdlib" else list(config.paths)
-            why = f": data.tokenizer finds no token in {len(read)} documents" if read else ""
-            raise ConfigError(f"data: there is no text in {where}{why}")
-        train, held_out = split_documents(documents, config.held_out, tokenizer.end_of_document)
-        order = np.random.default_rng([seed, 0]).permutation(len(train))
-        source = cls(
-            TokenStream.join([train[i] for i in order], tokenizer.vocab_size),
-            TokenStream.join(held_out, tokenizer.vocab_size),
-            tokenizer,
-            global_batch=global_batch,
-            sequence_length=config.sequence_length,
-            pack=config.pack,
-            seed=seed,
+        tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+        notes: list[str] = []
+        if indices is None:
+            indices, notes = finished(prepare(config, tokenizer))
+        parts = tuple(
+            Part.create(given, opened(given, tokenizer, indices), config, tokenizer, seed)
+            for given in parts_of(config)
         )
-        source._check(config)
-        return source
-
-    def _check(self, config: DataConfig) -> None:
-        length = self.sequence_length
-        for part, stream in (("training", self.train), ("held-out", self.held_out)):
-            wanted = part == "training" or config.held_out > 0
-            if wanted and len(stream) < length:
-                remedy = "" if part == "training" else ", raise data.held_out (0: no evaluation)"
-                raise ConfigError(
-                    f"data.sequence_length: a sequence takes {length} tokens but the {part} text "
-                    f"has {len(stream)}: lower it, give more text{remedy}"
-                )
+        return cls(
+            parts, tokenizer, global_batch, config.sequence_length, config.held_out, seed,
+            tuple(notes),
+        )  # fmt: skip
 
     @property
     def vocab_size(self) -> int:
         """The least ``model.vocab_size`` that holds every id."""
         return self.tokenizer.vocab_size
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the texts that are mixed."""
+        return tuple(part.name for part in self.parts)
+
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all tokens: equal on two machines, or in a resumed run, if the data are."""
+        """Digest of all documents, and of what else their order depends on: equal on two machines,
+        or in a resumed run, if the data are."""
         digest = hashlib.blake2b(digest_size=16)
-        for stream in (self.train, self.held_out):
-            digest.update(np.ascontiguousarray(stream.tokens).data)
-            digest.update(np.ascontiguousarray(stream.starts).data)
+        for part in self.parts:
+            digest.update(f"{part.weight!r} {len(part.stores)}".encode())
+            for store in part.stores:
+                digest.update(f"{store.digest} {store.documents}".encode())
+        digest.update(f"{self.seed} {self.held_out_share!r}".encode())
         return digest.hexdigest()
 
     def train_batch(self, taken: int, rows: slice | None = None) -> Batch:
@@ -147,81 +203,105 @@ class DataSource:
         if taken < 0:
             raise ValueError(f"rows count from 0, not {taken}")
         wanted = range(self.global_batch)[rows if rows is not None else slice(None)]
-        begins = [self._begin(taken + row) for row in wanted]
-        return self.train.cut(begins, self.sequence_length, self.pack)
+        return Batch.of([self.row(taken + row) for row in wanted])
+
+    def row(self, number: int) -> Row:
+        """Sequence ``number`` of the order."""
+        part, own = self._mixture.place(number)
+        return self.parts[part].train.row(own)
 
     def place_of(self, row: int) -> tuple[int, int]:
         """Where row ``row`` of the order begins: its document, and the token within that."""
-        begin = self._begin(row)
-        document = int(np.searchsorted(self.train.starts, begin, side="right")) - 1
-        return document, begin - int(self.train.starts[document])
+        part, own = self._mixture.place(row)
+        return self.parts[part].train.place_of(own)
 
-    def _begin(self, row: int) -> int:
-        epoch, place = divmod(row, self.rows_per_epoch)
-        return int(self._epoch(epoch)[place])
+    def epochs(self, taken: int) -> dict[str, float]:
+        """How often each text was gone through by the first ``taken`` rows, by name."""
+        counts = self._mixture.taken(taken)
+        return {
+            part.name: count / part.train.per_epoch
+            for part, count in zip(self.parts, counts, strict=True)
+        }
+
+    @cached_property
+    def tokens_of_a_sequence(self) -> float:
+        """Tokens that the loss counts in a sequence, the mean of the first few hundred."""
+        return float(np.mean([counted(self.row(number)) for number in range(_COUNTED)]))
 
     def held_out_batches(self, batches: int, rows: slice | None = None) -> Iterator[Batch]:
         """``batches`` global batches, or the rows ``rows`` of each.
 
         The rows lie evenly over the held-out text and are the same at every call; they repeat when
-        the text has fewer. Nothing when ``data.held_out`` is 0.
+        the text has fewer. Of a mixture each text has its share. Nothing when ``data.held_out`` is
+        0.
         """
         size = self.global_batch
-        available = len(self.held_out) // self.sequence_length
-        if available == 0:
+        if any(part.held_out is None for part in self.parts):
             return
         total = batches * size
         for index in range(batches):
             wanted = range(index * size, (index + 1) * size)[rows or slice(None)]
-            begins = [row * available // total * self.sequence_length for row in wanted]
-            yield self.held_out.cut(begins, self.sequence_length, self.pack)
+            yield Batch.of([self._held_out_row(row, total) for row in wanted])
 
-    def _plan_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Where the rows of pass ``epoch`` begin: disjoint, shuffled, shifted by one offset."""
-        rng = np.random.default_rng([self.seed, 1, epoch])
-        room = len(self.train) - self.rows_per_epoch * self.sequence_length
-        offset = int(rng.integers(0, min(room, self.sequence_length - 1) + 1))
-        begins: NDArray[np.int64] = rng.permutation(self.rows_per_epoch).astype(np.int64)
-        return begins * self.sequence_length + offset
+    def _held_out_row(self, number: int, total: int) -> Row:
+        part, own, of = self._mixture.even(number, total)
+        held_out = self.parts[part].held_out
+        assert held_out is not None, "the caller has looked"
+        return held_out.even(own, of)
 
 
-def split_documents(
-    documents: Sequence[Tokens], held_out: float, end_of_document: int
-) -> tuple[list[Tokens], list[Tokens]]:
-    """Training and held-out documents, an end of document after each.
+def finished(work: Any) -> Any:
+    """What a generator returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+def counted(row: Row) -> int:
+    """Tokens of a row that the token before them predicts."""
+    wanted = np.ones(len(row.ids), bool)
+    wanted[row.starts or [0]] = False
+    for begin, end in row.ignored:
+        wanted[begin:end] = False
+    return int(wanted.sum())
+
+
+Views = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Parts of documents: where each begins, and its tokens."""
+
+
+def split(
+    lengths: NDArray[np.int64], digests: NDArray[np.uint64] | None, held_out: float, end: int
+) -> tuple[Views, Views]:
+    """Parts of documents to train on and to hold out.
 
     Documents are ranked by a digest of their tokens and the first ``held_out`` of them held out, so
     that the part depends neither on the seed nor on file names, and copies of a document mostly
     stay together. With fewer than ``1 / held_out`` documents the last ``held_out`` of each is held
     out instead.
+
+    Args:
+        lengths: ``[n]``, tokens of each document with its end.
+        digests: ``[n, 2]``; ``None`` where none is held out as a whole.
+        end: tokens of a document's end, 0 or 1.
     """
-    end = np.array([end_of_document], dtype=smallest_dtype(end_of_document + 1))
-    if 0 < held_out * len(documents) < 1:
-        return _split_tails(documents, held_out, end)
-    count = round(held_out * len(documents))
-    ranked = sorted(range(len(documents)), key=lambda i: (_digest(documents[i]), i))
-    chosen = set(ranked[:count])
-    train = [np.concatenate([d, end]) for i, d in enumerate(documents) if i not in chosen]
-    return train, [np.concatenate([documents[i], end]) for i in ranked[:count]]
-
-
-def _split_tails(
-    documents: Sequence[Tokens], held_out: float, end: Tokens
-) -> tuple[list[Tokens], list[Tokens]]:
-    train: list[Tokens] = []
-    held: list[Tokens] = []
-    for document in documents:
-        cut = max(1, len(document) - round(held_out * len(document)))
-        if cut == len(document):
-            train.append(np.concatenate([document, end]))
-        else:
-            train.append(document[:cut])  # goes on: no end of document here
-            held.append(np.concatenate([document[cut:], end]))
-    return train, held
-
-
-def _digest(document: Tokens) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(document).data, digest_size=16).digest()
+    begins = np.cumsum(lengths) - lengths
+    if 0 < held_out * len(lengths) < 1:
+        content = lengths - end
+        cut = np.maximum(1, content - np.round(held_out * content).astype(np.int64))
+        tail = cut < content
+        train = begins, np.where(tail, cut, lengths)  # one that goes on has no end
+        return train, (begins[tail] + cut[tail], (lengths - cut)[tail])
+    count = round(held_out * len(lengths))
+    held = np.zeros(len(lengths), bool)
+    ranked = np.zeros(0, np.int64)
+    if count:
+        assert digests is not None, "the caller gives them where documents are held out"
+        ranked = np.lexsort((digests[:, 1], digests[:, 0]))[:count]
+        held[ranked] = True
+    return (begins[~held], lengths[~held]), (begins[ranked], lengths[ranked])
 
 
 def vocabulary_mistake(config: Config, tokenizer: Tokenizer | DataSource) -> ConfigError:

@@ -6,7 +6,7 @@ import gzip
 import importlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +17,7 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
     "parquet": (".parquet",),
 }
-_BATCH_ROWS = 1024  # of a parquet file, in memory at once
+_BATCH_ROWS = 256  # of a parquet file, in memory at once
 
 
 def required(package: str, wanted_by: str) -> Any:
@@ -35,40 +35,52 @@ def required(package: str, wanted_by: str) -> Any:
         ) from error
 
 
-def row_texts(path: Path, source: str, text_field: str) -> Iterator[str]:
-    """The texts ``text_field`` of a file's rows, in order.
+def file_rows(
+    path: Path, source: str, fields: Mapping[str, str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A file's rows in order: (number from 1, what ``fields`` name).
 
     Args:
         source: ``"jsonl"`` (one JSON object a line, or one list of objects; ``.gz`` is unpacked) or
-            ``"parquet"``.
+            ``"parquet"``. All but a list of objects is read as a stream.
+        fields: by the key of ``[data]`` that names it, each column.
 
     Raises:
         ConfigError: the file cannot be read, is cut, wrongly encoded or of another kind, or a row
-            has no such text; names the file and the row, from 1.
+            has not these columns; names the file and the row, from 1.
         MissingDependencyError: parquet without ``pyarrow``.
     """
-    rows = _json_rows(path) if source == "jsonl" else _parquet_rows(path, text_field)
+    rows = _json_rows(path) if source == "jsonl" else _parquet_rows(path, fields)
     try:
         for number, row in rows:
-            yield _text(path, number, row, text_field)
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"data.paths: {path}, row {number}: not an object with named values, but "
+                    f"{type(row).__name__}"
+                )
+            yield number, row
     except (OSError, EOFError, zlib.error) as error:  # of the file, or of what it was packed with
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ConfigError(f"data.paths: {path} cannot be read to its end: {reason}") from error
 
 
-def _text(path: Path, number: int, row: Any, text_field: str) -> str:
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"data.paths: {path}, row {number}: not an object with named values, but "
-            f"{type(row).__name__}"
-        )
-    text = row.get(text_field)
+def row_texts(path: Path, source: str, text_field: str) -> Iterator[str]:
+    """The texts ``text_field`` of a file's rows, in order; see :func:`file_rows`."""
+    for number, row in file_rows(path, source, {"text_field": text_field}):
+        yield text_of(path, number, row, "text_field", text_field)
+
+
+def text_of(path: Path, number: int, row: Mapping[str, Any], key: str, field: str) -> str:
+    """The text ``field`` of a row, which ``data.key`` names.
+
+    Raises:
+        ConfigError: there is none; names the file, the row and the key.
+    """
+    text = row.get(field)
     if not isinstance(text, str):
         held = "nothing" if text is None else type(text).__name__
-        other = f"{held} there" if text_field in row else f"it has {sorted(map(str, row))[:20]}"
-        raise ConfigError(
-            f"data.text_field: {path}, row {number} has no text {text_field!r}; {other}"
-        )
+        other = f"{held} there" if field in row else f"it has {sorted(map(str, row))[:20]}"
+        raise ConfigError(f"data.{key}: {path}, row {number} has no text {field!r}; {other}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -111,21 +123,24 @@ def _parsed(path: Path, number: int | None, data: bytes) -> Any:
         ) from error
 
 
-def _parquet_rows(path: Path, text_field: str) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path, fields: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     parquet = required("pyarrow.parquet", f"{path}, a parquet file,")
     wrong = required("pyarrow", "parquet").ArrowException
     number = 0
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             names = list(file.schema_arrow.names)
-            if text_field not in names:
-                raise ConfigError(
-                    f"data.text_field: {path} has no column {text_field!r}; it has {names[:20]}"
-                )
-            for batch in file.iter_batches(_BATCH_ROWS, columns=[text_field]):
-                for value in batch.column(text_field):
+            for key, field in fields.items():
+                if field not in names:
+                    raise ConfigError(
+                        f"data.{key}: {path} has no column {field!r}; it has {names[:20]}"
+                    )
+            wanted = list(fields.values())
+            for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
+                for values in zip(*(batch.column(field) for field in wanted), strict=True):
                     number += 1
-                    yield number, {text_field: value.as_py()}
+                    read = (value.as_py() for value in values)
+                    yield number, dict(zip(wanted, read, strict=True))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.paths: {path}, row {number}: the text is not UTF-8 ({error.reason})"

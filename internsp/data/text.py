@@ -1,23 +1,20 @@
-"""Where text comes from and how it becomes token ids: documents as bytes, tokenizers over them.
+"""Where text comes from: files as pieces of documents, in a fixed order.
 
 Sources are the running Python's own standard library, text files or folders, and JSONL or parquet
-files (:mod:`internsp.data.rows`). A tokenizer is bytes, or a ``tokenizers`` file.
+files (:mod:`internsp.data.rows`). All are read as streams: what is in memory at once does not grow
+with a file.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from internsp.config import DataConfig
-from internsp.data.rows import SUFFIXES, required, row_texts
+from internsp.config import DocumentsConfig
+from internsp.data.rows import SUFFIXES, row_texts
+from internsp.data.tokenizer import PIECE_BYTES, Piece
 from internsp.errors import ConfigError
 
 STDLIB_BYTES = 32_000_000
@@ -27,125 +24,31 @@ STDLIB_BYTES = 32_000_000
 _NOT_LIBRARY = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
-_END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-_ENCODE_AT_ONCE = 256  # documents handed to the tokenizer's own threads together
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back; ``end_of_document`` is the id put after each document."""
+def read_pieces(given: DocumentsConfig, paths: Iterable[str] | None = None) -> Iterator[Piece]:
+    """The text of the source's documents in a fixed order; empty documents are left out.
 
-    vocab_size: int
-    end_of_document: int
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without an end of document."""
-        ...
-
-    def encode_documents(self, documents: Iterable[bytes]) -> Iterator[NDArray[Any]]:
-        """Ids of each document, in order, in the smallest unsigned dtype that holds them."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; ends of documents are left out, broken characters replaced."""
-        ...
-
-
-class ByteTokenizer:
-    """Each byte is its own id, 256 ends a document."""
-
-    vocab_size = 257
-    end_of_document = 256
-
-    def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes of ``text``."""
-        return list(text.encode())
-
-    def encode_documents(self, documents: Iterable[bytes]) -> Iterator[NDArray[Any]]:
-        """One ``uint16`` array a document (256 does not fit a byte)."""
-        return (np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in documents)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids below 256."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-
-class FileTokenizer:
-    """A ``tokenizers`` JSON file. The end of a document is the file's own token where it has a
-    usual one (``<|endoftext|>``, ``</s>``, ...), else one more id after the file's last.
+    Args:
+        paths: of ``given.paths``, those to read; ``None``: all.
 
     Raises:
-        MissingDependencyError: ``tokenizers`` is not installed.
-        ConfigError: the file is missing or is not a tokenizer.
-    """
-
-    def __init__(self, path: str) -> None:
-        tokenizers = required("tokenizers", f"data.tokenizer = {path!r}")
-        if not os.path.isfile(path):
-            raise ConfigError(f"data.tokenizer: there is no file {path!r}")
-        with _tokenizer_errors(path, "is not a tokenizer"):
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        self._path = path
-        size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-        known = (self._tokenizer.token_to_id(name) for name in _END_OF_DOCUMENT_NAMES)
-        self.end_of_document: int = next((i for i in known if i is not None), size)
-        self.vocab_size: int = max(size, self.end_of_document + 1)
-        self._dtype = smallest_dtype(self.vocab_size)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` without the file's own begin and end tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def encode_documents(self, documents: Iterable[bytes]) -> Iterator[NDArray[Any]]:
-        """One array a document; bytes that are not UTF-8 are replaced."""
-        chunk: list[str] = []
-        for data in documents:
-            chunk.append(data.decode(errors="replace"))
-            if len(chunk) == _ENCODE_AT_ONCE:
-                yield from self._encode_chunk(chunk)
-                chunk = []
-        yield from self._encode_chunk(chunk)
-
-    def _encode_chunk(self, chunk: list[str]) -> Iterator[NDArray[Any]]:
-        with _tokenizer_errors(self._path, "cannot encode the text"):
-            encodings = self._tokenizer.encode_batch(chunk, add_special_tokens=False)
-        for encoding in encodings:
-            yield np.asarray(encoding.ids, dtype=self._dtype)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
-        inside = [int(i) for i in ids if i != self.end_of_document]
-        text: str = self._tokenizer.decode(inside, skip_special_tokens=True)
-        return text
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """``"bytes"`` or the path of a ``tokenizers`` file; raises as :class:`FileTokenizer` does."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
-
-
-def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest unsigned integer that holds every id below ``vocab_size``."""
-    for dtype in (np.uint8, np.uint16):
-        if vocab_size - 1 <= np.iinfo(dtype).max:
-            return dtype
-    return np.uint32
-
-
-def read_documents(config: DataConfig) -> Iterator[bytes]:
-    """The documents of ``config.source`` in a fixed order, empty ones left out.
-
-    Raises:
-        ConfigError: paths are missing (all are listed), or rows have no such ``text_field``.
+        ConfigError: paths are missing (all are listed), a file cannot be read, or rows have no such
+            ``text_field``.
         MissingDependencyError: parquet without ``pyarrow``.
     """
-    if config.source == "stdlib":
-        found = stdlib_documents()
-    else:
-        _check_paths(config)
-        paths = [Path(path) for path in config.paths]
-        found = text_documents(paths) if config.source == "text" else _row_documents(config)
-    return (data for data in found if data.strip())
+    if given.source == "stdlib":
+        yield from (Piece(text, True) for text in stdlib_documents() if text.strip())
+        return
+    check_paths(given)
+    for path in map(Path, given.paths if paths is None else paths):
+        for file in files_of(given, path):
+            if given.source == "text":
+                yield from _file_pieces(file, leave_out_binary=path.is_dir())
+            else:
+                texts = row_texts(file, given.source, given.text_field)
+                encoded = (text.encode() for text in texts)
+                yield from (Piece(text, True) for text in encoded if text.strip())
 
 
 def stdlib_documents(limit: int = STDLIB_BYTES) -> Iterator[bytes]:
@@ -164,28 +67,69 @@ def stdlib_documents(limit: int = STDLIB_BYTES) -> Iterator[bytes]:
                 return
 
 
-def text_documents(paths: Sequence[Path]) -> Iterator[bytes]:
-    """Each file is a document. Of a folder, all files below it in sorted order, except hidden ones
-    and those that hold a NUL byte (they are not text).
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    for path in paths:
-        if path.is_dir():
-            for file in _files_below(path):
-                data = _content(file)
-                if b"\0" not in data:
-                    yield data
-        else:
-            yield _content(path)
+def files_of(given: DocumentsConfig, path: Path) -> Iterator[Path]:
+    """The source's files that ``path`` names: itself, or those below it in sorted order, except
+    hidden ones."""
+    if not path.is_dir():
+        yield path
+        return
+    suffixes = SUFFIXES.get(given.source, ("",))
+    yield from (file for file in _files_below(path) if file.name.endswith(suffixes))
 
 
-def _content(path: Path) -> bytes:
+def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
+    """A text file is a document. Of a folder those with a NUL byte are left out: no text."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            text = file.read(PIECE_BYTES)
+            more = file.read(1)
+            if not more:
+                if text.strip() and not (leave_out_binary and b"\0" in text):
+                    yield Piece(text, True)
+                return
+            # Larger than a piece: looked at as a whole before any of it is given out.
+            blank, binary = _looked_at(file.read, text + more)
+            if blank or (leave_out_binary and binary):
+                return
+            file.seek(0)
+            yield from _cut(file.read)
     except OSError as error:
         raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
+
+
+def _looked_at(read: Callable[[int], bytes], text: bytes) -> tuple[bool, bool]:
+    """Whether a file holds no text, and whether it holds a NUL byte."""
+    blank, binary = True, False
+    while text:
+        blank, binary = blank and not text.strip(), binary or b"\0" in text
+        text = read(PIECE_BYTES)
+    return blank, binary
+
+
+def _cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
+    """Pieces of a large file, cut after a line, else between two characters."""
+    left = b""
+    while True:
+        read_now = read(PIECE_BYTES - len(left))
+        text = left + read_now
+        if len(text) < PIECE_BYTES:
+            yield Piece(text, True)
+            return
+        at = text.rfind(b"\n") + 1 or _between_characters(text)
+        yield Piece(text[:at], False)
+        left = text[at:]
+
+
+def _between_characters(text: bytes) -> int:
+    """The last place near the end that is not inside a character of UTF-8."""
+    at = len(text)
+    for back in range(1, 5):
+        byte = text[at - back]
+        if byte & 0xC0 == 0x80:  # goes on
+            continue
+        length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        return at if length <= back else at - back
+    return at
 
 
 def _files_below(root: Path, skip: Iterable[str] = ()) -> Iterator[Path]:
@@ -207,46 +151,21 @@ def _files_below(root: Path, skip: Iterable[str] = ()) -> Iterator[Path]:
                 yield path
 
 
-def _check_paths(config: DataConfig) -> None:
-    if not config.paths:
-        raise ConfigError(f"data.paths: source {config.source!r} needs at least one path")
-    missing = [path for path in config.paths if not os.path.exists(path)]
+def check_paths(given: DocumentsConfig) -> None:
+    """Refuse paths that are missing, or without a file of the source.
+
+    Raises:
+        ConfigError: all that are missing, a line each.
+    """
+    if not given.paths:
+        raise ConfigError(f"data.paths: source {given.source!r} needs at least one path")
+    missing = [path for path in given.paths if not os.path.exists(path)]
     if missing:
         raise ConfigError(
             "\n".join(f"data.paths: there is no file or folder {path!r}" for path in missing)
         )
-
-
-def row_files(config: DataConfig) -> list[Path]:
-    """The JSONL or parquet files of ``config``, those of its folders too.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    suffixes = SUFFIXES[config.source]
-    files: list[Path] = []
-    for path in map(Path, config.paths):
-        if path.is_dir():
-            files += [f for f in _files_below(path) if f.name.endswith(suffixes)]
-        else:
-            files.append(path)
-    if not files:
-        raise ConfigError(f"data.paths: no {' or '.join(suffixes)} file in {list(config.paths)}")
-    return files
-
-
-def _row_documents(config: DataConfig) -> Iterator[bytes]:
-    for file in row_files(config):
-        for text in row_texts(file, config.source, config.text_field):
-            yield text.encode()
-
-
-@contextmanager
-def _tokenizer_errors(path: str, what: str) -> Iterator[None]:
-    """Errors of ``tokenizers``: bare exceptions, and panics, which are no ``Exception``."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ConfigError(f"data.tokenizer: {path!r} {what}: {error}") from error
-        raise
+    if given.source == "text":
+        return
+    if not any(next(files_of(given, Path(path)), None) for path in given.paths):
+        suffixes = " or ".join(SUFFIXES[given.source])
+        raise ConfigError(f"data.paths: no {suffixes} file in {list(given.paths)}")

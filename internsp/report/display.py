@@ -48,9 +48,16 @@ def can_show_live(stream: TextIO, environ: Mapping[str, str]) -> bool:
 class RunHistory:
     """The figures that a display derives from the steps so far."""
 
-    def __init__(self, total_steps: int, done_steps: int = 0) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        done_steps: int = 0,
+        total_tokens: int = 0,
+        done_tokens: int = 0,
+    ) -> None:
         self.total = total_steps
         self.done = done_steps
+        self.total_tokens, self.done_tokens = total_tokens, done_tokens
         self.began = time.perf_counter()
         self.last: StepMetrics | None = None
         self.eval_loss: float | None = None
@@ -74,7 +81,18 @@ class RunHistory:
         """Steps left times the median of the last steps' time; None before the first step."""
         if not self._recent:
             return None
-        return max(0, self.total - self.done) * statistics.median(self._recent)
+        left: float = max(0, self.total - self.done)
+        if self.total_tokens and self.tokens:  # by what the steps so far have counted
+            left = max(0, self.total_tokens - self.done_tokens - self.tokens)
+            left *= len(self.losses) / self.tokens
+        return left * statistics.median(self._recent)
+
+    @property
+    def ended(self) -> bool:
+        """The last step has been shown."""
+        if self.total_tokens:
+            return self.done_tokens + self.tokens >= self.total_tokens
+        return self.done >= self.total
 
     def elapsed(self) -> float:
         """Seconds since the display was started."""
@@ -92,6 +110,9 @@ class Display:
         title: name of the run.
         log_every: steps between plain lines (the panel shows every step).
         done_steps: steps that an earlier run had finished, when this one resumes.
+        total_tokens: tokens after which the run ends; 0: by steps, of which ``total_steps`` is
+            otherwise an estimate.
+        done_tokens: those that an earlier run had counted.
         stream: where to write; standard output by default.
         environ: environment variables that decide (CI, NO_COLOR, TERM); the process's by default.
     """
@@ -103,10 +124,12 @@ class Display:
         title: str = "",
         log_every: int = 1,
         done_steps: int = 0,
+        total_tokens: int = 0,
+        done_tokens: int = 0,
         stream: TextIO | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._history = RunHistory(total_steps, done_steps)
+        self._history = RunHistory(total_steps, done_steps, total_tokens, done_tokens)
         self._title = title
         self._every = max(1, log_every)
         self._stream: TextIO = stream or sys.stdout
@@ -126,7 +149,7 @@ class Display:
         """Take in one finished step; the panel is redrawn at most five times a second."""
         history, first = self._history, self._history.last is None
         history.add(metrics)
-        last, now = history.done >= history.total, time.perf_counter()
+        last, now = history.ended, time.perf_counter()
         if self._panel is not None:
             if last or now - self._drawn >= _REFRESH_SECONDS:
                 self._drawn = now
@@ -220,11 +243,36 @@ def figures(metrics: StepMetrics, held_out: float | None) -> dict[str, str]:
         cells["held-out"] = f"{held_out:.4f}"
     cells["lr"] = f"{metrics.lr:.2e}"
     cells["grad norm"] = f"{metrics.grad_norm:.3g}"
+    if metrics.total_tokens is not None:
+        cells["tokens"] = short_count(metrics.total_tokens)
+    if metrics.epochs is not None:
+        cells["epoch"] = epochs_text(metrics.epochs)
     cells["tokens/s"] = f"{metrics.tokens_per_second:,.0f}"
     cells["exposed"] = exposed_text(metrics)
     if metrics.stage_wait_share is not None:
         cells["other stages"] = f"{metrics.stage_wait_share:.0%} of step"
     return cells
+
+
+def short_count(number: int) -> str:
+    """``1234567`` -> ``1.23M``."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            digits = ".3g" if number < 999.5 * size else ".0f"
+            return f"{number / size:{digits}}{unit}"
+    return str(number)
+
+
+_MOST_EPOCHS = 3  # texts of a mixture whose passes are shown
+
+
+def epochs_text(epochs: Mapping[str, float]) -> str:
+    """Passes over the text; of a mixture those of the texts gone through most often, by name."""
+    if list(epochs) == [""]:
+        return f"{epochs['']:.2f}"
+    most = sorted(epochs.items(), key=lambda item: -item[1])[:_MOST_EPOCHS]
+    more = ", ..." if len(epochs) > len(most) else ""
+    return ", ".join(f"{Path(name).name} {passes:.2f}" for name, passes in most) + more
 
 
 def exposed_text(metrics: StepMetrics) -> str:

@@ -54,6 +54,11 @@ class StepMetrics(BaseModel):
     skipped_steps: int | None = None
     """How many steps of the run, up to this one, have changed nothing, because gradients were not
     finite."""
+    total_tokens: int | None = None
+    """Valid tokens of the run up to this step, over all ranks."""
+    epochs: dict[str, float] | None = None
+    """How often the training text was gone through, up to this step: of a mixture's texts by name,
+    of one text alone under an empty name."""
     run: str | None = None
     """Id of the run."""
 

@@ -1,7 +1,9 @@
 """The sequence layout: what a rank of a sequence group holds of one batch. Made once a batch.
 
-Labels and positions are made from the whole sequence *before* it is cut, so that the last token of
-a shard is trained against the first of the next shard, and never against the next document.
+Labels and positions of this rank's own positions are made from the whole sequence's token ids, so
+that the last token of a shard is trained against the first of the next shard, and never against the
+next document. Beyond its token ids (and what a caller gives) nothing of a sequence's whole length
+exists here.
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ class SequenceLayout:
         size: int = 1,
         boundaries: Sequence[Sequence[int]] | None = None,
         labels: Tensor | None = None,
+        ignored: Sequence[Sequence[tuple[int, int]]] | None = None,
         ignore_index: int = IGNORE_INDEX,
         ring: int = 1,
         balance: str = "auto",
@@ -137,9 +140,11 @@ class SequenceLayout:
             boundaries: per row, the starts of its documents, 0 included; None: one document a row.
             labels: ``[B, S]``, already aligned (``labels[t]`` is what position ``t`` predicts).
                 None: the next token of the same document, ``ignore_index`` at its end.
+            ignored: in place of ``labels``: per row, half-open ranges of tokens that nothing is to
+                predict (prompts, padding), in order and disjoint.
 
         Raises:
-            LayoutError: shapes, ranks or boundaries that do not fit.
+            LayoutError: shapes, ranks, boundaries or ranges that do not fit.
         """
         if ids.dim() != 2 or 0 in ids.shape:
             raise LayoutError(f"Token ids must be [B, S] and not empty, got {list(ids.shape)}.")
@@ -155,24 +160,27 @@ class SequenceLayout:
         if len(starts) != batch:
             raise LayoutError(f"{batch} rows of ids, but boundaries of {len(starts)} rows.")
         documents = Documents.create(starts, length, ids.device)
-        positions = _positions(documents, ids.device)
-        if labels is None:
-            labels = _next_tokens(ids, positions, ignore_index)
         seen = Seen(causal, window, documents.rows)
         ranges = cut(length, size, ring, balance, seen)
         sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
         held = ranges[rank]
-        mine = taken(labels, held).to(torch.int64)
+        index = _indices(held, ids.device)
+        targets = _Targets(ids, starts, _ranges(ignored, batch, length, labels), ignore_index)
+        if labels is None:
+            mine, total = targets.labels(index), targets.total()
+        else:
+            mine = taken(labels, held).to(torch.int64)
+            total = int((labels != ignore_index).sum())
         return cls(
             length=length,
             sizes=sizes,
             ranges=ranges,
             input_ids=taken(ids, held).to(torch.int64).contiguous(),
             all_ids=ids.to(torch.int64),
-            positions=taken(positions, held).contiguous(),
+            positions=_positions(starts, index),
             labels=mine.contiguous(),
             valid_tokens=int((mine != ignore_index).sum()),
-            total_valid_tokens=int((labels != ignore_index).sum()),
+            total_valid_tokens=total,
             boundaries=starts,
             documents=documents,
             rank=rank,
@@ -187,7 +195,7 @@ class SequenceLayout:
     @property
     def all_positions(self) -> Tensor:
         """``[B, S]`` int64, those of all ranks; made anew."""
-        return _positions(self.documents, self.input_ids.device)
+        return _positions(self.boundaries, _indices(((0, self.length),), self.input_ids.device))
 
     def to(self, device: torch.device | str) -> SequenceLayout:
         """The same layout with its tensors on ``device``."""
@@ -215,14 +223,89 @@ def in_order(gathered: Tensor, ranges: Sequence[Ranges], dim: int = 1) -> Tensor
     return gathered.index_select(dim, torch.tensor(order, device=gathered.device))
 
 
-def _positions(documents: Documents, device: torch.device) -> Tensor:
-    """``[B, S]``: 0, 1, 2, ... from the start of each document."""
-    rows = [torch.cat([torch.arange(size) for size in sizes]) for sizes in documents.lengths]
-    return torch.stack(rows).to(device)
+def _indices(held: Ranges, device: torch.device) -> Tensor:
+    """The positions of some ranges in the sequence, ``[s]`` int64."""
+    pieces = [torch.arange(start, stop, device=device) for start, stop in held]
+    return torch.cat(pieces or [torch.arange(0, device=device)])
 
 
-def _next_tokens(ids: Tensor, positions: Tensor, ignore_index: int) -> Tensor:
-    """Ids shifted left by one; a position followed by the start of a document predicts nothing."""
-    labels = torch.full_like(ids, ignore_index, dtype=torch.int64)
-    labels[:, :-1] = ids[:, 1:].masked_fill(positions[:, 1:] == 0, ignore_index)
-    return labels
+def _positions(starts: Sequence[Sequence[int]], index: Tensor) -> Tensor:
+    """``[B, s]``: of positions in the sequence, those within their documents."""
+    return torch.stack([index - _before(row, index) for row in starts])
+
+
+def _before(starts: Sequence[int], index: Tensor) -> Tensor:
+    """The last of ``starts`` (0 first, rising) that is not behind each position."""
+    first = torch.tensor(starts, device=index.device)
+    return first[torch.searchsorted(first, index, right=True) - 1]
+
+
+def _ranges(
+    ignored: Sequence[Sequence[tuple[int, int]]] | None,
+    batch: int,
+    length: int,
+    labels: Tensor | None,
+) -> Sequence[Sequence[tuple[int, int]]]:
+    if ignored is None:
+        return [()] * batch
+    if labels is not None:
+        raise LayoutError("Give labels or ignored ranges, not both: labels say it themselves.")
+    if len(ignored) != batch:
+        raise LayoutError(f"{batch} rows of ids, but ignored ranges of {len(ignored)} rows.")
+    for row, ranges in enumerate(ignored):
+        edges = [0, *(edge for span in ranges for edge in span), length]
+        if any(a > b for a, b in pairwise(edges)) or any(a == b for a, b in ranges):
+            raise LayoutError(
+                f"Ignored ranges of row {row} must rise within 0 and {length} and hold a token; "
+                f"got {list(ranges)}."
+            )
+    return ignored
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """Which tokens of a batch the token before them predicts.
+
+    Not the first of a document, those of an ignored range, and those whose id is ``ignore_index``.
+    """
+
+    ids: Tensor
+    starts: Sequence[Sequence[int]]
+    ignored: Sequence[Sequence[tuple[int, int]]]
+    ignore_index: int
+
+    def labels(self, index: Tensor) -> Tensor:
+        """``[B, s]`` int64: what the positions ``index`` predict."""
+        following = index + 1
+        last = following == self.ids.shape[1]
+        within = following.masked_fill(last, 0)
+        rows = []
+        for ids, starts, ignored in zip(self.ids, self.starts, self.ignored, strict=True):
+            nothing = last | (_before(starts, within) == within)
+            if ignored:
+                edges = torch.tensor(ignored, device=index.device).flatten()
+                nothing |= torch.searchsorted(edges, within, right=True) % 2 == 1
+            rows.append(ids[within].to(torch.int64).masked_fill(nothing, self.ignore_index))
+        return torch.stack(rows)
+
+    def total(self) -> int:
+        """How many there are in the whole batch."""
+        batch, length = self.ids.shape
+        count = batch * length
+        for starts, ignored in zip(self.starts, self.ignored, strict=True):
+            first = torch.tensor(starts)
+            count -= len(starts)
+            for begin, end in ignored:
+                inside = torch.searchsorted(first, torch.tensor([begin, end]))
+                count -= end - begin - int(inside[1] - inside[0])
+        if int(self.ids.min()) <= self.ignore_index <= int(self.ids.max()):
+            count -= self._of_the_index()
+        return count
+
+    def _of_the_index(self) -> int:
+        """Those that are none for their id alone."""
+        count = 0
+        for row, column in (self.ids == self.ignore_index).nonzero().tolist():
+            inside = any(begin <= column < end for begin, end in self.ignored[row])
+            count += column not in self.starts[row] and not inside
+        return count

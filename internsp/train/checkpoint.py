@@ -40,6 +40,7 @@ class Resumed:
     Attributes:
         step: finished steps.
         sequences: rows of the training text that they took.
+        tokens: those of them that the loss has counted.
         path: the checkpoint's folder.
         run: id of the run that wrote it.
         notes: what the user should read: settings taken over, damaged checkpoints passed over.
@@ -47,12 +48,15 @@ class Resumed:
 
     step: int
     sequences: int
+    tokens: int
     path: Path
     run: str
     notes: list[str]
 
 
-def manifest_of(session: Session, step: int, sequences: int, run: str) -> dict[str, Any]:
+def manifest_of(
+    session: Session, step: int, sequences: int, tokens: int, run: str
+) -> dict[str, Any]:
     """What a checkpoint says of itself, as JSON, but for what it holds. On rank 0."""
     scaler = session.optimizer.loss_scaler
     return Manifest(
@@ -60,7 +64,7 @@ def manifest_of(session: Session, step: int, sequences: int, run: str) -> dict[s
         run=run,
         mesh=session.mesh.shape.degrees(),
         config=session.config.model_dump(mode="json"),
-        data=_position(session, sequences),
+        data=_position(session, sequences, tokens),
         loss_scaler=None if scaler is None else scaler.state_dict(),
         values={},
         tensors={},
@@ -68,11 +72,12 @@ def manifest_of(session: Session, step: int, sequences: int, run: str) -> dict[s
     ).model_dump(mode="json")
 
 
-def _position(session: Session, sequences: int) -> Position:
+def _position(session: Session, sequences: int, tokens: int) -> Position:
     document, token = session.source.place_of(sequences)
     return Position(
         fingerprint=session.source.fingerprint,
         sequences=sequences,
+        tokens=tokens,
         document=document,
         token=token,
     )
@@ -100,11 +105,11 @@ def load(session: Session, path: Path) -> Resumed:
         lines = [f"checkpoint.resume: {chosen} was trained with other settings:", *refused]
         remedy = "Set them as they were, or start afresh without --resume."
         raise ConfigError("\n  ".join(lines) + f"\n{remedy}")
-    here = _position(session, content.data.sequences)
+    here = _position(session, content.data.sequences, content.data.tokens)
     if content.data.fingerprint != here.fingerprint:
         raise ConfigError(
-            f"checkpoint.resume: {chosen} was trained on other text than [data] gives now; the "
-            "order of the data would not continue"
+            f"checkpoint.resume: {chosen} was trained on other text (or another mixture) "
+            "than [data] gives now; the order of the data would not continue"
         )
     if content.data != here:  # another version of what shuffles
         raise ConfigError(
@@ -135,12 +140,19 @@ def load(session: Session, path: Path) -> Resumed:
         )
     require_finite(session, f"{chosen} is not resumed from; give the path of an earlier checkpoint")
     notes += taken
-    if content.step >= session.config.train.steps:
+    train = session.config.train
+    if train.tokens and content.data.tokens >= train.tokens:
         notes.append(
-            f"{chosen} has finished {content.step} steps: train.steps = "
-            f"{session.config.train.steps} leaves none to do"
+            f"{chosen} has counted {content.data.tokens} tokens: train.tokens = {train.tokens} "
+            "leaves none to do"
         )
-    return Resumed(content.step, content.data.sequences, chosen, content.run, notes)
+    elif not train.tokens and content.step >= train.steps:
+        notes.append(
+            f"{chosen} has finished {content.step} steps: train.steps = {train.steps} leaves none "
+            "to do"
+        )
+    data = content.data
+    return Resumed(content.step, data.sequences, data.tokens, chosen, content.run, notes)
 
 
 def _newest_whole(path: Path) -> tuple[Path, Manifest, list[str]]:

@@ -100,15 +100,17 @@ class Position(_Part):
     """Where a run is in its text.
 
     Attributes:
-        fingerprint: digest of all tokens and of where documents start.
+        fingerprint: digest of all documents, and of how they are mixed.
         sequences: rows taken so far, in the order that the seed gives; the next run's first row is
             this one, whatever its mesh and batch.
+        tokens: of those rows, those that the loss has counted.
         document, token: where that row begins: documents count in the order of the training text,
             tokens from the document's own first.
     """
 
     fingerprint: str
     sequences: Count
+    tokens: Count
     document: Count
     token: Count
 

@@ -86,9 +86,12 @@ class _Run:
         self.config = session.config
         self.output = folder.path
         self.id = folder.run
-        self.notes = [*folder.notes, *(resumed.notes if resumed else [])]
+        self.notes = [
+            *session.source.notes, *folder.notes, *(resumed.notes if resumed else [])
+        ]  # fmt: skip
         self.done = self.step = resumed.step if resumed else 0
         self.sequences = resumed.sequences if resumed else 0
+        self.tokens = resumed.tokens if resumed else 0
         self.saver = Saver(session, folder.path / "checkpoints", folder.run)
         self.stop = stop
         self.main = session.mesh.rank == 0
@@ -152,7 +155,12 @@ class _Run:
             self.skipped_before = rows[-1].skipped_steps or 0
         train = self.config.train
         display = Display(
-            train.steps, title=train.name, log_every=train.log_every, done_steps=self.done
+            self.session.steps,
+            title=train.name,
+            log_every=train.log_every,
+            done_steps=self.done,
+            total_tokens=train.tokens,
+            done_tokens=self.tokens,
         )
         display.start()
         parameters = self.session.parameters
@@ -164,16 +172,18 @@ class _Run:
     def _loop(self, display: Display | None, writer: MetricsWriter | None) -> StepMetrics | None:
         """All steps; the last one's metrics, neither evaluated nor written yet."""
         train, trace = self.config.train, self.session.trace
-        timeline = min(self.done + _TIMELINE_STEP, train.steps - 1)
+        timeline = min(self.done + _TIMELINE_STEP, self.session.steps - 1)
         every = self.config.checkpoint.every
         if every:
             self.saver.prepare()
-        while self.step < train.steps:
+        while not self._finished():
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
             metrics, self.interrupted, saved = self.runner.step(
                 self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
             )
+            self.sequences += train.global_batch
+            self.tokens += metrics.tokens
             metrics = self._counted(metrics)
             if self.step <= timeline:
                 trace.resolve()
@@ -181,12 +191,11 @@ class _Run:
             trace.enabled = False
             trace.clear()
             self.step += 1
-            self.sequences += train.global_batch
             self._saved(partial(self.saver.advance, saved), display)
             if self.interrupted:
                 self._learn_why(display)
             self.failure = too_many_skipped(self.session, self.step) or self._replicas()
-            if self.interrupted or self.failure is not None or self.step == train.steps:
+            if self.interrupted or self.failure is not None or self._finished():
                 return metrics
             metrics = self._evaluated(metrics, False, display)
             self._record(metrics, display, writer)
@@ -201,6 +210,11 @@ class _Run:
             if every and self.step % every == 0:
                 self._save(display)
         return None
+
+    def _finished(self) -> bool:
+        """The last step has been done; the same on all ranks."""
+        train = self.config.train
+        return self.tokens >= train.tokens if train.tokens else self.step >= train.steps
 
     def _replicas(self) -> ReplicaError | None:
         """Whether replicas are equal, in the steps that ask. Collective."""
@@ -244,7 +258,7 @@ class _Run:
     def _save(self, display: Display | None, last: bool = False) -> Path | None:
         """Save this step; the ``last`` one is waited for, of which the checkpoint is returned."""
         self._saved(self.saver.finish, display)
-        self.saver.start(self.step, self.sequences)
+        self.saver.start(self.step, self.sequences, self.tokens)
         return self._saved(self.saver.finish, display, last) if last else None
 
     def _saved(
@@ -269,7 +283,10 @@ class _Run:
 
     def _counted(self, metrics: StepMetrics) -> StepMetrics:
         skipped = self.skipped_before + (metrics.skipped_steps or 0)
-        return metrics.model_copy(update={"skipped_steps": skipped})
+        gone = {
+            "total_tokens": self.tokens, "epochs": self.session.source.epochs(self.sequences),
+        }  # fmt: skip
+        return metrics.model_copy(update={"skipped_steps": skipped, **gone})
 
     def _evaluated(self, metrics: StepMetrics, last: bool, display: Display | None) -> StepMetrics:
         every = self.config.train.eval_every

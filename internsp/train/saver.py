@@ -107,13 +107,14 @@ class Saver:
             self._writer.order("remember", tensors=tensors)
             self._writer.answer()
 
-    def start(self, step: int, sequences: int) -> None:
+    def start(self, step: int, sequences: int, tokens: int = 0) -> None:
         """Copy the state of ``step`` finished steps; it is written while the caller goes on.
 
         Nothing is under way: :meth:`finish` comes first.
 
         Args:
             sequences: rows of the training text that were taken.
+            tokens: of those, that the loss has counted.
         """
         assert self._save is None, "never two at once"
         plan, writer = self.prepare()
@@ -124,7 +125,7 @@ class Saver:
         plan.fill(writer.memory, tensors)
         content = {}
         if self._session.mesh.rank == 0:
-            content = manifest_of(self._session, step, sequences, self._run)
+            content = manifest_of(self._session, step, sequences, tokens, self._run)
         self._save = _Save(step, final, folder, values, content)
         # A buffer may hold what is not finite: a mask.
         plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]

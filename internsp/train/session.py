@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from internsp.config import Config
-from internsp.data.batches import DataSource, vocabulary_mistake
+from internsp.data.batches import DataSource
+from internsp.errors import ConfigError
 from internsp.factory import build_to_train, first_values, to_parallelize
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
@@ -18,6 +20,7 @@ from internsp.pipeline import Pipeline, SchedulerHook
 from internsp.plan.tiles import resolved
 from internsp.sp.dispatch import fixed_sizes
 from internsp.trace import Trace
+from internsp.train.inputs import open_source
 from internsp.train.optimizers import make_optimizer, names_matched
 from internsp.train.rates import RateFactor
 from internsp.wp.communicator import ISPCommunicator
@@ -35,6 +38,7 @@ class Session:
         pipeline: runs the chunks; ``None`` where the model is whole.
         hooks: told of every forward, criterion and backward, with a pipeline or without.
         parameters: elements of the whole model.
+        steps: of the run; with ``train.tokens`` about as many, see :func:`steps_of`.
     """
 
     config: Config
@@ -48,6 +52,7 @@ class Session:
     pipeline: Pipeline | None
     hooks: list[SchedulerHook]
     parameters: int
+    steps: int
 
     @property
     def optimizer(self) -> ZeroOptimizer:
@@ -82,11 +87,8 @@ class Session:
             device_type=None if parallel.device == "auto" else parallel.device,
             timeout_seconds=parallel.timeout_seconds,
         )
-        source = DataSource.create(
-            config.data, global_batch=config.train.global_batch, seed=config.train.seed
-        )
-        if source.vocab_size > config.model.vocab_size:
-            raise vocabulary_mistake(config, source)
+        source = open_source(config, mesh)
+        steps = steps_of(config, source)
         model: Any = build_to_train(config)
         parameters = sum(p.numel() for p in model.parameters())
         names_matched(config, [name for name, _ in to_parallelize(model).named_parameters()])
@@ -110,12 +112,12 @@ class Session:
         scaler = _scaler(config)
         optimizers = [make_optimizer(config, each, scaler) for each in communicators]
         schedules = [
-            torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config))
+            torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
             for optimizer in optimizers
         ]
         return cls(
             config, mesh, modules, communicators, optimizers, schedules, source, trace, pipeline,
-            everyone if pipeline is None else pipeline.hooks, parameters,
+            everyone if pipeline is None else pipeline.hooks, parameters, steps,
         )  # fmt: skip
 
 
@@ -149,3 +151,18 @@ def _scaler(config: Config) -> LossScaler | None:
             settings.loss_scale_init, growth_interval=settings.loss_scale_growth_interval
         )
     return None
+
+
+def steps_of(config: Config, source: DataSource) -> int:
+    """Steps of a run. Of one that ends by ``train.tokens`` the schedule needs their number before
+    it begins: as many as the tokens of the first sequences let expect."""
+    train = config.train
+    if not train.tokens:
+        return train.steps
+    each = source.tokens_of_a_sequence * train.global_batch
+    if not each:
+        raise ConfigError(
+            "train.tokens: in the first sequences of [data] no token is predicted, so that the run "
+            "would not end: raise data.sequence_length"
+        )
+    return max(1, math.ceil(train.tokens / each))

@@ -130,7 +130,7 @@ class StepRunner:
         balance = config.parallel.balance if mesh.pipeline == 1 else FIXED
         layout = SequenceLayout.create(
             batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
-            ring=mesh.ring, balance=balance,
+            ignored=batch.ignored, ring=mesh.ring, balance=balance,
         )  # fmt: skip
         return layout.to(mesh.device)
 

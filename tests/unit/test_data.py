@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from internsp.config import DataConfig
-from internsp.data.batches import DataSource, TokenStream, rows_of, split_documents
-from internsp.data.text import ByteTokenizer, load_tokenizer, read_documents, stdlib_documents
+from internsp.data import text as sources
+from internsp.data.batches import DataSource, rows_of, split
+from internsp.data.cut import Documents, PackedRows
+from internsp.data.store import TokenArray, documents
+from internsp.data.text import read_pieces, stdlib_documents
+from internsp.data.tokenizer import ByteTokenizer, Piece, load_tokenizer
 from internsp.errors import ConfigError, MissingDependencyError
 
 OWN_TEXT = Path(__file__).parents[1] / "data"
@@ -31,23 +35,49 @@ def text_folder(folder: Path, *texts: str) -> DataConfig:
     return DataConfig(source="text", paths=(str(folder),), sequence_length=4, held_out=0.0)
 
 
+def read_documents(config: DataConfig) -> list[bytes]:
+    """Whole documents."""
+    found = [b""]
+    for piece in read_pieces(config):
+        found[-1] += piece.text
+        found += [b""] * piece.ends
+    assert found.pop() == b""
+    return found
+
+
+def packed(source: DataSource, held_out: bool = False) -> PackedRows:
+    part = source.parts[0]
+    rows = part.held_out if held_out else part.train
+    assert isinstance(rows, PackedRows)
+    return rows
+
+
+def tokens_of(rows: PackedRows) -> list[int]:
+    return rows.documents.read(0, len(rows.documents)).tolist()
+
+
+def stored(*contents: list[int], end: int | None = END) -> TokenArray:
+    encoded = ((np.array(content, np.uint16), True) for content in contents)
+    return TokenArray(documents(encoded, end), np.uint16)
+
+
 def test_documents_are_packed_end_to_end_with_an_end_token_and_their_starts(tmp_path: Path) -> None:
     source = DataSource.create(text_folder(tmp_path, "abc", "de"), global_batch=1, seed=0)
-    tokens, starts = source.train.tokens.tolist(), source.train.starts.tolist()
+    tokens, starts = tokens_of(packed(source)), packed(source).documents.starts.tolist()
     first, second = [97, 98, 99, END], [100, 101, END]
-    assert (tokens, starts) in [(first + second, [0, 4]), (second + first, [0, 3])]
+    assert (tokens, starts) in [(first + second, [0, 4, 7]), (second + first, [0, 3, 7])]
 
 
 def test_a_row_is_the_stream_from_its_begin_and_knows_the_documents_that_start_in_it() -> None:
-    documents = [np.array(d, np.uint16) for d in ([1, 2, END], [3, END], [4, 5, 6, 7, END])]
-    stream = TokenStream.join(documents, 257)
-    batch = stream.cut([0, 2, 3, 6], 4, pack=True)
-    assert batch.ids.dtype == torch.int64
-    assert batch.ids.tolist() == [
+    store = stored([4, 5, 6, 7], [1, 2], [3])
+    # In another order than stored, over two stores.
+    found = Documents.create([store, store], np.array([5, 8, 10]), np.array([3, 2, 5]))
+    rows = PackedRows(found, 4, seed=0)
+    assert [rows.cut(begin).ids.tolist() for begin in (0, 2, 3, 6)] == [
         [1, 2, END, 3], [END, 3, END, 4], [3, END, 4, 5], [5, 6, 7, END],
     ]  # fmt: skip
-    assert batch.boundaries == [[0, 3], [0, 1, 3], [0, 2], [0]]
-    assert stream.cut([0], 4, pack=False).boundaries is None
+    starts = [[0, 3], [0, 1, 3], [0, 2], [0]]
+    assert [rows.cut(begin).starts for begin in (0, 2, 3, 6)] == starts
 
 
 def test_the_rows_of_all_ranks_and_micro_batches_together_are_the_global_batch() -> None:
@@ -69,16 +99,16 @@ def test_the_rows_of_all_ranks_and_micro_batches_together_are_the_global_batch()
 
 def test_one_pass_sees_no_token_twice_and_the_next_pass_is_cut_and_ordered_anew() -> None:
     source = own_text(batch=1)
-    rows = source.rows_per_epoch
-    passes = [[source._epoch(epoch)[i] for i in range(rows)] for epoch in (0, 1)]
+    rows = packed(source).per_epoch
+    passes = [packed(source).order(epoch).tolist() for epoch in (0, 1)]
     for begins in passes:
         assert np.all(np.diff(sorted(begins)) == 64)
         assert min(begins) >= 0
-        assert max(begins) + 64 <= len(source.train)
+        assert max(begins) + 64 <= len(packed(source).documents)
     assert passes[0] != passes[1]
     assert passes[0][0] % 64 != passes[1][0] % 64
     last, following = source.train_batch(rows - 1).ids[0], source.train_batch(rows).ids[0]
-    tokens = torch.from_numpy(source.train.tokens.astype(np.int64))
+    tokens = torch.tensor(tokens_of(packed(source)))
     assert torch.equal(last, tokens[passes[0][-1] :][:64])
     assert torch.equal(following, tokens[passes[1][0] :][:64])
 
@@ -90,31 +120,38 @@ def test_order_depends_on_the_seed_and_on_the_rows_taken_alone() -> None:
     assert not torch.equal(one.train_batch(7).ids, other.train_batch(7).ids)
     assert not torch.equal(one.train_batch(7).ids, one.train_batch(8).ids)
     assert one.fingerprint == same.fingerprint
-    assert torch.equal(one.held_out.cut([0], 64, True).ids, other.held_out.cut([0], 64, True).ids)
+    assert tokens_of(packed(one, held_out=True)) == tokens_of(packed(other, held_out=True))
+    assert one.fingerprint != other.fingerprint, "another order"
 
 
 def test_held_out_documents_are_whole_chosen_by_content_and_not_in_the_training_text() -> None:
-    documents = [np.frombuffer(f"document {i}".encode(), np.uint8) for i in range(40)]
-    train, held = split_documents(documents, 0.1, END)
-    moved, held_again = split_documents(documents[::-1], 0.1, END)
-    texts = {bytes(d[:-1].astype(np.uint8)) for d in held}
-    assert len(held) == 4
-    assert len(train) == 36
-    assert texts == {bytes(d[:-1].astype(np.uint8)) for d in held_again}
-    assert not texts & {bytes(d[:-1].astype(np.uint8)) for d in [*train, *moved]}
-    assert all(d[-1] == END for d in [*train, *held])
+    contents = [list(f"document {i}".encode()) for i in range(40)]
+
+    def parts(contents: list[list[int]]) -> list[set[bytes]]:
+        store = stored(*contents)
+        views = split(store.lengths(), store.digests(), 0.1, 1)
+        found = [[store.read(b, n).tolist() for b, n in zip(*v, strict=True)] for v in views]
+        assert all(document[-1] == END for part in found for document in part)
+        assert [len(part) for part in found] == [36, 4]
+        return [{bytes(document[:-1]) for document in part} for part in found]
+
+    train, held = parts(contents)
+    moved, held_again = parts(contents[::-1])
+    assert held == held_again
+    assert not held & (train | moved)
 
 
 def test_of_few_documents_the_tail_of_each_is_held_out() -> None:
-    document = np.arange(100, dtype=np.uint16)
-    train, held = split_documents([document], 0.05, END)
-    assert [d.tolist() for d in train] == [list(range(95))]
-    assert [d.tolist() for d in held] == [[*range(95, 100), END]]
+    store = stored([*range(100)], [7])
+    train, held = split(store.lengths(), None, 0.05, 1)
+    assert [part.tolist() for part in train] == [[0, 101], [95, 2]]
+    assert [part.tolist() for part in held] == [[95], [6]]
+    assert store.read(95, 6).tolist() == [*range(95, 100), END]
 
 
 def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short() -> None:
     source = own_text(length=32)
-    available = len(source.held_out) // 32
+    available = packed(source, held_out=True).available
     source.global_batch = available // 2
     batches = list(source.held_out_batches(2))
     assert len({tuple(row) for b in batches for row in b.ids.tolist()}) == available // 2 * 2
@@ -124,7 +161,7 @@ def test_held_out_batches_spread_over_the_text_and_repeat_only_when_it_is_short(
     whole = next(source.held_out_batches(1))
     halves = [next(source.held_out_batches(1, slice(a, a + 2))).ids for a in (0, 2)]
     assert torch.equal(torch.cat(halves), whole.ids)
-    assert whole.ids[0].tolist() == source.held_out.tokens[:32].tolist()
+    assert whole.ids[0].tolist() == tokens_of(packed(source, held_out=True))[:32]
 
 
 def test_nothing_is_held_out_when_the_share_is_zero(tmp_path: Path) -> None:
@@ -138,8 +175,8 @@ def test_the_standard_library_starts_quickly_and_is_the_same_every_time() -> Non
     source = DataSource.create(DataConfig(), global_batch=2)
     seconds = time.perf_counter() - start
     assert seconds < 5  # under one second when nothing else runs
-    assert len(source.train) > 4_000_000
-    assert source.train.tokens.dtype == np.uint16
+    assert len(packed(source).documents) > 4_000_000
+    assert packed(source).documents.read(0, 2).dtype == np.uint16
     first = next(stdlib_documents())
     assert first == next(stdlib_documents())
     assert sum(len(d) for d in stdlib_documents(limit=1000)) == 1000
@@ -154,7 +191,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(data)
     config = DataConfig(source="text", paths=(str(tmp_path), str(tmp_path / "z.md")))
-    assert list(read_documents(config)) == [b"last", b"first of b", b"last"]
+    assert read_documents(config) == [b"last", b"first of b", b"last"]
 
 
 def test_bytes_and_text_turn_into_each_other_whatever_the_bytes() -> None:
@@ -192,10 +229,9 @@ def test_batches_of_any_sizes_take_every_row_once_and_each_place_is_that_of_its_
     assert torch.equal(wanted, found)
     for row in range(12):
         document, token = one.place_of(row)
-        begin = int(one.train.starts[document]) + token
-        end = [*one.train.starts[1:], len(one.train)][document]
-        assert 0 <= begin < end
-        assert torch.from_numpy(one.train.tokens[begin:][:64].astype(np.int64)).equal(wanted[row])
+        begin = int(packed(one).documents.starts[document]) + token
+        assert 0 <= begin < packed(one).documents.starts[document + 1]
+        assert packed(one).documents.read(begin, 64).tolist() == wanted[row].tolist()
 
 
 def test_a_negative_number_of_rows_is_refused() -> None:
@@ -210,7 +246,7 @@ def test_without_the_extra_the_install_line_names_the_packages_themselves(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "a.parquet").touch()
     with pytest.raises(MissingDependencyError, match=r"'pyarrow': pip install pyarrow$"):
-        list(read_documents(DataConfig(source="parquet", paths=(str(tmp_path),))))
+        read_documents(DataConfig(source="parquet", paths=(str(tmp_path),)))
     with pytest.raises(MissingDependencyError, match=r"'tokenizers': pip install tokenizers$"):
         load_tokenizer("any.json")
 
@@ -226,12 +262,12 @@ def test_rows_of_jsonl_and_parquet_files_are_documents(tmp_path: Path) -> None:
     expected = [text.encode() for text in texts if text]
     for source in ("jsonl", "parquet"):
         config = DataConfig(source=source, paths=(str(tmp_path),), text_field="body")
-        assert list(read_documents(config)) == expected
+        assert read_documents(config) == expected
     with pytest.raises(ConfigError, match=r"no text 'text'; it has \['body', 'n'\]"):
-        list(read_documents(DataConfig(source="jsonl", paths=(str(tmp_path / "a.jsonl"),))))
+        read_documents(DataConfig(source="jsonl", paths=(str(tmp_path / "a.jsonl"),)))
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(ConfigError, match=r"no \.parquet file"):
-        list(read_documents(DataConfig(source="parquet", paths=(str(tmp_path),))))
+        read_documents(DataConfig(source="parquet", paths=(str(tmp_path),)))
 
 
 @pytest.mark.parametrize("end_name", ["</s>", "unusual"])
@@ -248,8 +284,28 @@ def test_a_tokenizers_file_gives_ids_and_text_and_the_end_of_a_document(
     assert (tokenizer.end_of_document, tokenizer.vocab_size) == (end, max(5, end + 1))
     assert tokenizer.encode("cut every head") == [2, 3, 0]
     assert tokenizer.decode([2, 4, end]) == "cut weight"
-    encoded = list(tokenizer.encode_documents([b"weight", b"cut every"] * 300))
-    assert [e.tolist() for e in encoded] == [[4], [2, 3]] * 300
+    pieces = [Piece(b"weight", True), Piece(b"cut every", False)] * 300
+    found = [(ids.tolist(), ends) for ids, ends in tokenizer.encode_pieces(pieces)]
+    assert found == [([4], True), ([2, 3], False)] * 300
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path / "broken.json"))
+
+
+@pytest.mark.parametrize("line", ["é" * 37 + "\n", "\N{WOMAN}\N{COMBINING ACUTE ACCENT}x"])
+def test_a_large_text_is_read_in_pieces_cut_after_lines_or_between_characters(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = line.encode() * 50
+    (tmp_path / "large.txt").write_bytes(content)
+    (tmp_path / "blank.txt").write_bytes(b" " * 300)
+    (tmp_path / "binary.txt").write_bytes(b"a" * 300 + b"\0")
+    (tmp_path / "end.txt").write_bytes(b"b" * 128)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 64)
+    config = DataConfig(source="text", paths=(str(tmp_path),))
+    assert read_documents(config) == [b"b" * 128, content]
+    pieces = [piece.text for piece in read_pieces(config)]
+    assert max(map(len, pieces)) <= 64
+    assert "".join(piece.decode() for piece in pieces).endswith(line * 50)
+    if line.endswith("\n"):
+        assert all(piece.endswith((b"\n", b"b")) or len(piece) == 64 for piece in pieces if piece)

@@ -181,12 +181,13 @@ def test_a_vocabulary_that_is_too_small_and_documents_without_a_token_are_refuse
     made.save("t.json")
     Path("rows.jsonl").write_text("".join('{"text": "xx"}\n' for _ in range(50)))
     data = {"source": "jsonl", "paths": ["rows.jsonl"], "tokenizer": "t.json"}
-    assert "finds no token in 50 documents" in told(small(data=data))
+    assert "data.tokenizer finds no token in it" in told(small(data=data))
     with Path("rows.jsonl").open("a") as file:
         file.write('{"text": "' + "a " * 400 + '"}\n')
     source = DataSource.create(small(data=data | {"held_out": 0.0}).data, global_batch=2)
     # What holds no token is left out, with its end: else a batch may hold ends alone.
-    assert source.train.tokens.tolist() == [0] * 400 + [1]
+    found = source.parts[0].train.documents
+    assert found.read(0, len(found)).tolist() == [0] * 400 + [1]
     assert "model.vocab_size: 1 is less than the 2 ids" in told(
         small(data=data, model={"hidden_size": 16, "vocab_size": 1})
     )

@@ -11,7 +11,7 @@ import pytest
 
 from internsp.config import DataConfig
 from internsp.data.rows import row_texts
-from internsp.data.text import read_documents
+from internsp.data.text import read_pieces
 from internsp.errors import ConfigError
 
 GOOD = b'{"text": "one"}\n\n{"text": "two"}\n'
@@ -121,7 +121,7 @@ def test_files_that_cannot_be_read_are_named_and_pipes_are_not_waited_for(tmp_pa
     def told(name: str, source: str = "text") -> str:
         config = DataConfig(source=source, paths=(str(tmp_path / name),))
         with pytest.raises(ConfigError) as caught:
-            list(read_documents(config))
+            list(read_pieces(config))
         return str(caught.value)
 
     (tmp_path / "folder").mkdir()
@@ -137,4 +137,4 @@ def test_files_that_cannot_be_read_are_named_and_pipes_are_not_waited_for(tmp_pa
     assert "no .jsonl or .json" in told("pipes", "jsonl")
     (tmp_path / "pipes" / "b.txt").write_text("text beside a pipe")
     config = DataConfig(source="text", paths=(str(tmp_path / "pipes"),))
-    assert list(read_documents(config)) == [b"text beside a pipe"]
+    assert list(read_pieces(config)) == [(b"text beside a pipe", True)]

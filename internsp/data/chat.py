@@ -1,0 +1,153 @@
+"""Chats and instructions: token ids by the tokenizer's own chat template, and which of them count.
+
+Only the assistant's tokens count: what it says, and the end of its turn. A template that marks them
+(``{% generation %}``) is believed. Of any other, a message's tokens are what the template appends
+for it after the prompt for a generation, which must be an appendix: a template that writes earlier
+messages anew is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from internsp.config import DocumentsConfig
+from internsp.data.rows import file_rows, required, text_of
+from internsp.data.text import check_paths, files_of
+from internsp.data.tokenizer import FolderTokenizer, Tokenizer, Tokens, smallest_dtype
+from internsp.errors import ConfigError
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+Message = Mapping[str, Any]
+
+
+def conversations(
+    given: DocumentsConfig, tokenizer: Tokenizer, paths: Iterable[str] | None = None
+) -> Iterator[tuple[Tokens, bool]]:
+    """A document for each row, in order: ids with whether they count (:func:`marked`).
+
+    Rows in which nothing counts are left out: there is nothing to learn.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, a row is no conversation, or the template
+            refuses it; names the file and the row.
+    """
+    template = _Template(tokenizer)
+    check_paths(given)
+    dtype = smallest_dtype(2 * tokenizer.vocab_size)
+    for path in map(Path, given.paths if paths is None else paths):
+        for file in files_of(given, path):
+            for where, messages in _messages(given, file):
+                ids, counts = template.apply(messages, where)
+                if any(counts):
+                    yield marked(ids, counts).astype(dtype), True
+
+
+def marked(ids: Sequence[int], counts: Sequence[int]) -> Tokens:
+    """Ids and whether each counts, in one number: twice the id, and one if it does."""
+    return np.asarray(ids, np.int64) * 2 + np.asarray(counts, np.int64)
+
+
+def _messages(given: DocumentsConfig, file: Path) -> Iterator[tuple[str, list[Message]]]:
+    keys = ["messages_field"] if given.format == "chat" else ["prompt_field", "completion_field"]
+    fields = {key: getattr(given, key) for key in keys}
+    for number, row in file_rows(file, given.source, fields):
+        where = f"{file}, row {number}"
+        if given.format == "chat":
+            yield where, _checked(row.get(given.messages_field), given.messages_field, where)
+            continue
+        prompt, answer = (text_of(file, number, row, key, fields[key]) for key in keys)
+        yield where, [
+            {"role": "user", "content": prompt}, {"role": "assistant", "content": answer},
+        ]  # fmt: skip
+
+
+def _checked(messages: Any, field: str, where: str) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(
+            f"data.messages_field: {where} has no list of messages {field!r}, but "
+            f"{type(messages).__name__}"
+        )
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"data.messages_field: {where}: message {number} has no text 'role'")
+    return messages
+
+
+class _Template:
+    """The chat template of a tokenizer.
+
+    Raises:
+        ConfigError: it has none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        text = None
+        if isinstance(tokenizer, FolderTokenizer):
+            self._name, self._own = tokenizer.path, tokenizer.transformers
+            with suppress(ValueError):  # of several templates none is the usual one
+                text = self._own.get_chat_template()
+        if text is None:
+            raise ConfigError(
+                'data.format: "chat" and "instruction" need the chat template of a tokenizer, and '
+                "data.tokenizer has none: give a folder that transformers reads, with "
+                "chat_template.jinja"
+            )
+        self._text, self._marks = text, bool(_MARKED.search(text))
+
+    def apply(self, messages: list[Message], where: str) -> tuple[list[int], list[int]]:
+        """Ids of a conversation, and 1 for each that counts, 0 for others."""
+        try:
+            return self._by_marks(messages) if self._marks else self._by_appending(messages, where)
+        except ConfigError:
+            raise
+        except Exception as error:  # a template raises what it likes, of jinja2 and its own
+            raise ConfigError(
+                f"data.format: {where}: the chat template of {self._name!r} refuses it: {error}"
+            ) from error
+
+    def _by_marks(self, messages: list[Message]) -> tuple[list[int], list[int]]:
+        """As ``apply_chat_template(return_assistant_tokens_mask=True)`` does, but for marks that
+        end with a character of no token, a space: there it counts all that follows."""
+        library = required("transformers.utils.chat_template_utils", "a chat template")
+        (text,), (spans,) = library.render_jinja_template(
+            conversations=[messages],
+            chat_template=self._text,
+            return_assistant_tokens_mask=True,
+            **self._own.special_tokens_map,
+        )
+        found = self._own(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        counts = [
+            int(any(a < end and b > begin for begin, end in spans))
+            for a, b in found["offset_mapping"]
+        ]
+        return list(found["input_ids"]), counts
+
+    def _by_appending(self, messages: list[Message], where: str) -> tuple[list[int], list[int]]:
+        whole = self._ids(messages)
+        counts = [0] * len(whole)
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._ids(messages[:at], add_generation_prompt=True) if at else []
+            after = self._ids(messages[: at + 1])
+            if after[: len(before)] != before or whole[: len(after)] != after:
+                raise ConfigError(
+                    f"data.format: {where}: the chat template of {self._name!r} does not append "
+                    f"message {at + 1} to those before it, so that its tokens are not known: mark "
+                    "them in the template by {% generation %} and {% endgeneration %}"
+                )
+            counts[len(before) : len(after)] = [1] * (len(after) - len(before))
+        return whole, counts
+
+    def _ids(self, messages: list[Message], **options: Any) -> list[int]:
+        found = self._own.apply_chat_template(messages, return_dict=True, **options)
+        ids: list[int] = list(found["input_ids"])
+        return ids

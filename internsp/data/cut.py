@@ -1,0 +1,226 @@
+"""Sequences of one length, cut from documents: packed end to end, or each document padded.
+
+Both are functions of the sequence's number alone. Numbers count on over the passes (epochs): each
+pass has another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from internsp.data.store import TokenStore
+from internsp.data.tokenizer import Tokens
+
+Integers = NDArray[np.int64]
+
+
+class Row(NamedTuple):
+    """One sequence.
+
+    Attributes:
+        ids: ``[sequence_length]`` int64.
+        starts: where documents start in it, 0 first; ``None``: it counts as one document.
+        ignored: half-open ranges of tokens that nothing predicts: prompts, padding.
+    """
+
+    ids: Integers
+    starts: list[int] | None
+    ignored: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Parts of documents, one after another, in an order of their own.
+
+    Attributes:
+        stores: where the tokens are, as if end to end.
+        begins: ``[n]``, of each document in those.
+        starts: ``[n + 1]``, of each in this order, and the end.
+        marked: whether tokens say if they count (:func:`internsp.data.chat.marked`).
+    """
+
+    stores: tuple[TokenStore, ...]
+    begins: Integers
+    starts: Integers
+    marked: bool = False
+
+    @classmethod
+    def create(
+        cls, stores: Sequence[TokenStore], begins: Integers, lengths: Integers, marked: bool = False
+    ) -> Documents:
+        """In the order given."""
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        return cls(tuple(stores), begins, starts, marked)
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return int(self.starts[-1])
+
+    @property
+    def count(self) -> int:
+        """Documents."""
+        return len(self.begins)
+
+    def document_at(self, token: int) -> int:
+        """The document that holds token ``token``."""
+        return int(np.searchsorted(self.starts, token, side="right")) - 1
+
+    def read(self, begin: int, count: int) -> Tokens:
+        """``count`` tokens from ``begin`` on, in this order."""
+        pieces = []
+        document = self.document_at(begin)
+        end = begin + count
+        while begin < end:
+            stop = min(end, int(self.starts[document + 1]))
+            within = begin - int(self.starts[document])
+            pieces.append(self._stored(int(self.begins[document]) + within, stop - begin))
+            begin, document = stop, document + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _stored(self, begin: int, count: int) -> Tokens:
+        for store in self.stores:
+            if begin < store.tokens:
+                return store.read(begin, count)
+            begin -= store.tokens
+        raise AssertionError("no document lies behind the last store")
+
+    def unmarked(self, stored: Tokens) -> tuple[Integers, list[tuple[int, int]]]:
+        """Ids, and the ranges of those that do not count."""
+        values = stored.astype(np.int64)
+        if not self.marked:
+            return values, []
+        return values >> 1, _ranges_of(values & 1 == 0)
+
+
+def _ranges_of(chosen: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+class Rows(Protocol):
+    """Sequences of one length.
+
+    Attributes:
+        per_epoch: sequences of a pass over the documents.
+        available: of them, those that :meth:`even` chooses from.
+    """
+
+    per_epoch: int
+    available: int
+
+    def row(self, number: int) -> Row:
+        """Sequence ``number`` of the endless order."""
+        ...
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Where it begins: its document, and the token within that."""
+        ...
+
+    def even(self, number: int, total: int) -> Row:
+        """Of ``total`` sequences that lie evenly over all documents, one."""
+        ...
+
+
+class PackedRows:
+    """Documents end to end, cut every ``length`` tokens; each pass is cut and ordered anew."""
+
+    def __init__(self, documents: Documents, length: int, seed: int) -> None:
+        self.documents, self.length, self.seed = documents, length, seed
+        self.available = len(documents) // length
+        # One fewer than fits: the cuts of each pass start at another offset.
+        self.per_epoch = max(1, self.available - 1)
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def row(self, number: int) -> Row:
+        """See :class:`Rows`."""
+        return self.cut(self.begin(number))
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """See :class:`Rows`."""
+        begin = self.begin(number)
+        document = self.documents.document_at(begin)
+        return document, begin - int(self.documents.starts[document])
+
+    def even(self, number: int, total: int) -> Row:
+        """See :class:`Rows`."""
+        return self.cut(number * self.available // total * self.length)
+
+    def begin(self, number: int) -> int:
+        """The first token of sequence ``number``."""
+        epoch, place = divmod(number, self.per_epoch)
+        return int(self.order(epoch)[place])
+
+    def cut(self, begin: int) -> Row:
+        """The sequence from token ``begin`` on."""
+        documents = self.documents
+        ids, ignored = documents.unmarked(documents.read(begin, self.length))
+        first = documents.document_at(begin) + 1
+        last = int(np.searchsorted(documents.starts, begin + self.length, side="left"))
+        return Row(ids, [0, *(documents.starts[first:last] - begin).tolist()], ignored)
+
+    def _order(self, epoch: int) -> Integers:
+        """Where the sequences of a pass begin: disjoint, shuffled, shifted by one offset."""
+        rng = np.random.default_rng([self.seed, 1, epoch])
+        room = len(self.documents) - self.per_epoch * self.length
+        offset = int(rng.integers(0, min(room, self.length - 1) + 1))
+        begins: Integers = rng.permutation(self.per_epoch).astype(np.int64)
+        return begins * self.length + offset
+
+
+class PaddedRows:
+    """A document a sequence, padded to ``length`` with ``padding``; a longer one takes several.
+
+    What would be a sequence of one token is left out: it predicts nothing.
+    """
+
+    def __init__(self, documents: Documents, length: int, seed: int, padding: int) -> None:
+        self.documents, self.length, self.seed, self.padding = documents, length, seed, padding
+        sizes = np.diff(documents.starts)
+        pieces = (sizes + length - 2) // length  # a rest of one token is none
+        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces, dtype=np.int64)])
+        self.per_epoch = self.available = int(self._firsts[-1])
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def row(self, number: int) -> Row:
+        """See :class:`Rows`."""
+        return self.piece(self._piece_of(number))
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """See :class:`Rows`."""
+        return self._place(self._piece_of(number))
+
+    def even(self, number: int, total: int) -> Row:
+        """See :class:`Rows`."""
+        return self.piece(number * self.available // total)
+
+    def _piece_of(self, number: int) -> int:
+        epoch, place = divmod(number, self.per_epoch)
+        return int(self.order(epoch)[place])
+
+    def _place(self, piece: int) -> tuple[int, int]:
+        document = int(np.searchsorted(self._firsts, piece, side="right")) - 1
+        return document, (piece - int(self._firsts[document])) * self.length
+
+    def piece(self, piece: int) -> Row:
+        """Piece ``piece`` of the documents in their order, padded."""
+        documents = self.documents
+        document, within = self._place(piece)
+        begin, end = int(documents.starts[document]) + within, int(documents.starts[document + 1])
+        count = min(self.length, end - begin)
+        found, ignored = documents.unmarked(documents.read(begin, count))
+        ids = np.full(self.length, self.padding, np.int64)
+        ids[:count] = found
+        if count < self.length:
+            ignored.append((count, self.length))
+        return Row(ids, None, ignored)
+
+    def _order(self, epoch: int) -> Integers:
+        rng = np.random.default_rng([self.seed, 1, epoch])
+        order: Integers = rng.permutation(self.per_epoch).astype(np.int64)
+        return order

@@ -1,0 +1,198 @@
+"""Where each path's tokens are kept: in memory, or in an index that is made once and then reused.
+
+An index lies beside its path as ``.NAME.KEY.index``, hidden, so that a folder's own walk leaves it
+out; ``KEY`` says by which tokenizer and from which columns it was made. It is right while the
+files' names, sizes and times of change, and a sample of their bytes, are what they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from internsp.config import DataConfig, DocumentsConfig
+from internsp.config.sizes import human
+from internsp.data import chat, store
+from internsp.data.store import Header, TokenArray, TokenFile, TokenStore
+from internsp.data.text import check_paths, files_of, read_pieces
+from internsp.data.tokenizer import Tokenizer, Tokens, smallest_dtype
+from internsp.errors import ConfigError, InternspError
+
+AUTO_BYTES = 64 << 20
+"""From so many bytes of files on a path is indexed when ``data.index`` is ``"auto"``."""
+
+_YIELD_TOKENS = 1 << 20
+
+Indices = Mapping[tuple[str, str], tuple[Path, Header]]
+"""By path of the configuration and key, the index and what it says."""
+
+
+def parts_of(data: DataConfig) -> tuple[DocumentsConfig, ...]:
+    """Where documents come from: the tables of a mixture, or ``[data]`` itself."""
+    return data.mixture or (data,)
+
+
+def encoded(
+    given: DocumentsConfig, tokenizer: Tokenizer, path: str | None = None
+) -> Iterator[tuple[Tokens, store.End | None]]:
+    """Tokens of the documents of ``path``, or of a source without paths."""
+    paths = None if path is None else (path,)
+    if given.format == "text":
+        pieces = tokenizer.encode_pieces(read_pieces(given, paths))
+        return store.documents(pieces, tokenizer.end_of_document)
+    # A conversation ends as its template says.
+    return store.documents(chat.conversations(given, tokenizer, paths), None)
+
+
+def dtype_of(given: DocumentsConfig, tokenizer: Tokenizer) -> Any:
+    """Of stored tokens: ids, or :func:`chat.marked` ones."""
+    return smallest_dtype(tokenizer.vocab_size * (1 if given.format == "text" else 2))
+
+
+def prepare(
+    data: DataConfig, tokenizer: Tokenizer
+) -> Generator[int, None, tuple[Indices, list[str]]]:
+    """Make the indices that are wanted and not there yet; yields tokens so far, now and then.
+
+    Returns:
+        The indices, and what to tell the user of them.
+
+    Raises:
+        ConfigError: a path is missing or cannot be read, or its index cannot be written.
+        MachineError: there is no room for an index, or the like.
+    """
+    found: dict[tuple[str, str], tuple[Path, Header]] = {}
+    notes: list[str] = []
+    for given in parts_of(data):
+        if given.source == "stdlib":
+            continue
+        check_paths(given)
+        key = _key(given, tokenizer)
+        for path in given.paths:
+            if (path, key) not in found and _wanted(data, given, Path(path)):
+                found[path, key] = yield from _index(data, given, tokenizer, path, key, notes)
+    return found, notes
+
+
+def _wanted(data: DataConfig, given: DocumentsConfig, path: Path) -> bool:
+    if data.index != "auto":
+        return data.index == "always"
+    total = 0
+    for file in files_of(given, path):
+        with suppress(OSError):  # told when it is read
+            total += file.stat().st_size
+        if total >= AUTO_BYTES:
+            return True
+    return False
+
+
+def _index(
+    data: DataConfig,
+    given: DocumentsConfig,
+    tokenizer: Tokenizer,
+    name: str,
+    key: str,
+    notes: list[str],
+) -> Generator[int, None, tuple[Path, Header]]:
+    path = Path(name)
+    target = place_of(data, path, key)
+    made_from = store.identity(path.parent, files_of(given, path))
+    reason = _unfit(target, key, made_from)
+    start = time.monotonic()
+    if reason is not None:
+        told = 0
+        writing = store.write_index(
+            target, encoded(given, tokenizer, name), key, made_from, dtype_of(given, tokenizer)
+        )
+        header = None
+        while header is None:
+            try:
+                tokens = next(writing)
+            except StopIteration as end:
+                header = end.value
+                break
+            if tokens - told >= _YIELD_TOKENS:
+                told = tokens
+                yield tokens
+        if store.identity(path.parent, files_of(given, path)) != made_from:
+            target.unlink(missing_ok=True)
+            raise ConfigError(f"data.paths: {path} was changed while its index was made")
+    opened = TokenFile(target)
+    how = "reused" if reason is None else f"made in {time.monotonic() - start:.1f} s ({reason})"
+    notes.append(
+        f"index {target}: {human(opened.nbytes)}, {opened.tokens:,} tokens in "
+        f"{opened.documents:,} documents, {how}"
+    )
+    return target, opened.header
+
+
+def place_of(data: DataConfig, path: Path, key: str) -> Path:
+    """Where the index of a path lies. In ``data.index_dir`` its name says the whole path."""
+    whole = Path(os.path.abspath(path))
+    if data.index_dir is None:
+        return whole.with_name(f".{whole.name}.{key}.index")
+    digest = hashlib.blake2b(str(whole).encode("utf-8", "surrogateescape"), digest_size=6)
+    return Path(data.index_dir) / f"{whole.name}.{digest.hexdigest()}.{key}.index"
+
+
+def _key(given: DocumentsConfig, tokenizer: Tokenizer) -> str:
+    fields = {
+        "text": ["text_field"], "chat": ["messages_field"],
+        "instruction": ["prompt_field", "completion_field"],
+    }[given.format]  # fmt: skip
+    columns = [] if given.source == "text" else [getattr(given, field) for field in fields]
+    said = [given.source, given.format, *columns, tokenizer.fingerprint()]
+    return hashlib.blake2b("\0".join(said).encode(), digest_size=6).hexdigest()
+
+
+def _unfit(target: Path, key: str, made_from: str) -> str | None:
+    """Why the index that is there cannot be used; ``None``: it can."""
+    try:
+        header = TokenFile(target).header
+    except FileNotFoundError:
+        return "there was none"
+    except (ValueError, OSError) as error:
+        return f"the old one could not be read: {error}"
+    if (header.key, header.identity) != (key, made_from):
+        return "the data have changed"
+    return None
+
+
+def opened(
+    given: DocumentsConfig, tokenizer: Tokenizer, indices: Indices
+) -> list[TokenStore]:
+    """The tokens of each path, in order.
+
+    Raises:
+        InternspError: an index that another rank has made is not seen here.
+    """
+    if given.source == "stdlib":
+        return [TokenArray(encoded(given, tokenizer), dtype_of(given, tokenizer))]
+    check_paths(given)
+    key = _key(given, tokenizer)
+    found: list[TokenStore] = []
+    for path in given.paths:
+        if (path, key) not in indices:
+            read = encoded(given, tokenizer, path)
+            found.append(TokenArray(read, dtype_of(given, tokenizer)))
+            continue
+        target, header = indices[path, key]
+        try:
+            file = TokenFile(target)
+        except (ValueError, OSError) as error:
+            raise InternspError(
+                f"data.index_dir: the index {target}, which rank 0 has made or found, cannot be "
+                f"read here: {error}; give a folder that all ranks see"
+            ) from error
+        if file.header != header:
+            raise InternspError(
+                f"data.index_dir: the index {target} is another one than rank 0 has: give a folder "
+                "that all ranks see"
+            )
+        found.append(file)
+    return found
