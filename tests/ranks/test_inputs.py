@@ -1,0 +1,271 @@
+"""Data of a run: padding that changes nothing, what every rank reads, and where a run goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import model_zoo
+from internsp.config import Config
+from internsp.data import index
+from internsp.data.batches import DataSource
+from internsp.errors import ConfigError, InternspError
+from internsp.report.metrics import read_metrics
+from internsp.train import inputs, manifest
+from internsp.train.disk import steps_in
+from internsp.train.inputs import open_source
+from internsp.train.run import train
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
+from tests.support.ranks import ranks, run_ranks
+from tests.support.zero import whole
+
+WORDS = "all of these words are of some length and they differ"
+
+
+def write(folder: Path) -> list[str]:
+    """Documents of many lengths, in two files."""
+    texts = [f"{n} {WORDS}"[: 3 + 11 * n % 53] for n in range(40)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "a.jsonl").write_text("".join(lines[:25]))
+    (folder / "b.jsonl").write_text("".join(lines[25:]))
+    return texts
+
+
+def config(folder: Path, parallel: dict[str, Any], **changes: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"hidden_size": 16, "layers": 2, "heads": 2, "init_std": 0.05},
+        "data": {
+            "source": "jsonl", "paths": [str(folder / "a.jsonl"), str(folder / "b.jsonl")],
+            "sequence_length": 20, "held_out": 0.0, "pack": False,
+        },
+        "parallel": parallel,
+        "weight_parallel": {"min_shard_elements": 64},
+        "optimizer": {
+            "name": "sgd", "lr": 0.5, "weight_decay": 0.0, "max_grad_norm": None, "warmup_steps": 0,
+            "min_lr_ratio": 1.0,
+        },
+        "train": {
+            "steps": 6, "global_batch": 12, "dtype": "float64", "eval_batches": 0,
+            "sample_bytes": 0, "log_every": 100,
+        },
+    }  # fmt: skip
+    for name, values in changes.items():
+        sections[name] = sections.get(name, {}) | values
+    return Config.model_validate(sections)
+
+
+def by_documents(config: Config, before: dict[str, Tensor], source: DataSource) -> Any:
+    """Loss and gradients of the first batch: each piece of a document alone, not padded."""
+    model = model_zoo.build(config.model, device="cpu", dtype=torch.float64)
+    model.load_state_dict(before)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    batch = source.train_batch(0)
+    assert batch.boundaries is None
+    lengths = [out[-1][0] if out else batch.ids.shape[1] for out in batch.ignored]
+    assert len(set(lengths)) > 3, "of several lengths"
+    assert max(lengths) == batch.ids.shape[1], "and pieces of longer documents"
+    for ids, length in zip(batch.ids, lengths, strict=True):
+        piece = ids[None, :length]
+        logits = model(piece)[0, :-1]
+        total = total + F.cross_entropy(logits, piece[0, 1:], reduction="sum")
+        count += length - 1
+    (total / count).backward()
+    return float(total / count), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"weight": 2, "sequence": 2}, {"weight": 2}, {"sequence": 2, "ring": 2}, {"pipeline": 2}],
+    ids=str,
+)
+@ranks(2)
+def test_padded_documents_give_the_loss_and_gradients_of_each_alone(
+    parallel: dict[str, Any], tmp_path: Path, rank: int
+) -> None:
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    write(folder)
+    settings = config(folder, parallel, train={"micro_batches": 2, "steps": 1, "global_batch": 12,
+                                               "dtype": "float64"})  # fmt: skip
+    session = Session.create(settings)
+    before = {n: p for module in session.modules for n, p in whole(module).items()}
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, before)  # stages have their own
+    everything = {n: p for own in of_ranks for n, p in own.items()}
+    metrics, *_ = StepRunner(session).step(0, StopRequest())
+    for communicator in session.communicators:
+        communicator.publish()
+    after = {n: p for module in session.modules for n, p in whole(module).items()}
+    loss, gradients = by_documents(settings, everything, session.source)
+    assert metrics.loss == pytest.approx(loss, rel=1e-12)
+    for name, value in before.items():
+        found = (value - after[name]) / 0.5
+        torch.testing.assert_close(found, gradients[name], rtol=1e-9, atol=1e-13)
+
+
+def mixed(folder: Path, parallel: dict[str, Any], **train: Any) -> Config:
+    tables = [
+        {"source": "jsonl", "paths": [str(folder / "a.jsonl")], "weight": 2.0, "name": "a"},
+        {"source": "jsonl", "paths": [str(folder / "b.jsonl")], "name": "b"},
+    ]
+    return config(
+        folder,
+        parallel,
+        data={"source": "stdlib", "paths": [], "mixture": tables, "index": "always"},
+        checkpoint={"every": 2},
+        train={**config(folder, {}).train.model_dump(), **train},
+    )
+
+
+def run(rank: int, world: int, settings: Config, output: str) -> None:
+    train(settings, Path(output))
+
+
+def test_a_mixture_of_padded_documents_goes_on_exactly_on_another_mesh_and_batch(
+    tmp_path: Path,
+) -> None:
+    """Begun on two ranks, gone on with on one in other micro-batches, and there to a number of
+    tokens; beside one that is never stopped."""
+    write(tmp_path)
+    whole_run, other = tmp_path / "whole", tmp_path / "other"
+    run_ranks(run, 1, mixed(tmp_path, {}, tokens=1500), str(whole_run))
+    wanted = read_metrics(whole_run / "metrics.jsonl")
+    totals = [row.total_tokens for row in wanted]
+    assert totals[-2] < 1500 <= totals[-1], "it ends with the first step that reaches them"
+    assert len(wanted) > 6, "not after train.steps"
+
+    first = mixed(tmp_path, {"weight": 2}, steps=4)
+    run_ranks(run, 2, first, str(other))
+    settings = mixed(tmp_path, {}, micro_batches=3, tokens=1500).model_dump()
+    settings["checkpoint"]["resume"] = "auto"
+    run_ranks(run, 1, Config.model_validate(settings), str(other))
+    found = read_metrics(other / "metrics.jsonl")
+    assert [row.loss for row in found] == pytest.approx([row.loss for row in wanted], rel=1e-10)
+    for key in ("step", "tokens", "total_tokens", "epochs"):
+        assert [getattr(row, key) for row in found] == [getattr(row, key) for row in wanted], key
+    assert sum(row.tokens for row in found) == totals[-1]
+    last = found[-1]
+    assert last.epochs is not None
+    assert list(last.epochs) == ["a", "b"]
+    _, path = max(steps_in(other / "checkpoints"))
+    position = manifest.read(path).data
+    assert (position.sequences, position.tokens) == (12 * len(found), totals[-1])
+    # Other weights of the mixture are another order of the data.
+    settings["data"]["mixture"] = [
+        {**table, "weight": 3.0} if table["name"] == "a" else table
+        for table in settings["data"]["mixture"]
+    ]
+    with pytest.raises(AssertionError, match="was trained on other text"):
+        run_ranks(run, 1, Config.model_validate(settings), str(other))
+
+
+@ranks(2)
+def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank == 0:
+        write(tmp_path)
+    settings = config(tmp_path, {"weight": 2}, data={"index": "always"})
+    own, asked, encoded = inputs.from_first, [0], index.encoded
+
+    def counted(work: Any) -> Any:
+        asked[0] += 1
+        return own(work)
+
+    def slow(*given: Any) -> Iterator[Any]:
+        assert rank == 0, "one rank reads the data"
+        for found in encoded(*given):
+            time.sleep(0.01)
+            yield found
+
+    monkeypatch.setattr(inputs, "from_first", counted)
+    monkeypatch.setattr(inputs, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(index, "_YIELD_TOKENS", 1)
+    monkeypatch.setattr(index, "encoded", slow)
+    session = Session.create(settings)
+    assert asked[0] > 4
+    assert ["made in" in note for note in session.source.notes] == [True, True]
+    kept = index.prepare(settings.data, session.source.tokenizer)
+    with pytest.raises(StopIteration):
+        next(kept)
+    # One that cannot see it does not leave the others waiting.
+    if rank == 1:
+        monkeypatch.setattr(index, "TokenFile", missing)
+    with pytest.raises(InternspError, match=r"the index .* cannot be read here.*all ranks see"):
+        open_source(settings, session.mesh)
+    if rank == 0:
+        (tmp_path / "a.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match=r"a\.jsonl, row 1 is not JSON"):
+        open_source(settings, session.mesh)
+
+
+def missing(path: Path) -> Any:
+    raise FileNotFoundError(2, "No such file or directory", str(path))
+
+
+class _Sizes(TorchDispatchMode):
+    """Notes every tensor that is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                self.made.append((str(func), made.detach() if made.is_floating_point() else made))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("parallel", "pack"),
+    [({"sequence": 4}, True), ({"sequence": 4, "ring": 2, "balance": "level"}, False)],
+    ids=["heads", "heads and ring, padded"],
+)
+@ranks(4)
+def test_of_a_sequence_longer_than_a_ranks_share_only_token_ids_are_whole_on_a_rank(
+    parallel: dict[str, Any], pack: bool, tmp_path: Path, rank: int
+) -> None:
+    """Labels, positions, embeddings and what follows are of this rank's share alone."""
+    length, hidden = 4096, 16
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps({"text": WORDS * 120}) + "\n")
+    (folder / "b.jsonl").write_text(json.dumps({"text": WORDS * 20}) + "\n")
+    settings = config(
+        folder,
+        parallel,
+        model={"hidden_size": hidden, "heads": 4, "intermediate_size": 32},
+        data={"sequence_length": length, "pack": pack},
+        train={"global_batch": 1, "loss_chunk": 64, "dtype": "float32"},
+        activation_checkpoint={"mode": "full"},
+    )
+    session = Session.create(settings)
+    runner = StepRunner(session)
+    batch = session.source.train_batch(0)
+    with _Sizes() as sizes:
+        layout = runner._layout(batch)
+        runner._passes.train([layout], float(layout.total_valid_tokens))
+    assert len(sizes.made) > 500, "forward and backward were seen"
+    for name, made in sizes.made:
+        if made.is_floating_point():
+            assert made.numel() < length * hidden, (name, made.shape)
+        elif made.numel() >= length / 2:
+            same = made.numel() == batch.ids.numel() and torch.equal(made.view(-1), batch.ids[0])
+            assert same, (name, made.shape, made.dtype)
+    assert layout.positions.shape == layout.labels.shape == (1, layout.sizes[rank])
+    assert sum(layout.sizes) == length
