@@ -106,6 +106,8 @@ class Part:
             else PaddedRows(found, length, seed, tokenizer.end_of_document)
             for found in made
         ]
+        if not rows[0].available:
+            raise ConfigError("data: no document has two tokens, of which one predicts the other")
         weight = given.weight if isinstance(given, MixturePart) else 1.0
         return cls(name, weight, tuple(stores), rows[0], rows[1] if rows[1].available else None)
 

@@ -27,6 +27,7 @@ AUTO_BYTES = 64 << 20
 """From so many bytes of files on a path is indexed when ``data.index`` is ``"auto"``."""
 
 _YIELD_TOKENS = 1 << 20
+_LONGEST_NAME = 150  # bytes: file systems end at 255, of which an index takes some
 
 Indices = Mapping[tuple[str, str], tuple[Path, Header]]
 """By path of the configuration and key, the index and what it says."""
@@ -134,10 +135,12 @@ def _index(
 def place_of(data: DataConfig, path: Path, key: str) -> Path:
     """Where the index of a path lies. In ``data.index_dir`` its name says the whole path."""
     whole = Path(os.path.abspath(path))
+    written = str(whole).encode("utf-8", "surrogateescape")
+    digest = hashlib.blake2b(written, digest_size=6).hexdigest()
+    name = whole.name if len(os.fsencode(whole.name)) <= _LONGEST_NAME else digest
     if data.index_dir is None:
-        return whole.with_name(f".{whole.name}.{key}.index")
-    digest = hashlib.blake2b(str(whole).encode("utf-8", "surrogateescape"), digest_size=6)
-    return Path(data.index_dir) / f"{whole.name}.{digest.hexdigest()}.{key}.index"
+        return whole.parent / f".{name}.{key}.index"
+    return Path(data.index_dir) / f"{name}.{digest}.{key}.index"
 
 
 def _key(given: DocumentsConfig, tokenizer: Tokenizer) -> str:

@@ -8,6 +8,7 @@ with a file.
 from __future__ import annotations
 
 import os
+import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -87,6 +88,11 @@ def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
                 if text.strip() and not (leave_out_binary and b"\0" in text):
                     yield Piece(text, True)
                 return
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(
+                    f"data.paths: {path} is no regular file and goes on after {PIECE_BYTES} bytes: "
+                    "save it to a file"
+                )
             # Larger than a piece: looked at as a whole before any of it is given out.
             blank, binary = _looked_at(file.read, text + more)
             if blank or (leave_out_binary and binary):

@@ -206,11 +206,16 @@ class FolderTokenizer(_Batched):
         """Digest of the files that transformers reads a tokenizer from."""
         digest = hashlib.blake2b(digest_size=16)
         folder = Path(self.path)
-        for file in sorted({f for pattern in _TOKENIZER_FILES for f in folder.glob(pattern)}):
-            if file.is_file():
-                digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
-                digest.update(file.read_bytes())
+        for file in tokenizer_files(folder):
+            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
         return digest.hexdigest()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that transformers reads a tokenizer from."""
+    found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
 
 
 def load_tokenizer(name: str) -> Tokenizer:

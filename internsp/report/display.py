@@ -16,8 +16,9 @@ import os
 import statistics
 import sys
 import time
+from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -62,8 +63,9 @@ class RunHistory:
         self.last: StepMetrics | None = None
         self.eval_loss: float | None = None
         self.tokens = 0
-        self.rates: list[float] = []
-        self.losses: list[float] = []
+        # Of every step of a run of any length: eight bytes each, not an object.
+        self.rates = array("d")
+        self.losses = array("d")
         self._recent: deque[float] = deque(maxlen=20)
 
     def add(self, metrics: StepMetrics) -> None:
@@ -332,7 +334,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def sparkline(values: list[float], width: int) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """``values`` as at most ``width`` block characters; a space where none is finite."""
     if not values:
         return ""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from internsp.config import Config
 from internsp.config.resume import readable
+from internsp.data.tokenizer import tokenizer_files
 from internsp.errors import ConfigError
 from internsp.factory import llama_config, llama_parts
 from internsp.train import checkpoint_folder, manifest
@@ -190,6 +191,11 @@ def _write_config(to: Path, config: Config) -> None:
         shutil.copyfile(tokenizer, to / "tokenizer.json")
         words = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
         (to / "tokenizer_config.json").write_text(words)
+    elif Path(tokenizer).is_dir():
+        for file in tokenizer_files(Path(tokenizer)):
+            target = to / file.relative_to(tokenizer)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
     (to / "config.json").write_text(json.dumps(made, indent=2) + "\n")
 
 

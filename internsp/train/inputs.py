@@ -25,7 +25,9 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
             model's vocabulary lacks.
         InternspError: on every rank: an index is not seen by a rank.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    loaded: list[Tokenizer] = []
+    on_every_rank(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
+    tokenizer = loaded[0]
     if tokenizer.vocab_size > config.model.vocab_size:
         raise vocabulary_mistake(config, tokenizer)
     indices, notes = _prepared(config, tokenizer, mesh)

@@ -290,3 +290,26 @@ def test_a_file_several_times_larger_than_the_memory_that_is_left_is_indexed_and
         refused = child("never")
         assert refused.returncode
         assert "MemoryError" in refused.stderr
+
+
+def test_an_index_of_a_long_name_has_a_place_and_what_is_no_file_has_none(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl").rename(tmp_path / ("x" * 240 + ".jsonl"))
+    wanted = source(path, index="never").train_batch(0).ids
+    assert torch.equal(source(path).train_batch(0).ids, wanted)
+    assert torch.equal(source(path, index_dir=str(tmp_path / "i")).train_batch(0).ids, wanted)
+    with pytest.raises(ConfigError, match="/dev/zero is no regular file and goes on"):
+        source(Path("/dev/zero"), "text", index="never")
+
+
+def test_documents_of_one_token_leave_nothing_to_pad() -> None:
+    with pytest.raises(ConfigError, match="no document has two tokens"):
+        rows_of_nothing()
+
+
+def rows_of_nothing() -> None:
+    from internsp.data import batches
+    from internsp.data.tokenizer import ByteTokenizer
+
+    given = DataConfig(sequence_length=4, held_out=0.0, pack=False)
+    ones = store.TokenArray([(np.ones(1, np.uint16), store.End(1, b"x" * 16))] * 3, np.uint16)
+    batches.Part.create(given, [ones], given, ByteTokenizer(), 0)

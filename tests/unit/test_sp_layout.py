@@ -39,6 +39,54 @@ def test_given_labels_are_cut_as_they_are() -> None:
     assert layout.valid_tokens == 2
 
 
+@given(st.data())
+def test_labels_positions_and_counts_of_every_share_are_those_of_the_whole(
+    data: st.DataObject,
+) -> None:
+    """Beside a loop over tokens: documents, ignored ranges, an index that is an id, any deal."""
+    length, rows = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 3))
+    size, ring = data.draw(st.sampled_from([(1, 1), (3, 1), (2, 2), (4, 2)]))
+    balance = data.draw(st.sampled_from(["contiguous", "zigzag", "level", "auto"]))
+    index = data.draw(st.sampled_from([-100, 3]))
+    places = st.lists(st.integers(0, length), max_size=8, unique=True).map(sorted)
+    starts = [[0, *(n for n in data.draw(places) if 0 < n < length)] for _ in range(rows)]
+    edges = [data.draw(places) for _ in range(rows)]
+    ignored = [list(zip(e[::2], e[1::2], strict=False)) for e in edges]
+    ids = torch.randint(0, 5, (rows, length), generator=torch.Generator().manual_seed(length))
+    layouts = [
+        SequenceLayout.create(
+            ids, rank=rank, size=size, boundaries=starts, ignored=ignored, ignore_index=index,
+            ring=ring, balance=balance,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    labels, positions = torch.full_like(ids, index), torch.zeros_like(ids)
+    for row in range(rows):
+        for at in range(length):
+            positions[row, at] = at - max(n for n in starts[row] if n <= at)
+            out = any(begin <= at < end for begin, end in ignored[row])
+            if at and at not in starts[row] and not out:
+                labels[row, at - 1] = ids[row, at]
+    for layout in layouts:
+        assert torch.equal(layout.labels, layout.own(labels))
+        assert torch.equal(layout.positions, layout.own(positions))
+        assert layout.total_valid_tokens == int((labels != index).sum())
+        assert torch.equal(layout.all_positions, positions)
+    assert sum(layout.valid_tokens for layout in layouts) == layouts[0].total_valid_tokens
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(3, 2)], [(0, 8)], [(4, 6), (5, 7)], [(2, 2)], [(-1, 2)]], ids=str
+)
+def test_impossible_ignored_ranges_are_refused(ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(LayoutError, match=r"Ignored ranges of row 1 must rise within 0 and 7"):
+        SequenceLayout.create(IDS, ignored=[[], ranges])
+    with pytest.raises(LayoutError, match=r"2 rows of ids, but ignored ranges of 1"):
+        SequenceLayout.create(IDS, ignored=[[]])
+    with pytest.raises(LayoutError, match=r"labels or ignored ranges, not both"):
+        SequenceLayout.create(IDS, ignored=[[], []], labels=IDS)
+
+
 def test_a_sequence_shorter_than_the_group_leaves_ranks_empty() -> None:
     layout = SequenceLayout.create(IDS[:, :2], rank=3, size=4)
     assert layout.sizes == (1, 1, 0, 0)
