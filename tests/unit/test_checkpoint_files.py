@@ -39,7 +39,8 @@ def save(folder: Path, state: dict[str, torch.Tensor]) -> Manifest:
     return Manifest.model_validate(
         {
             "step": 1, "run": "one", "mesh": {"world": 1}, "config": {}, "loss_scaler": None,
-            "data": {"fingerprint": "", "sequences": 0, "document": 0, "token": 0}, "values": {},
+            "data": {"fingerprint": "", "sequences": 0, "tokens": 0, "document": 0, "token": 0},
+            "values": {},
             "tensors": {name: tensor.model_dump() for name, tensor in plan.tensors.items()},
             "files": {plan.file: FileRecord(**record).model_dump()},
         }

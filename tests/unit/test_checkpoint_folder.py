@@ -149,7 +149,7 @@ def whole(folder: Path) -> dict[str, Any]:
     return {
         "format": 2, "step": 5, "run": "20260101-000000-abcd", "mesh": {"world": 2},
         "config": {"train": {"seed": 3, "name": "ü"}},
-        "data": {"fingerprint": "f", "sequences": 40, "document": 3, "token": 7},
+        "data": {"fingerprint": "f", "sequences": 40, "tokens": 900, "document": 3, "token": 7},
         "loss_scaler": {"scale": 2.0**16, "good_steps": 3, "skipped_steps": 0},
         "values": {"optimizer.x": 1e-5},
         "tensors": {
