@@ -428,6 +428,10 @@ def soak(given: Arguments, folder: Path) -> tuple[list[Segment], dict[str, Any]]
 def main(arguments: list[str] | None = None) -> int:
     """0 where nothing was lost, left or amiss."""
     given = tyro.cli(Arguments, args=arguments, description=__doc__)
+    # What started this may ignore signals (nohup, a background job), and so would the runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         segments, found = soak(given, Path(folder))
     lines = report(given, segments, found)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from internsp.config import DocumentsConfig
-from internsp.data.rows import file_rows, required, text_of
+from internsp.data.rows import SUFFIXES, file_rows, required, text_of
 from internsp.data.text import check_paths, files_of
 from internsp.data.tokenizer import FolderTokenizer, Tokenizer, Tokens, smallest_dtype
 from internsp.errors import ConfigError
@@ -54,17 +54,30 @@ def marked(ids: Sequence[int], counts: Sequence[int]) -> Tokens:
 
 
 def _messages(given: DocumentsConfig, file: Path) -> Iterator[tuple[str, list[Message]]]:
-    keys = ["messages_field"] if given.format == "chat" else ["prompt_field", "completion_field"]
-    fields = {key: getattr(given, key) for key in keys}
+    fields = columns(given)
     for number, row in file_rows(file, given.source, fields):
         where = f"{file}, row {number}"
         if given.format == "chat":
             yield where, _checked(row.get(given.messages_field), given.messages_field, where)
             continue
-        prompt, answer = (text_of(file, number, row, key, fields[key]) for key in keys)
+        prompt, answer = (text_of(file, number, row, *pair) for pair in fields.items())
         yield where, [
             {"role": "user", "content": prompt}, {"role": "assistant", "content": answer},
         ]  # fmt: skip
+
+
+def columns(given: DocumentsConfig) -> dict[str, str]:
+    """The columns that documents are read from, by the keys that name them."""
+    if given.source not in SUFFIXES:
+        return {}
+    if given.format == "chat":
+        return {"messages_field": given.messages_field}
+    if given.format == "instruction":
+        return {
+            "prompt_field": given.prompt_field,
+            "completion_field": given.completion_field,
+        }
+    return {"text_field": given.text_field}
 
 
 def _checked(messages: Any, field: str, where: str) -> list[Message]:

@@ -144,12 +144,7 @@ def place_of(data: DataConfig, path: Path, key: str) -> Path:
 
 
 def _key(given: DocumentsConfig, tokenizer: Tokenizer) -> str:
-    fields = {
-        "text": ["text_field"], "chat": ["messages_field"],
-        "instruction": ["prompt_field", "completion_field"],
-    }[given.format]  # fmt: skip
-    columns = [] if given.source == "text" else [getattr(given, field) for field in fields]
-    said = [given.source, given.format, *columns, tokenizer.fingerprint()]
+    said = [given.source, given.format, *chat.columns(given).values(), tokenizer.fingerprint()]
     return hashlib.blake2b("\0".join(said).encode(), digest_size=6).hexdigest()
 
 
