@@ -321,15 +321,14 @@ def checked(folder: Path, segments: list[Segment]) -> dict[str, Any]:
     rows = read_metrics(folder / "run" / "metrics.jsonl")
     steps = [row.step for row in rows]
     _, path = max(steps_in(folder / "run" / "checkpoints"))
-    position = manifest.read(path).data
-    saved = next(row for row in rows if row.step == manifest.read(path).step)
+    saved = manifest.read(path)
     again = sum(max(0, one.ended - two.begun) for one, two in pairwise(segments))
     return {
         "steps": len(rows),
         "steps lost or twice": len(set(range(1, len(rows) + 1)) ^ set(steps))
         + len(steps) - len(set(steps)),
         "tokens lost or twice": abs((rows[-1].total_tokens or 0) - sum(row.tokens for row in rows)),
-        "sequences lost or twice": abs(position.sequences - saved.step * BATCH),
+        "sequences lost or twice": abs(saved.data.sequences - saved.step * BATCH),
         "steps done again": again,
         "loss": (rows[0].loss, statistics.fmean(row.loss for row in rows[-50:])),
     }
