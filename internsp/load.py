@@ -109,6 +109,11 @@ def _matched(part: Part, names: list[str], rename: Callable[[str], str]) -> dict
                 if taken.setdefault(given, entry.name) != entry.name:
                     raise ConfigError(f"{given} is meant for {taken[given]} and for {entry.name}")
                 found.setdefault(entry.name, given)
+    for entry in part.entries:  # of a weight that other stages have, too: by the model's name
+        if entry.member.tied and entry.name not in found:
+            given = rename(entry.name.removesuffix(entry.member.name) + entry.member.tied)
+            if given in there:
+                found[entry.name] = given
     for buffer in part.buffers:
         if not buffer.persistent:
             found.setdefault(buffer.name, "")

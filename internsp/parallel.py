@@ -67,6 +67,7 @@ from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
 from internsp.wp.tensor_parallel import require_on_tensor_ranks
+from internsp.wp.tied import name_in_model
 
 MakeCollectives = Callable[..., Collectives]
 Initialize = Callable[[str, Tensor, torch.Generator], None]
@@ -147,6 +148,11 @@ def _examined(
             f"weight_parallel.compile compiles whole blocks, but trigger {config.trigger!r} lies "
             "inside a block, where no hook of ours may run (WP-13): set weight_parallel.trigger = "
             "'qkv' (the block's entry) and no prefetch_triggers"
+        )
+    if config.unexpected_order == "learn" and structure.enclosing:
+        raise ConfigError(
+            'weight_parallel.unexpected_order = "learn" learns an order of blocks, but a rule of '
+            f"the plan makes units within {structure.enclosing[0].name}: leave one out"
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
     find_casts(model, structure, config)  # refuses what it must before anything is changed
@@ -264,11 +270,6 @@ class _Builder:
         by_unit = self._communicators(communicator, others)
         communicator.collect_itself()
         learns = self.config.unexpected_order == "learn"
-        if learns and self.structure.enclosing:
-            raise ConfigError(
-                'weight_parallel.unexpected_order = "learn" learns an order of blocks, but a rule '
-                f"of the plan makes units within {self.structure.enclosing[0].name}: leave one out"
-            )
         if learns and self.own is None:
             communicator.learning = OrderLearner(communicator)
         for weight in self.sharded:
@@ -535,16 +536,18 @@ def initialize(communicator: ISPCommunicator, fill: Initialize, seed: int) -> No
     One whole parameter at a time is made, filled and cut.
 
     Args:
-        fill: ``fill(name, whole, generator)`` writes the whole parameter ``name`` in place.
+        fill: ``fill(name, whole, generator)`` writes the whole parameter ``name`` in place (of a
+            weight that other stages have too: its name in the whole model).
         seed: together with the name decides the generator's state.
     """
     device = communicator.mesh.device
     for member in communicator.replicated.everyone():
-        digest = hashlib.sha256(f"{seed}:{member.name}".encode()).digest()
+        name = name_in_model(member)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))
         parameter = member.parameter
         value = torch.empty(parameter.shape, dtype=member.dtype)
-        fill(member.name, value, generator)
+        fill(name, value, generator)
         with torch.no_grad():
             if isinstance(member, ShardedParameter):
                 rows = member.rows_of(value)

@@ -114,7 +114,8 @@ def iterate_full_params(
     """Whole values, one unit at a time: ``(unit, {name: values})``, in the order of the model.
 
     A unit is a block, or a large weight beside the blocks (embedding, head); last come the
-    persistent buffers. Each value is handed out once, under its first name. The dictionary is
+    persistent buffers. Each value is handed out once, under its first name; of a weight that stages
+    of a pipeline share (a tied head) on the first of them. The dictionary is
     emptied when the iteration goes on, so that no more than one unit is whole at a time; what the
     caller takes out of it is the caller's own. Precision as in :func:`full_params`. Collective, at
     each step of the iteration: all ranks go through all of it, and write no weight meanwhile.
@@ -137,6 +138,8 @@ def iterate_full_params(
         values: dict[str, Tensor] = {}
         with part.collective():
             for entry in entries:
+                if not entry.member.counted:
+                    continue
                 whole = part.masters.whole(entry.member, dtype)
                 if part.first or not rank0_only:
                     values[entry.name] = whole.cpu() if offload_to_cpu else whole

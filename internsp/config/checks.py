@@ -215,9 +215,9 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     if layers < stages:
         text = f"{layers} blocks cannot fill {stages} stages (pipeline = {ranks} x chunks)"
         yield Problem(("model.layers", "parallel.pipeline", "pipeline.chunks"), text)
-    if config.model.tie_embeddings:
-        text = "the head is on the last stage and the embedding on the first; set it to false"
-        yield Problem(("model.tie_embeddings", "parallel.pipeline"), text)
+    if config.weight_parallel.unexpected_order == "learn":
+        text = 'a pipeline plans its passes in the declared order; use "error"'
+        yield Problem(("weight_parallel.unexpected_order", "parallel.pipeline"), text)
     number = config.train.micro_batches
     least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
     keys = ("train.micro_batches", "pipeline.schedule", "parallel.pipeline")

@@ -86,6 +86,11 @@ class Config(Section):
         dumped = self.model_dump()
         for values in dumped.values():
             values.update({k: "none" for k, v in values.items() if v is None})
+            for key, tables in values.items():  # [[optimizer.groups]]: what is unset is left out
+                if isinstance(tables, list | tuple) and all(isinstance(t, dict) for t in tables):
+                    values[key] = [
+                        {k: v for k, v in table.items() if v is not None} for table in tables
+                    ]
         return tomli_w.dumps(dumped)
 
 

@@ -83,7 +83,8 @@ class Publication(Ready):
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's parameters of one kind (dtype, axis, tensor parallel or not, what is offloaded).
+    """One unit's parameters of one kind (dtype, axis, tensor parallel or not, what is offloaded,
+    tied to which other stages' weights or to none).
 
     Moves their storage into ``flat`` when made.
 
@@ -164,6 +165,11 @@ class Bucket:
     def weights(self) -> list[ShardedParameter]:
         """Those that are cut (:class:`internsp.wp.reductions.Parcel`)."""
         return [member for member in self.offsets if isinstance(member, ShardedParameter)]
+
+    @property
+    def counted(self) -> bool:
+        """False of a tied weight's copy: another stage counts it."""
+        return all(member.counted for member in self.offsets)
 
     @property
     def nbytes(self) -> int:
@@ -378,10 +384,12 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
         # both uses': it belongs to the first that forward needs, and to no second bucket.
         trained = [m for m in members if m in place and m not in placed]
         placed.update(trained)
-        kinds = [(m.dtype, _axis(m, communicator.mesh), _tensor(m), m.offload) for m in trained]
+        mesh = communicator.mesh
+        # Slices of a weight that other stages have too must end where theirs do: it goes alone.
+        kinds = [(m.dtype, _axis(m, mesh), _tensor(m), m.offload, m.tied) for m in trained]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             link = communicator.state.link
-            buckets.append(Bucket.create(name, same, place, communicator.mesh, link))
+            buckets.append(Bucket.create(name, same, place, mesh, link))
     assert len(placed) == len(place), "assign() takes none that is not this communicator's"
     return buckets

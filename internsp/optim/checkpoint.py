@@ -3,7 +3,8 @@
 Entries are named by parameter and are tensors of the parameter's shape, of which each rank gives
 and takes its own index ranges (:mod:`internsp.optim.slices`): any mesh loads what any mesh saved.
 Every rank's dictionary has the same keys before the first step as after it: a parameter that was
-never used has zeros, and a mark that they are not to be taken.
+never used has zeros, and a mark that they are not to be taken. A weight that several stages have
+has one entry, by the whole model's name, of which they give and take the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.elementwise import OptimizerClass
 from internsp.optim.slices import Slices
 from internsp.optim.whole_state import MASTER, Names
+from internsp.wp.tied import name_in_model
 
 StateDict = dict[str, Any]
 USED = "used"
@@ -54,7 +56,7 @@ def collect(
             entry[name] = live.get(name, first)
         if bucket.has_master:
             entry[MASTER] = Slices.of(segment.region, segment.tensor)
-        state[segment.member.name] = entry
+        state[name_in_model(segment.member)] = entry
     return state
 
 
@@ -66,9 +68,9 @@ def restore(buckets: Sequence[Bucket], state: StateDict) -> None:
     """
     segments = list(_segments(buckets))
     for bucket, segment in segments:
-        _check(bucket, segment, state.get(segment.member.name))
+        _check(bucket, segment, state.get(name_in_model(segment.member)))
     for bucket, segment in segments:
-        entry = dict(state[segment.member.name])
+        entry = dict(state[name_in_model(segment.member)])
         used = bool(entry.pop(USED))
         if bucket.has_master:
             _fill(segment.tensor, entry[MASTER], segment)

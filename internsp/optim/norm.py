@@ -20,13 +20,16 @@ def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
 
     Slices of cut weights differ between weight ranks and expert ranks, those of replicated
     parameters do not; tensor ranks hold the same slices of what is not cut over them, and ranks of
-    one ``zero_replica_group`` the same of all. Collective (one number); blocks.
+    one ``zero_replica_group`` the same of all. Of a weight tied over stages the first one's counts.
+    Collective (one number); blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for bucket in buckets:
         axis = bucket.axis
         if not bucket.tensor and mesh.tensor_rank:
             continue  # tensor ranks hold the same values
+        if not bucket.counted:
+            continue  # another stage has it, too
         counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.small)
         if counts and bucket.gradient is not None:
             parts: Iterable[Tensor] = (bucket.gradient,)
@@ -58,7 +61,8 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` for dense weights and experts together (a plain loop).
 
     torch's own takes ``DTensor`` of one mesh only, but experts may live on another. The 2-norm
-    over ``.grad`` of all of them, each element counted once; gradients are clipped in place.
+    over ``.grad`` of all of them, each element counted once (of a weight tied over stages the first
+    one's); gradients are clipped in place.
     Collective; on a device the host does not wait.
 
     Args:
@@ -72,13 +76,18 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     by_mesh: dict[tuple[DeviceMesh | None, torch.device], list[Tensor]] = {}
+    copies: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:  # on the host where the weight is offloaded
             key = getattr(parameter.grad, "device_mesh", None), _local(parameter.grad).device
-            by_mesh.setdefault(key, []).append(parameter.grad)
+            alike = by_mesh.setdefault(key, [])
+            member = getattr(parameter, "_member", None)
+            (alike if member is None or member.counted else copies).append(parameter.grad)
     kinds = [mesh.device_type if mesh else device for mesh, device in by_mesh]
     squares = torch.zeros((), dtype=torch.float64, device=kinds[0] if kinds else None)
     for (mesh, _), gradients in by_mesh.items():
+        if not gradients:  # all of them are copies
+            continue
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor) and mesh is not None:
             there = norm._local_tensor.to(mesh.device_type)
@@ -94,7 +103,10 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for (_, device), gradients in by_mesh.items():
         # Local parts: for each DTensor torch would work out the result's layout, which takes long.
-        torch._foreach_mul_([_local(g) for g in gradients], factor.to(device))
+        local = [_local(g) for g in gradients]
+        local += [_local(g) for g in copies if _local(g).device == device]
+        if local:
+            torch._foreach_mul_(local, factor.to(device))
     return total
 
 

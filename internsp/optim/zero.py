@@ -20,6 +20,7 @@ from internsp.optim.guarded import guard_parameter
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
+from internsp.optim.tied import ZeroGradients
 from internsp.optim.whole_state import Names, States
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
@@ -120,6 +121,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for member in members(communicator):
             guard_parameter(member, self, communicator.mesh.rank)
         communicator.collects_itself = False
+        communicator.step_gradients = ZeroGradients(
+            self._buckets, self._finished, lambda: self._used
+        )
         communicator.after_backward.append(self._backward_ended)
         communicator.after_rest.append(self._release)
 
@@ -179,8 +183,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Called after each micro-batch it keeps slices instead of shard-sized sums between them, at
         the price of one exchange a micro-batch.
         """
+        self._finished()
+
+    def _finished(self) -> set[Member]:
         self._communicator.recover()
-        self._used |= self._reducer.run()
+        used = self._reducer.run()
+        self._used |= used
+        return used
 
     @torch.no_grad()
     def gather_gradients(self) -> dict[str, Tensor]:

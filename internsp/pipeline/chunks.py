@@ -126,18 +126,13 @@ def split(model: SplittableModel, stages: int) -> list[range]:
     are computed again in backward, a third more); the embedding is a lookup and costs nothing.
 
     Raises:
-        StructureError: fewer blocks than stages, or the head shares the embedding's weight.
+        StructureError: fewer blocks than stages.
     """
     blocks = len(model.layers)
     if blocks < stages:
         raise StructureError(
             f"{blocks} blocks cannot be cut into {stages} chunks (pipeline ranks x chunks a rank) "
             "of one block or more; choose fewer stages or chunks, or more layers"
-        )
-    if stages > 1 and getattr(model.head, "weight", None) is model.embed.weight:
-        raise StructureError(
-            "the head is tied to the embedding (model.tie_embeddings), but the first stage of a "
-            "pipeline holds the embedding and the last one the head: set tie_embeddings = false"
         )
     head = 4 * _products(model.head) / 3
     return balanced([_products(block) for block in model.layers], stages, head)

@@ -28,8 +28,8 @@ from internsp.pipeline.messages import Messages
 from internsp.wp.collectives import sever
 from internsp.wp.communicator import ISPCommunicator
 
-# Where torch's schedules and stages wait for each other.
-_BETWEEN_STAGES = {"_wait_batch_p2p", "_batch_p2p", "_send_meta", "_recv_meta"}
+# Where torch's schedules and stages wait for each other, and those with a tied weight.
+_BETWEEN_STAGES = {"_wait_batch_p2p", "_batch_p2p", "_send_meta", "_recv_meta", "swap"}
 
 
 class Watch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from internsp.pipeline.schedules import (
     prepared,
 )
 from internsp.pipeline.stage import ISPPipelineStage
+from internsp.pipeline.tied import Tie, separate, shared_by, tie
 from internsp.plan.assign import (
     PATTERNS,
     assign,
@@ -56,12 +57,24 @@ from internsp.trace import Trace
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
 _APART = (ParallelLinearWithCommExt, GroupedLinearWithCommExt, ParallelEmbeddingWithCommExt)
+_NO_LEARNING = (
+    'weight_parallel.unexpected_order = "learn" in a pipeline: the passes of a step are planned '
+    "before it, in the order in which blocks are declared; declare them as they run and leave it "
+    "out"
+)
 
 
 class Pipeline:
     """A model cut into this rank's chunks, run by one of torch's schedules.
 
-    Make it on all ranks together with :meth:`create`.
+    Make it on all ranks together with :meth:`create`, or of stages of your own.
+
+    Args:
+        tied: weights that several stages have: of each its names, by stage. They begin with the
+            first stage's values, and a step sums their gradients. ``create`` finds them.
+
+    Raises:
+        StructureError: copies of a tied weight are cut differently; see ``docs/pipeline.md``.
 
     Attributes:
         chunks: this rank's modules, by ascending stage.
@@ -69,6 +82,7 @@ class Pipeline:
         hooks: append to it to be told what happens.
         micro_batches: of every step and evaluation.
         actions: what this rank does in a step, pass by pass.
+        tied: weights that several stages have.
     """
 
     def __init__(
@@ -80,7 +94,10 @@ class Pipeline:
         hooks: list[SchedulerHook],
         criterion: Criterion,
         ids_shape: torch.Size | None = None,
+        tied: Mapping[str, Tie] | Sequence[Tie] = (),
     ) -> None:
+        if any(stage.communicator.learning is not None for stage in stages):
+            raise ConfigError(_NO_LEARNING)
         self.kind, self.mesh, self.stages = kind, mesh, list(stages)
         self._ids_shape = ids_shape
         self.micro_batches = micro_batches
@@ -109,6 +126,9 @@ class Pipeline:
         self.actions = passes(
             steps, [s.stage_index for s in stages], {s.stage_index: s.splits for s in stages}
         )
+        watch = self._watch.messages.watch if mesh.device.type == "cpu" else None
+        self.tied = tie(tied, self.stages, rank_of, mesh.pipeline * chunks, mesh, watch)
+        self.tied.equalize()
 
     @classmethod
     def create(
@@ -151,13 +171,18 @@ class Pipeline:
         count = mesh.pipeline * chunks
         blocks = split(model, count)
         whole = config or WeightParallelConfig()
+        if whole.unexpected_order == "learn":
+            raise ConfigError(_NO_LEARNING)
         require_patterns(model, whole, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
         everyone = list(hooks)
         stages = []
+        modules = [Chunk(model, part, s == 0, s == count - 1) for s, part in enumerate(blocks)]
+        tied = shared_by(model, modules)
+        separate([modules[stage] for stage in own])
         for index, stage in enumerate(own):
-            module = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
+            module = modules[stage]
             weights, again = local_config(module, config, activation_checkpoint)
             communicator = parallelize(
                 module,
@@ -188,7 +213,7 @@ class Pipeline:
             )
         ids_shape = None if shape is None else torch.Size(shape[:2])
         criterion = criterion or _output_itself
-        return cls(kind, mesh, stages, micro_batches, everyone, criterion, ids_shape)
+        return cls(kind, mesh, stages, micro_batches, everyone, criterion, ids_shape, tied)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward and backward of all micro-batches. Collective; blocks.
@@ -205,9 +230,11 @@ class Pipeline:
                 gradients are disabled. Then every rank raises, a ``CollectiveError`` where its own
                 are right, and nothing has run: the pipeline can go on.
             OrderError: called from inside a step, by a hook or the criterion.
+            StructureError: copies of a tied weight are not equal; every rank raises, and nothing
+                has run (:meth:`equalize`).
         """
         losses: list[Tensor] = []
-        with self._running(batches, self.actions), self._unchanged():
+        with self._running(batches, self.actions), self._unchanged(), self.tied.summed():
             self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
@@ -219,6 +246,18 @@ class Pipeline:
         with self._running(batches, actions), self._unchanged():
             self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
         return losses
+
+    def equalize(self) -> None:
+        """Give all copies of tied weights the values of the first stage's. Collective; blocks.
+
+        For a program that has written one of them (loaded, edited) and not the others.
+        """
+        if self._watch.open:
+            raise OrderError(
+                f"equalize() of a pipeline was called on rank {self.mesh.rank} inside a step: call "
+                "it between two steps"
+            )
+        self.tied.equalize()
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -259,9 +298,16 @@ class Pipeline:
         except (ValueError, TypeError) as error:
             mistake = error
         with self._watch.entering():
-            refusing = self._refusing(mistake is not None)
+            refusing, apart = self._refusing(mistake is not None)
         if mistake is not None:
             raise mistake
+        if apart:
+            raise StructureError(
+                f"copies of tied weights are not equal: {'; '.join(apart)} (this is rank "
+                f"{self.mesh.rank}). Write, freeze and step all of them alike: optimizers of all "
+                "stages need the same settings for them. Pipeline.equalize() copies the first "
+                "stage's values to the others"
+            )
         if refusing >= 0:
             raise CollectiveError(
                 f"rank {refusing} refused this step before anything ran, its own error says why; "
@@ -280,12 +326,20 @@ class Pipeline:
         for stage in self.stages:
             stage.forget()
 
-    def _refusing(self, mine: bool) -> int:
-        """A rank that cannot run this step, or -1; no other waits for it (WP-10). Collective."""
-        rank = torch.tensor(self.mesh.rank if mine else -1, device=self.mesh.device)
-        for group in (self.mesh.stage_group, self.mesh.pipeline_group):
-            dist.all_reduce(rank, dist.ReduceOp.MAX, group=group)
-        return int(rank)
+    def _refusing(self, mine: bool) -> tuple[int, list[str]]:
+        """A rank that cannot run this step, or -1; no other waits for it (WP-10). And which copies
+        of tied weights are not equal, in words, on all ranks where they are not on one. Collective.
+        """
+        rank = torch.full((1,), self.mesh.rank if mine else -1, device=self.mesh.device)
+        digest = self.tied.digest()
+        told = torch.cat([rank, digest.flatten()])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.pipeline_group)
+        apart = self.tied.apart(told[1:].view_as(digest))
+        told = torch.stack([told[0], told.new_tensor(bool(apart))])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.stage_group)
+        if told[1] and not apart:
+            apart = ["those of other ranks of this stage"]
+        return int(told[0]), apart
 
     def _check(self, batches: Sequence[MicroBatch], training: bool) -> torch.Size | None:
         """Stages receive into buffers of a fixed number and shape; returns that of the ids."""

@@ -6,11 +6,13 @@ The order is read from torch's schedule objects and played before anything runs
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +27,7 @@ from internsp.pipeline.picture import draw
 from internsp.pipeline.pipeline import local_config, require_patterns, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
+from internsp.pipeline.tied import Tie, shared_by
 from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
@@ -34,6 +37,8 @@ from internsp.plan.kept import KeptBlocks
 from internsp.plan.repeats import Item, folded_lines, ranges
 from internsp.plan.units import chunk_plan
 from internsp.sp.dispatch import fixed_sizes
+from internsp.wp.layout import ShardLayout, laid_out
+from internsp.wp.tied import Place
 
 _LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times
 
@@ -69,6 +74,20 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class TiedOutline:
+    """A weight that several stages have.
+
+    Attributes:
+        places: ``NAME of stage N``, ascending.
+        nbytes: that a rank with a copy receives once a step: of each other pipeline rank's sum.
+    """
+
+    name: str
+    places: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
     """A step of the whole pipeline."""
 
@@ -79,6 +98,7 @@ class PipelinePlan:
     ranks: tuple[RankPlan, ...]
     message_bytes: int
     """Of one micro-batch's hidden states on one rank."""
+    tied: tuple[TiedOutline, ...] = ()
 
     def picture(self) -> str:
         """The schedule as SVG."""
@@ -117,7 +137,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
     rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
     timed = check(order, rank_of, shape.pipeline * chunks)
     ranks = []
-    outlines = _outlines(config, shape, kind, shape.pipeline * chunks)
+    outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
     for rank in range(shape.pipeline):
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
@@ -130,7 +150,29 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         launches = tuple(launched)
         ranks.append(RankPlan(own, tuple(passed), launches, schedule, messages))
     nbytes = _message_bytes(config, shape)
-    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes)
+    tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
+    return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes, tied)
+
+
+def _tied(
+    name: str,
+    tie: Tie,
+    outlines: Sequence[ChunkOutline],
+    shape: MeshShape,
+    rank_of: Callable[[int], int],
+) -> TiedOutline:
+    """Slices of the ``ZeroOptimizer`` travel, and one element that says whether there is a sum."""
+    first, own = next(iter(tie.items()))
+    held = next(a for a in outlines[first].assignments if own in {o.full_name for o in a.owners})
+    axis = shape.experts if held.expert else shape.dense
+    elements = math.prod(held.shape)
+    if held.unit is not None:
+        elements = ShardLayout.create(held.shape, held.dim, axis.size).shard_numel
+    _, length = laid_out([elements], held.parameter.itemsize, axis.zero)
+    others = len({rank_of(stage) for stage in tie}) - 1
+    wide = torch.promote_types(held.parameter.dtype, torch.float32).itemsize
+    places = tuple(str(Place(stage, rank_of(stage), n)) for stage, n in tie.items())
+    return TiedOutline(name, places, others * (length + 1) * wide)
 
 
 def _message_bytes(config: Config, shape: MeshShape) -> int:
@@ -144,12 +186,13 @@ def _message_bytes(config: Config, shape: MeshShape) -> int:
 
 def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
-) -> list[ChunkOutline]:
+) -> tuple[list[ChunkOutline], dict[str, Tie]]:
     model: Any = build_model(config)  # of the zoo: others have no pipeline
     require_patterns(model, config.weight_parallel, shape)
     found = []
-    for stage, blocks in enumerate(split(model, stages)):
-        chunk = Chunk(model, blocks, stage == 0, stage == stages - 1)
+    parts = split(model, stages)
+    chunks = [Chunk(model, part, s == 0, s == stages - 1) for s, part in enumerate(parts)]
+    for stage, (blocks, chunk) in enumerate(zip(parts, chunks, strict=True)):
         weights, checkpoint = local_config(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
@@ -170,7 +213,7 @@ def _outlines(
         cut = {id(a.parameter) for a in assignments if a.unit is not None}
         splits = splittable(chunk, cut, bool(again) or weights.compile)
         found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits))
-    return found
+    return found, shared_by(model, chunks)
 
 
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:
@@ -191,10 +234,14 @@ def tables(config: Config, plan: PipelinePlan) -> list[Table]:
             f"{each.messages}\n{human(each.messages * plan.message_bytes)}",
         )
         rows.append(row)
-    own = table(title, columns, rows)
-    if config.model.layers * plan.micro_batches > _LONGEST_COMPARED:
-        return [own]
-    return [own, _comparison(config, plan)]
+    found = [table(title, columns, rows)]
+    if plan.tied:
+        title = "Weights of several stages, whose gradients are summed once a step"
+        rows = [(t.name, "\n".join(t.places), human(t.nbytes)) for t in plan.tied]
+        found.append(table(title, ("<weight", "<copies", "a rank receives"), rows))
+    if config.model.layers * plan.micro_batches <= _LONGEST_COMPARED:
+        found.append(_comparison(config, plan))
+    return found
 
 
 def _sizes(rank: RankPlan) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ every digest was found right, and nothing in it is executed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,18 +119,23 @@ def load(session: Session, path: Path) -> Resumed:
             "that the run began with"
         )
     tensors, _ = state_of(session)
-    tensors = {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
+    tensors = _detached(tensors)
+    # Copies of tied weights are read by themselves: they have the first stage's names.
+    tied = session.pipeline is not None and len(session.pipeline.tied) > 0
+    numbers = range(len(session.modules) if tied else 0)
+    copies = [_detached(_part(session, number, counted=False)) for number in numbers]
     same_ranks = content.mesh["world"] == session.mesh.world_size
     if not same_ranks:
         tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
     on_every_rank(lambda: _check_fits(content, tensors, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
-        dcp.load(
-            dict(tensors),
-            storage_reader=Reader(chosen, content),
-            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-        )
-    on_every_rank(lambda: _take(session, tensors, content, chosen))
+        for part in (tensors, *copies):
+            dcp.load(
+                dict(part),
+                storage_reader=Reader(chosen, content),
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+            )
+    on_every_rank(lambda: _take(session, tensors, copies, content, chosen))
     if not same_ranks:
         seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
         torch.manual_seed(seed)  # of the accelerator, too
@@ -153,6 +158,11 @@ def load(session: Session, path: Path) -> Resumed:
         )
     data = content.data
     return Resumed(content.step, data.sequences, data.tokens, chosen, content.run, notes)
+
+
+def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
 
 
 def _newest_whole(path: Path) -> tuple[Path, Manifest, list[str]]:
@@ -205,7 +215,13 @@ def derived_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _take(session: Session, tensors: dict[str, Tensor], content: Manifest, path: Path) -> None:
+def _take(
+    session: Session,
+    tensors: dict[str, Tensor],
+    copies: Sequence[dict[str, Tensor]],
+    content: Manifest,
+    path: Path,
+) -> None:
     """Hand what was read to its owners. Settings stay as the configuration says now."""
     try:
         for name, value in tensors.items():
@@ -213,8 +229,9 @@ def _take(session: Session, tensors: dict[str, Tensor], content: Manifest, path:
                 _set_random(name, value)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"checkpoint.resume: {path} has no random state: {error}") from None
-    for optimizer in session.optimizers:
-        state = _optimizer_state(optimizer, tensors, content.values)
+    for number, optimizer in enumerate(session.optimizers):
+        own = {**tensors, **(copies[number] if copies else {})}
+        state = _optimizer_state(optimizer, own, content.values)
         optimizer.load_local_state_dict(state)
     scaler = session.optimizer.loss_scaler
     if scaler is not None and content.loss_scaler is not None:
@@ -253,19 +270,37 @@ def _wind(
 
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This rank's live tensors, and its few other values, by names that fit all ranks."""
-    parts = [optimizer.local_state_dict()["state"] for optimizer in session.optimizers]
-    found = {
-        f"model.{name}": value
-        for module in session.modules
-        for name, value in module.state_dict(keep_vars=True).items()
-    }
-    for part in parts:
-        for name, entry in part.items():
-            found |= {_key(name, kind): value for kind, value in entry.items()}
+    """This rank's live tensors, and its few other values, by names that fit all ranks.
+
+    What several places hold is there once: of a tied weight the first name, and the first stage.
+    """
+    found: dict[str, Any] = {}
+    for number in range(len(session.modules)):
+        found |= _part(session, number, counted=True)
     found |= {f"random.{name}": value for name, value in _random(session).items()}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in found.items() if name not in tensors}
+
+
+def _part(session: Session, number: int, counted: bool) -> dict[str, Any]:
+    """One module's values and its optimizer's.
+
+    Args:
+        counted: all but copies of what is another stage's; else these alone, by its names.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, value in session.modules[number].state_dict(keep_vars=True).items():
+        member = getattr(value, "_member", None)
+        if id(value) not in seen and (member is None or member.counted) == counted:
+            seen.add(id(value))
+            found[f"model.{member.tied if member is not None and member.tied else name}"] = value
+    members = session.communicators[number].replicated.everyone()
+    copies = {member.tied for member in members if not member.counted}
+    for name, entry in session.optimizers[number].local_state_dict()["state"].items():
+        if (name not in copies) == counted:
+            found |= {_key(name, kind): value for kind, value in entry.items()}
+    return found
 
 
 def _key(parameter: str, kind: str) -> str:

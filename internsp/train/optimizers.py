@@ -16,6 +16,7 @@ from internsp.errors import ConfigError
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.groups import members
 from internsp.wp.communicator import ISPCommunicator
+from internsp.wp.tied import name_in_model
 
 _CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 assert _CLASSES.keys() == set(OPTIMIZERS), "each name has a class"
@@ -35,7 +36,7 @@ def make_optimizer(
     replicated = {id(member) for member in communicator.replicated.members}
     groups: dict[tuple[float, float], list[Any]] = {}
     for member in members(communicator):
-        own = _group_of(member.name, settings.groups)
+        own = _group_of(name_in_model(member), settings.groups)
         lr, decay = settings.lr, 0.0 if id(member) in replicated else settings.weight_decay
         if own is not None:
             lr = lr if own.lr is None else own.lr

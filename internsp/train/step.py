@@ -148,6 +148,8 @@ class StepRunner:
         pipeline = self.session.pipeline
         if self._checked or not trace.enabled or plan is None:
             return
+        if self.session.communicators[0].learning is not None:
+            return  # an order is being learned: a later step has a plan
         self._checked = True
         kinds = ("AG", "RS")
         overlap = self.session.config.weight_parallel.overlap

@@ -12,7 +12,7 @@ collectives of a group travel at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -395,6 +395,29 @@ def send_pairs(
     works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
     works += [group.send([pieces[p]], p, tag) for p in others]
     return Works(works)
+
+
+def swap(
+    group: dist.ProcessGroup,
+    values: Tensor,
+    to: Collection[int],
+    of: Collection[int],
+    watch: Callable[[list[dist.P2POp]], list[dist.P2POp]] | None = None,
+) -> dict[int, Tensor]:
+    """Send ``values`` to the ranks ``to`` of ``group`` and receive as much from each of ``of``.
+
+    Blocks (on a device: the current stream).
+
+    Args:
+        watch: see :meth:`internsp.pipeline.messages.Messages.watch`.
+    """
+    received = {rank: torch.empty_like(values) for rank in of}
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=r) for r, t in received.items()]
+    ops += [dist.P2POp(dist.isend, values, group=group, group_peer=rank) for rank in to]
+    if ops:
+        for work in dist.batch_isend_irecv(ops if watch is None else watch(ops)):
+            work.wait()
+    return received
 
 
 def sever(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:

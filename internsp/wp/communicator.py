@@ -33,6 +33,7 @@ from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Action
 from internsp.wp.slots import Slot, Unit
+from internsp.wp.tied import PlainGradients, StepGradients
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
@@ -216,6 +217,7 @@ class ISPCommunicator(WPCommunicator):
         learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
             where none is learned, and once it is (``learned``).
         meeting: where the ranks of the stage agree on what is done at rest.
+        step_gradients: what a pipeline's step adds to gradients of tied weights.
         whole_in: what has made parameters whole outside of training
             (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
     """
@@ -241,6 +243,7 @@ class ISPCommunicator(WPCommunicator):
         self.hooks: object | None = None
         self.meeting: Any = None
         self.whole_in = ""
+        self.step_gradients: StepGradients = PlainGradients()
         self.plan: ChunkPlan | None = None
         self.places: dict[tuple[nn.Module, str], ShardedParameter | ReplicatedParameter] = {}
         self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)

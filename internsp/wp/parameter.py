@@ -63,8 +63,12 @@ class ShardedParameter:
         communicator: unshards it and takes its gradient.
         slices: near ranks that keep slices of it after its first gather of a step; 0: none do.
         shown: version and dtype of what its bytes in the slot hold; ``None``: of nothing.
+        tied: what the whole model calls a weight of which other stages have copies; else empty.
+        counted: whether it is counted, and saved: of copies the first.
     """
 
+    tied = ""
+    counted = True
     slices = 0
     guarded = True  # other weights take its bytes between forward and backward
     unit: Any

@@ -38,8 +38,11 @@ class ReplicatedParameter:
         tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
         communicator: takes its gradient.
         shown: the version that was last computed with.
+        tied, counted: as of a :class:`ShardedParameter`.
     """
 
+    tied = ""
+    counted = True
     offload: frozenset[str] = frozenset()  # too small for it to be worth a copy
     guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
     communicator: ReplicatedParameters

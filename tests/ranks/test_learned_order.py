@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import InternspError, OrderError, StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.plan.simulate import simulate
+from tests.ranks.test_pipeline_train import rows_of
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Reordered, Tiny, Twin, raises
@@ -91,6 +94,18 @@ def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> No
         plan, overlap = twin.communicator.plan, config.get("overlap", True)
         assert plan is not None
         assert recorded == simulate(plan, overlap=overlap).lines(COMMUNICATION), what
+
+
+def test_a_run_of_the_trainer_learns_its_order(tmp_path: Path) -> None:
+    """Its third step is compared with the plan of the order that the first has shown."""
+    learned = {
+        "weight_parallel": {"unexpected_order": "learn"}, "parallel": {"weight": 2},
+        "train": {"steps": 4, "sample_bytes": 0},
+    }  # fmt: skip
+    (wanted,) = rows_of(tmp_path, 1, [{"train": {"steps": 4, "sample_bytes": 0}}])
+    (found,) = rows_of(tmp_path, 2, [learned])
+    for one, other in zip(wanted, found, strict=True):
+        assert (other.loss, other.grad_norm) == pytest.approx((one.loss, one.grad_norm), rel=1e-5)
 
 
 @ranks(2)

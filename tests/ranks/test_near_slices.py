@@ -30,7 +30,8 @@ def gathers(twin: Twin) -> list[tuple[str, int]]:
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (None, {}), (HALF, SOME), (REENTRANT, ROLLING), (HALF, {"granularity": "module"}),
     (None, ALL | {"memory_pool": False}), (HALF, {"overlap": False, "prefetch_depth": 0}),
-    (None, {"keep_unsharded": 1}),
+    (None, {"keep_unsharded": 1}), (HALF, {"offload": ("weights", "gradients")}),
+    (None, ROLLING | {"offload": ("weights",), "coalesce_bytes": 400}),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from internsp.config import ActivationCheckpointConfig
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import (
     CollectiveError,
     ConfigError,
@@ -160,6 +160,17 @@ def test_numbers_that_make_no_pipeline_are_refused_in_words() -> None:
     again = ActivationCheckpointConfig(mode="full", blocks=(1, 5))
     with pytest.raises(StructureError, match=r"blocks names \[5\], but the model has 5 blocks"):
         Pipeline.create(case.build(), mesh, micro_batches=4, activation_checkpoint=again)
+
+
+@ranks(2)
+def test_a_pipeline_learns_no_order_and_the_model_stays_as_it_was() -> None:
+    model, mesh = Case().build(), mesh_of(pipeline=2)
+    before = dict(model.named_parameters())
+    learn = WeightParallelConfig(unexpected_order="learn")
+    with pytest.raises(ConfigError, match="planned before it, in the order in which blocks are"):
+        Pipeline.create(model, mesh, learn, micro_batches=4)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    Pipeline.create(model, mesh, micro_batches=4)
 
 
 @ranks(2)

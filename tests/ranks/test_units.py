@@ -5,18 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from internsp.config import ActivationCheckpointConfig
-from internsp.errors import OrderError
+from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.errors import ConfigError, OrderError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
+from internsp.parallel import parallelize
 from internsp.plan.simulate import simulate
 from internsp.whole import full_params, iterate_full_params
 from tests.support.compare import check, parameters
+from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, Twin, raises
 from tests.support.ranks import ranks
 
@@ -325,6 +328,22 @@ class Towers(nn.Module):
         if labels is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@ranks(2)
+def test_an_order_cannot_be_learned_of_blocks_that_hold_units_and_the_model_stays_as_it_was() -> (
+    None
+):
+    mesh = mesh_of(2)
+    model = LAYERS().double()
+    before = dict(model.named_parameters())
+    config = WeightParallelConfig(
+        min_shard_elements=8, plan=[EACH], unexpected_order="learn"
+    )
+    with pytest.raises(ConfigError, match=r"but a rule of the plan .* layers\.0: leave"):
+        parallelize(model, mesh, config)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    parallelize(model, mesh, config.model_copy(update={"unexpected_order": "error"}))
 
 
 @ranks(2)

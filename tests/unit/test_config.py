@@ -21,6 +21,7 @@ from internsp.config import (
     load_config,
     sections,
 )
+from internsp.config.sections import ParameterGroup
 from internsp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -191,10 +192,11 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             'pipeline.chunks: schedule "DualPipeV" takes 2, not 1',
         ),
         (
-            "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n[model]\ntie_embeddings = true",
+            "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n"
+            '[weight_parallel]\nunexpected_order = "learn"',
             2,
-            "model.tie_embeddings: the head is on the last stage and the embedding on the first; "
-            "set it to false",
+            "weight_parallel.unexpected_order: a pipeline plans its passes in the declared order; "
+            'use "error"',
         ),
         (
             "[parallel]\npipeline = 2\n[train]\nmicro_batches = 2\n[model]\nlayers = 1",
@@ -335,7 +337,14 @@ def test_a_configuration_written_as_toml_is_read_back_equal(tmp_path):
         model=ModelConfig(kv_heads=2, rope_theta=5e5),
         weight_parallel=WeightParallelConfig(prefetch_triggers=("*.wo",), compute_dtype="bfloat16"),
         activation_checkpoint=ActivationCheckpointConfig(mode="full", blocks=(1, 3)),
-        optimizer=OptimizerConfig(max_grad_norm=None, betas=(0.8, 0.99)),
+        optimizer=OptimizerConfig(
+            max_grad_norm=None,
+            betas=(0.8, 0.99),
+            groups=(
+                ParameterGroup(match=("embed",), lr=0.1),
+                ParameterGroup(match=("head",), weight_decay=0.0),
+            ),
+        ),
         train=TrainConfig(sample_prompt='class "é"\n\\ ', name="an example"),
         launch=LaunchConfig(processes=2),
     )

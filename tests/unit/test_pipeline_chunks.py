@@ -18,6 +18,7 @@ from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParal
 from internsp.errors import StructureError
 from internsp.pipeline.chunks import Chunk, balanced, split
 from internsp.pipeline.pipeline import local_config
+from internsp.pipeline.tied import separate, shared_by
 from internsp.sp import SequenceLayout
 
 
@@ -77,9 +78,19 @@ def test_products_are_what_costs_and_the_heads_count_four_thirds() -> None:
     assert [blocks_of_each(rows) for rows in (5, 6)] == [[3, 3], [4, 2]]
 
 
-def test_a_tied_head_is_refused_with_the_remedy() -> None:
-    with pytest.raises(StructureError, match="set tie_embeddings = false"):
-        split(build(tie_embeddings=True), 2)
+def test_what_several_chunks_share_has_the_models_name_and_one_in_each_chunk() -> None:
+    model = build(tie_embeddings=True)
+    model.layers[5].ffn_norm = model.layers[1].ffn_norm
+    blocks = split(model, 3)
+    chunks = [Chunk(model, part, i == 0, i == 2) for i, part in enumerate(blocks)]
+    assert shared_by(model, chunks) == {
+        "embed.weight": {0: "embed.weight", 2: "head.weight"},
+        "layers.1.ffn_norm.weight": {0: "layers.1.ffn_norm.weight", 2: "layers.5.ffn_norm.weight"},
+    }
+    separate(chunks)
+    norms = [chunks[0].layers["1"].ffn_norm, chunks[2].layers["5"].ffn_norm]
+    assert norms[0] is model.layers[1].ffn_norm is not norms[1]
+    assert norms[0].weight.shape == norms[1].weight.shape
 
 
 def test_too_few_blocks_are_refused() -> None:
