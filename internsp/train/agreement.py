@@ -60,8 +60,11 @@ def on_every_rank(work: Callable[[], T]) -> list[T]:
 
 def _shared(error: Exception) -> Exception:
     """``error`` as other ranks can have it: what need not pickle comes as its words."""
-    if isinstance(error, (InternspError, OSError)):
+    if isinstance(error, InternspError):
         return error
+    if isinstance(error, OSError) and error.errno is not None:
+        said = f"{error.strerror} (on rank {dist.get_rank()})"
+        return OSError(error.errno, said, error.filename)
     return InternspError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
 
 

@@ -80,6 +80,9 @@ def commit(partial: Path, final: Path) -> None:
     :func:`steps_in`.
     """
     sync(partial)
+    for above in (final.parent.parent, final.parent.parent.parent):
+        with contextlib.suppress(OSError):  # another user's: it was there before the run
+            sync(above)  # or what was made for this run may have no name after a power failure
     replaced = final.with_name(final.name + ".replaced")
     if final.exists():
         if replaced.exists():
@@ -108,7 +111,7 @@ def point_latest(final: Path) -> None:
 def thin_out(checkpoints: Path, keep_last: int, keep_every: int) -> list[str]:
     """Remove old checkpoints: all but the newest ``keep_last`` and every ``keep_every``-th step.
 
-    A removed one is no checkpoint from the first moment on.
+    A removed one is no checkpoint from the first moment on, after a power failure too.
 
     Args:
         keep_last: 0 keeps all.
@@ -120,10 +123,12 @@ def thin_out(checkpoints: Path, keep_last: int, keep_every: int) -> list[str]:
     removed = []
     for step, path in steps_in(checkpoints)[keep_last:] if keep_last else []:
         if not (keep_every and step % keep_every == 0):
-            going = path.with_name(path.name + PARTIAL)
-            path.rename(going)
-            shutil.rmtree(going)
+            path.rename(path.with_name(path.name + PARTIAL))
             removed.append(path.name)
+    if removed:
+        sync(checkpoints)  # before anything of them goes
+    for name in removed:
+        shutil.rmtree(checkpoints / (name + PARTIAL))
     return removed
 
 
@@ -236,7 +241,7 @@ def _lines(parent: int) -> Iterator[bytes]:
 def main(handle: int, nbytes: int, parent: int) -> None:
     """The process: answers each line of JSON on its input with one on its output."""
     # A stop is the rank's to take: it says whether what is being written is finished.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     orders = _Orders(memoryview(mmap.mmap(handle, nbytes, prot=mmap.PROT_READ)))
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from internsp.errors import ConfigError
+from internsp.errors import LACKING, ConfigError, MachineError
 from internsp.train import checkpoint_folder
 from internsp.train.agreement import from_first
 from internsp.train.checkpoint import Resumed
@@ -83,6 +83,7 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
 
     Raises:
         ConfigError: on every rank: another process holds it, or it cannot be written.
+        MachineError: on every rank: the disk is full, or the like.
     """
     held: list[RunLock] = []
 
@@ -91,9 +92,10 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
         try:
             held.append(RunLock.acquire(path, run))
         except OSError as error:
-            raise ConfigError(
-                f"the run's folder {path} cannot be written: {error.strerror}; choose another "
-                "train.name or --output"
+            kind = MachineError if error.errno in LACKING else ConfigError
+            raise kind(
+                f"the run's folder {path} cannot be written on rank 0: {error.strerror}; choose "
+                "another train.name or --output"
             ) from error
         return run, held[0].predecessor
 
