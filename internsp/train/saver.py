@@ -92,7 +92,8 @@ class Saver:
 
     def _begin(self, plan: FilePlan) -> None:
         try:
-            self._writer = Writer(plan.nbytes)
+            patience = self._session.config.parallel.timeout_seconds
+            self._writer = Writer(plan.nbytes, patience)
         except OSError as error:
             kind = MachineError if error.errno in LACKING else InternspError
             rank = self._session.mesh.rank
@@ -164,11 +165,22 @@ class Saver:
         pause = 0.001
         while self._save is not None:
             # Asked again and again: no rank waits longer in a collective than another one writes.
-            if path := self.advance(sum(on_every_rank(self.progress))):
+            with self._undone():
+                done = sum(on_every_rank(self._waited_for))
+            if path := self.advance(done):
                 return path
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return None
+
+    def _waited_for(self) -> float:
+        """:meth:`progress`, while there is hope of any."""
+        if self._writer is not None and self._save is not None and not self._writer.answered:
+            try:
+                self._writer.require_running()
+            except InternspError as error:
+                raise self._unsaved(self._save, error) from error
+        return self.progress()
 
     def _written(self) -> None:
         """Every rank has its file, or says why not."""
@@ -217,9 +229,11 @@ class Saver:
         try:
             return writer.answer()
         except InternspError as error:
-            rank = self._session.mesh.rank
-            what = f"checkpoint {save.final} was not saved: rank {rank}"
-            raise type(error)(f"{what}: {error}") from error
+            raise self._unsaved(save, error) from error
+
+    def _unsaved(self, save: _Save, error: InternspError) -> InternspError:
+        what = f"checkpoint {save.final} was not saved: rank {self._session.mesh.rank}"
+        return type(error)(f"{what}: {error}")
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import mmap
 import os
 import select
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from internsp.cli.lifetime import is_stopped
 from internsp.errors import LACKING, InternspError, MachineError
 from internsp.train import disk
+
+_LOOK_SECONDS = 1.0
 
 
 class Writer:
@@ -25,12 +31,14 @@ class Writer:
 
     Args:
         nbytes: of the memory; taken from the machine as it is first written to.
+        patience: seconds for which the process may be stopped (SIGSTOP); a slow one has all time.
 
     Attributes:
         memory: uint8; what a ``write`` order writes. Not to be changed while one is under way.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, patience: float = math.inf) -> None:
+        self._patience, self._stopped_at = patience, math.inf
         handle = _unnamed(nbytes)
         try:
             self._mapped = mmap.mmap(handle, nbytes)
@@ -64,13 +72,15 @@ class Writer:
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> dict[str, Any]:
-        """Of the oldest order that has none yet. Blocks.
+        """Of the oldest order that has none yet. Blocks, but not for a process that is stopped.
 
         Raises:
             MachineError: the machine lacks what it takes (room on the disk).
-            InternspError: anything else has failed, or the process has ended.
+            InternspError: anything else has failed, or the process has ended or is stopped.
         """
         assert self._process.stdout is not None, "made with a pipe"
+        while not select.select([self._process.stdout], [], [], _LOOK_SECONDS)[0]:
+            self.require_running()
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
@@ -81,6 +91,23 @@ class Writer:
             raise kind(found["error"])
         return found
 
+    def require_running(self) -> None:
+        """Raise where the process has been stopped for longer than it may be; Linux only.
+
+        Raises:
+            InternspError: nothing will come from it.
+        """
+        if not is_stopped(self._process.pid):
+            self._stopped_at = math.inf
+            return
+        now = time.monotonic()
+        self._stopped_at = min(self._stopped_at, now)
+        if now - self._stopped_at > self._patience:
+            raise InternspError(
+                "the process that writes checkpoints is stopped (SIGSTOP or a debugger), for more "
+                f"than {self._patience:g} s (parallel.timeout_seconds)"
+            )
+
     def close(self, kill: bool = False) -> None:
         """End the process, after the order that it is at or (``kill``) at once."""
         if kill:
@@ -88,7 +115,12 @@ class Writer:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None, "made with pipes"
             pipe.close()
-        self._process.wait()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_SECONDS)
+                return
+            if is_stopped(self._process.pid):  # it would stay for as long as this process waits
+                self._process.kill()
 
 
 def _unnamed(nbytes: int) -> int:
