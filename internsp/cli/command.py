@@ -101,7 +101,7 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:
-        print(f"internsp: {error}", file=sys.stderr)
+        print(f"internsp: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -119,7 +119,7 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from internsp.cli.lifetime import end_with_launcher, stopped_ranks
-    from internsp.train.stop import StopRequest
+    from internsp.train.stop import StopRequest, status_of
 
     end_with_launcher()
     check_joined(config, output, rank)
@@ -127,12 +127,33 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
     with StopRequest() as stop:
         try:
             record(_run)(config, output)
-        except Exception:
+        except Exception as error:
             for number in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
                 said = f"rank {number} is stopped (SIGSTOP or a debugger)"
                 print(f"internsp: {said}", file=sys.stderr)
+            if getattr(error, "exit_status", 1) != USAGE_ERROR:
+                print(_where(output, rank), file=sys.stderr)
             raise
-    return 128 + stop.number if stop.number else 0
+    return status_of(stop.number)
+
+
+def _where(output: Path, rank: int) -> str:
+    """Of a rank of torchrun's that fails: where it was, and which other ranks have ended before it.
+
+    Of others only where all are on this machine.
+    """
+    from internsp.cli.launch import advice
+    from internsp.cli.lifetime import ended
+    from internsp.failure.rank_log import last_seen, path_of
+
+    size, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    processes = {rank: os.getpid()}
+    for other in range(int(size)) if size == local else ():
+        seen = last_seen(path_of(output, other))
+        if other != rank and seen is not None and ended(seen.process):
+            processes = {other: seen.process, **processes}
+    again = "torchrun does so by itself (--max-restarts), or by the same command"
+    return f"internsp:\n{advice(output, processes, again)}"
 
 
 def _run(config: Config, output: Path) -> None:

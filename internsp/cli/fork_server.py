@@ -11,7 +11,7 @@ import os
 import signal
 
 from internsp.cli.lifetime import LAUNCHER_VARIABLE, remove_socket_folder, signal_at_parents_end
-from internsp.train.stop import SIGNALS
+from internsp.train.stop import SAVE, SIGNALS
 
 if LAUNCHER_VARIABLE not in os.environ:
     raise ImportError(f"{__name__} is only for the server that internsp.cli.launch starts")
@@ -31,7 +31,7 @@ def _end_with_launcher(*_: object) -> None:
         os._exit(0)
 
 
-for _number in SIGNALS:
+for _number in (*SIGNALS, SAVE):
     if signal.getsignal(_number) is not signal.SIG_IGN:
         signal.signal(_number, _leave_to_the_ranks)
 # Not one of SIGNALS, which may be ignored; a rank has it back as it was.

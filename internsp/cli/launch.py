@@ -16,7 +16,7 @@ import multiprocessing.util
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -28,13 +28,16 @@ import torch.distributed as dist
 
 from internsp.cli.lifetime import FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_with_launcher, is_stopped
 from internsp.config import Config
+from internsp.errors import ConfigError
 from internsp.failure.outcome import Failure, Fate, first_cause
-from internsp.train.stop import StopRequest, catch, restore
+from internsp.failure.rank_log import last_seen, path_of
+from internsp.train.disk import steps_in
+from internsp.train.stop import SAVE, StopRequest, catch, restore, status_of
 
 GRACE_SECONDS = 60.0
 """Time for a step and a checkpoint after Ctrl-C; then, or at a second Ctrl-C, ranks are killed."""
-SETTLE_SECONDS = 6.0
-"""Time for the other ranks to fail in their turn, and to save a report, once one has failed."""
+SETTLE_SECONDS = 4.0
+"""Time for the other ranks to fail in their turn once one has: a rank is named within five."""
 _LOOK_SECONDS = 0.25
 
 Run = Callable[[Config, Path], None]
@@ -47,9 +50,10 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
         run: a function at the top of a module (it is pickled by name).
         preload: modules that ``run`` imports late: loaded once for all processes.
 
+    A SIGUSR1 is handed on to rank 0: the run saves and goes on.
+
     Returns:
-        0, or 128 and the number of the signal that asked the run to stop (130 after Ctrl-C, 143
-        after SIGTERM, 129 after SIGHUP), once every rank has stopped.
+        0, also after SIGTERM; 130 after Ctrl-C, 129 after SIGHUP; once every rank has stopped.
 
     Raises:
         ChildError: a rank failed, or did not stop when asked; all have ended.
@@ -70,9 +74,12 @@ def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -
     fates = [rank.fate for rank in ranks]
     cause = first_cause(fates)
     if cause is not None and not signals.insisted:
+        if cause.exit_status != ConfigError.exit_status:  # what was given is to be mended first
+            processes = {rank: ranks[rank].pid for rank in cause.ranks}
+            again = f"internsp train {output / 'config.toml'} --output {output} --resume auto"
+            cause.add_note(advice(output, processes, again))
         raise cause
-    number = asked or next((fate.stopped_by for fate in fates if fate.stopped_by), 0)
-    return 128 + number if number else 0
+    return status_of(asked or next((fate.stopped_by for fate in fates if fate.stopped_by), 0))
 
 
 class _Rank:
@@ -99,9 +106,10 @@ class _Rank:
             name=f"rank {number}",
         )
         self.process.start()
+        self.pid = self.process.pid or 0
         ours.close()
         self.fate = Fate(number)
-        self.ready = self.told = False
+        self.ready = self.told = self.finished = False
 
     @property
     def alive(self) -> bool:
@@ -115,6 +123,7 @@ class _Rank:
                 self._take(self.pipe.recv())
         if ended is not None and self.pipe is not None:
             self.fate.exit_status = ended
+            self.fate.silent = not ended and not self.finished
             self.pipe.close()
             self.pipe = None
 
@@ -124,14 +133,19 @@ class _Rank:
         elif isinstance(message, Failure):
             self.fate.failure = message
         else:
-            self.fate.stopped_by = message
+            self.finished, self.fate.stopped_by = True, message
 
     def tell(self, number: int) -> None:
         """Ask the rank to stop, once it can hear it; more than once is fine."""
-        if self.ready and not self.told and self.alive and self.process.pid is not None:
-            self.told = True
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+        self.told = self.told or self.hear(number)
+
+    def hear(self, number: int) -> bool:
+        """Send the rank a signal, if it can hear it."""
+        if not self.ready or not self.alive or self.process.pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+        return True
 
     def kill(self) -> None:
         """End the process, if it has not ended, and wait until it has."""
@@ -143,14 +157,40 @@ class _Rank:
         self.process.close()
 
 
+def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
+    """Where the ranks that are the cause were last, where to look, and how to go on.
+
+    Args:
+        processes: by rank; of another process a log says nothing of this run's end.
+        again: what goes on.
+    """
+    lines = []
+    for rank, process in processes.items():
+        path = path_of(output, rank)
+        seen = last_seen(path)
+        if seen is None or seen.process != process:
+            lines.append(f"rank {rank} had not begun to train: it has no log yet")
+        else:
+            lines.append(f"rank {rank} was at {seen}; its log: {path}")
+    steps = steps_in(output / "checkpoints")
+    if steps:
+        lines.append(f"to go on after step {steps[0][0]}: {again}")
+    else:
+        lines.append("there is no checkpoint to go on from (checkpoint.every saves between)")
+    return "\n".join(f"  {line}" for line in lines)
+
+
 def _supervise(ranks: list[_Rank], signals: _Signals) -> int:
     """Wait until all ranks have ended, or must be ended; the signal that asked for that, or 0."""
     failed_at = asked_at = math.inf
+    saves = 0  # requests that were handed on
     while alive := [rank for rank in ranks if rank.alive]:
         connection.wait([rank.process.sentinel for rank in alive], timeout=_LOOK_SECONDS)
         for rank in alive:
             rank.look()
         now = time.monotonic()
+        if saves < signals.saves and ranks[0].hear(SAVE):
+            saves = signals.saves
         if signals.number:
             asked_at = min(asked_at, now)
             for rank in alive:
@@ -191,11 +231,13 @@ class _Signals:
     Attributes:
         number: the first signal; 0 while there is none.
         insisted: there was a second one.
+        saves: how often it was asked for a checkpoint.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.insisted = False
+        self.saves = 0
 
     def __enter__(self) -> _Signals:
         main = threading.current_thread() is threading.main_thread()
@@ -206,6 +248,9 @@ class _Signals:
         restore(self._before)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == SAVE:
+            self.saves += 1
+            return
         self.insisted = bool(self.number)
         self.number = self.number or number
 

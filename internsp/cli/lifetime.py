@@ -75,6 +75,11 @@ def stopped_ranks(parent: int) -> list[int]:
     return sorted(found)
 
 
+def ended(pid: int) -> bool:
+    """Whether there is no such process on this machine, or only what its parent has to read."""
+    return _state(pid)[0] in ("", "Z")
+
+
 def _state(pid: int) -> tuple[str, str]:
     """A process's state and parent, as /proc writes them; empty texts where there is none."""
     try:

@@ -119,7 +119,7 @@ def _in_the_way(path: Path) -> Iterator[InternspError]:
     for name in ("config.toml", "metrics.jsonl", "report.html"):
         if (path / name).is_dir():
             yield ConfigError(f"--output: {path / name} is a folder, where the run writes a file")
-    for name in ("checkpoints", "traces"):
+    for name in ("checkpoints", "logs", "traces"):
         if os.path.lexists(path / name) and not (path / name).is_dir():
             yield ConfigError(f"--output: {path / name} is a file, where the run makes a folder")
 

@@ -29,11 +29,13 @@ class ChildError(InternspError, RuntimeError):
 
     Attributes:
         exit_status: what the command ends with.
+        ranks: those that are the cause, as far as is known.
     """
 
-    def __init__(self, message: str, exit_status: int = 1) -> None:
+    def __init__(self, message: str, exit_status: int = 1, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+        self.ranks = tuple(ranks)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -80,6 +82,7 @@ class Fate:
     Attributes:
         exit_status: negative: the signal that ended it; ``None`` while it lives.
         stopped_by: the signal that asked the run to stop, and for which it stopped.
+        silent: has ended with status 0, and not said that its run has come to an end.
         stopped: was seen stopped (SIGSTOP) after another rank had failed.
         killed: the launcher ended it, as it did not end by itself.
     """
@@ -88,13 +91,15 @@ class Fate:
     exit_status: int | None = None
     failure: Failure | None = None
     stopped_by: int = 0
+    silent: bool = False
     stopped: bool = False
     killed: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether it has failed by itself."""
-        return self.failure is not None or (bool(self.exit_status) and not self.killed)
+        ended = bool(self.exit_status) or self.silent
+        return self.failure is not None or (ended and not self.killed)
 
 
 def first_cause(fates: Sequence[Fate]) -> ChildError | None:
@@ -105,34 +110,43 @@ def first_cause(fates: Sequence[Fate]) -> ChildError | None:
     )
     for failure, rank in failures:
         if not failure.consequence:
-            return ChildError(f"rank {rank} failed: {failure.text}", failure.exit_status)
+            said = f"rank {rank} failed: {failure.text}"
+            return ChildError(said, failure.exit_status, [rank])
     for fate in fates:
         if fate.exit_status is not None and fate.exit_status < 0 and not fate.killed:
             name = signal.Signals(-fate.exit_status).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return ChildError(f"rank {fate.rank} was ended by {name}{hint}")
+            said = f"rank {fate.rank} was ended by {name}{hint}"
+            return ChildError(said, ranks=[fate.rank])
     later = f"\nLater, rank {failures[0][1]}: {_last_line(failures[0][0])}" if failures else ""
     for fate in fates:
         if fate.stopped:
             return ChildError(
                 f"rank {fate.rank} was stopped (SIGSTOP, SIGTSTP or a debugger) while the others "
-                f"waited for it; it has been ended{later}"
+                f"waited for it; it has been ended{later}",
+                ranks=[fate.rank],
             )
     for fate in fates:
-        if fate.failure is None and fate.exit_status and not fate.killed:
-            return ChildError(f"rank {fate.rank} ended with exit status {fate.exit_status}{later}")
+        if fate.failure is None and (fate.exit_status or fate.silent) and not fate.killed:
+            status = f"exit status {fate.exit_status}"
+            before = " before its run had come to an end" if fate.silent else ""
+            said = f"rank {fate.rank} ended with {status}{before}{later}"
+            return ChildError(said, ranks=[fate.rank])
     late = [fate.rank for fate in fates if fate.killed and fate.failure is None]
     if late and failures:
         return ChildError(
             f"{_ranks(late)} did not come where the others waited, and had to be ended; if that is "
-            f"slow and not stuck, raise parallel.timeout_seconds{later}"
+            f"slow and not stuck, raise parallel.timeout_seconds{later}",
+            ranks=late,
         )
     if late:
-        return ChildError(f"{_ranks(late)} did not stop in time when asked, and had to be ended")
+        said = f"{_ranks(late)} did not stop in time when asked, and had to be ended"
+        return ChildError(said, ranks=late)
     if failures:
         failure, rank = failures[0]
         return ChildError(
-            f"rank {rank} failed: {failure.text}\nAnother rank went away without a message."
+            f"rank {rank} failed: {failure.text}\nAnother rank went away without a message.",
+            ranks=[rank],
         )
     return None
 

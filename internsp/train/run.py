@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from internsp.config import Config
 from internsp.errors import InternspError, NotFiniteError, ReplicaError
+from internsp.failure.rank_log import RankLog
 from internsp.pipeline import SchedulerHook
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.report.advice import Setting, advise
@@ -21,7 +23,7 @@ from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.report.page import Report
 from internsp.trace import Event
 from internsp.train import checkpoint
-from internsp.train.agreement import from_first
+from internsp.train.agreement import from_first, on_every_rank
 from internsp.train.checkpoint import Resumed
 from internsp.train.disk import steps_in
 from internsp.train.finite import remark, too_many_skipped
@@ -32,7 +34,7 @@ from internsp.train.sample import sample
 from internsp.train.saver import Saver
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
-from internsp.train.stop import StopRequest, name_of
+from internsp.train.stop import SAVE, StopRequest, name_of
 
 _TIMELINE_STEP = 2  # the step, counted from the first one run, whose timeline the report shows
 _Timeline = tuple[dict[str, int], list[Event]]
@@ -43,8 +45,8 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
     write ``checkpoints/``. A stop request (Ctrl-C, SIGTERM, SIGHUP) ends the loop after the current
-    step; the checkpoint and the report are written all the same. One run at a time holds
-    ``output``.
+    step; the checkpoint and the report are written all the same. SIGUSR1 asks for a checkpoint, and
+    the run goes on. One run at a time holds ``output``.
 
     Args:
         hooks: told of every forward, criterion and backward, with a pipeline or without.
@@ -61,7 +63,8 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
                 source = _source(config, folder.path)
                 resumed = None if source is None else checkpoint.load(session, source)
                 folder.begin(resumed)
-                _Run(session, folder, resumed, stop).run()
+                with _log(session, folder.path) as log:
+                    _Run(session, folder, resumed, stop, log).run()
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
@@ -76,13 +79,39 @@ def _source(config: Config, folder: Path) -> Path | None:
     return None if config.checkpoint.named is None else Path(config.checkpoint.named)
 
 
+@contextmanager
+def _log(session: Session, output: Path) -> Iterator[RankLog]:
+    """This rank's log, which also learns by what the run ends here. Collective at the beginning."""
+    rank = session.mesh.rank
+    opened: list[RankLog] = []
+    on_every_rank(lambda: opened.append(RankLog(output, rank)))
+    log = opened[0]
+    log.write(f"{session.mesh.describe()}; the configuration lies in {output / 'config.toml'}")
+    for communicator in session.communicators:
+        communicator.state.collectives.ledger.launched = log.launched
+    try:
+        yield log
+        log.write("ended well")
+    except BaseException as error:
+        with suppress(OSError):  # of a disk that is full
+            log.failed(error)
+        raise
+    finally:
+        log.close()
+
+
 class _Run:
     """The loop and what it leaves behind."""
 
     def __init__(
-        self, session: Session, folder: RunFolder, resumed: Resumed | None, stop: StopRequest
+        self,
+        session: Session,
+        folder: RunFolder,
+        resumed: Resumed | None,
+        stop: StopRequest,
+        log: RankLog,
     ) -> None:
-        self.session = session
+        self.session, self.log = session, log
         self.config = session.config
         self.output = folder.path
         self.id = folder.run
@@ -98,6 +127,7 @@ class _Run:
         self.runner = StepRunner(session)
         self.events: list[Event] = []
         self.interrupted = False
+        self.asked = False  # to save, by SAVE, which has not been done yet
         self.why = ""
         self.early = False  # the held-out loss has stopped to fall
         self.trusted = True  # replicas are not known to differ
@@ -117,7 +147,8 @@ class _Run:
             timelines = self._timelines()
             path, text = None, ""
             try:
-                if self.config.checkpoint.save and self.step > self.done and self.trusted:
+                wanted = self.config.checkpoint.save or self.asked
+                if wanted and self.step > self.done and self.trusted:
                     path = self._save(display, last=True)
                 else:  # one that is under way becomes whole
                     self._saved(self.saver.finish, display)
@@ -143,6 +174,8 @@ class _Run:
             self.saver.close()
 
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
+        for note in self.notes:
+            self.log.write(note)
         if not self.main:
             return None, None
         (self.output / "config.toml").write_text(self.config.to_toml())
@@ -177,21 +210,26 @@ class _Run:
         if every:
             self.saver.prepare()
         while not self._finished():
+            self.log.at(self.step + 1)
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
-            metrics, self.interrupted, saved = self.runner.step(
+            done = self.runner.step(
                 self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
             )
+            self.interrupted, self.asked = done.interrupted, self.asked or done.save
             self.sequences += train.global_batch
-            self.tokens += metrics.tokens
-            metrics = self._counted(metrics)
+            self.tokens += done.metrics.tokens
+            metrics = self._counted(done.metrics)
+            if self.step % train.log_every == 0:
+                self.log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, "
+                               f"{metrics.step_seconds:.3f} s")
             if self.step <= timeline:
                 trace.resolve()
                 self.events = list(trace.events)
             trace.enabled = False
             trace.clear()
             self.step += 1
-            self._saved(partial(self.saver.advance, saved), display)
+            self._saved(partial(self.saver.advance, done.saved), display)
             if self.interrupted:
                 self._learn_why(display)
             self.failure = too_many_skipped(self.session, self.step) or self._replicas()
@@ -207,7 +245,7 @@ class _Run:
                         f"{train.early_stop} evaluations (train.early_stop)"
                     )
                 return None
-            if every and self.step % every == 0:
+            if self.asked or (every and self.step % every == 0):
                 self._save(display)
         return None
 
@@ -240,6 +278,7 @@ class _Run:
         self.why = f" by {name_of(number)}"
         if len(asked) < len(numbers):
             self.why += f" to rank{'s' * (len(asked) > 1)} {', '.join(map(str, asked))}"
+        self.log.write(f"stopped{self.why} after step {self.step}")
         if display is not None:
             display.note(f"stopped{self.why} after step {self.step}")
 
@@ -258,6 +297,9 @@ class _Run:
     def _save(self, display: Display | None, last: bool = False) -> Path | None:
         """Save this step; the ``last`` one is waited for, of which the checkpoint is returned."""
         self._saved(self.saver.finish, display)
+        if self.asked and display is not None:
+            display.note(f"asked by {name_of(SAVE)}: saving step {self.step}")
+        self.asked = False
         self.saver.start(self.step, self.sequences, self.tokens)
         return self._saved(self.saver.finish, display, last) if last else None
 
@@ -277,6 +319,8 @@ class _Run:
             said = str(error)
             if last:  # the run has nothing to show for itself
                 self.failure = self.failure or error
+        if said:
+            self.log.write(said)
         if display is not None and said:
             display.note(said)
         return path

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,22 @@ from internsp.train.session import Session
 from internsp.train.stop import StopRequest
 
 
+class Stepped(NamedTuple):
+    """What has come of a step; the same on all ranks.
+
+    Attributes:
+        metrics: of the step.
+        interrupted: some rank was asked to stop, before the step or within.
+        save: some rank was asked to save, since the step before.
+        saved: the sum of the ranks' progress in saving.
+    """
+
+    metrics: StepMetrics
+    interrupted: bool
+    save: bool
+    saved: float
+
+
 class StepRunner:
     """Runs steps of a session and measures them."""
 
@@ -29,20 +46,17 @@ class StepRunner:
         self.session = session
         self._passes = Whole(session) if session.pipeline is None else Pipelined(session)
         self._checked = False
+        self._saves = 0  # requests that were told
 
     def step(
         self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
-    ) -> tuple[StepMetrics, bool, float]:
+    ) -> Stepped:
         """Train on the next global batch, in step ``number`` (from 0). Collective; blocks.
 
         Args:
             taken: rows of the training text that the steps before took; ``None``: a global batch
                 each.
             saved: this rank's progress in saving (:meth:`Saver.progress`).
-
-        Returns:
-            The step's metrics, whether any rank was asked to stop, before it or within, and the sum
-            of ``saved`` over all ranks.
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
         counters = [communicator.state.counters for communicator in session.communicators]
@@ -63,7 +77,11 @@ class StepRunner:
         lr = session.rate
         loss = self._passes.train(layouts, tokens)
         norm = session.step()
-        total, asked, saved = self._sum(loss, float(stop.requested), saved, stages=True)
+        saves = stop.saves
+        total, asked, save, saved = self._sum(
+            loss, float(stop.requested), float(saves > self._saves), saved, stages=True
+        )
+        self._saves = saves
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
         metrics = StepMetrics(
@@ -81,7 +99,7 @@ class StepRunner:
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
             skipped_steps=session.optimizer.skipped_steps,
         )
-        return metrics, asked > 0, saved
+        return Stepped(metrics, asked > 0, save > 0, saved)
 
     @torch.no_grad()
     def evaluate(self) -> float | None:

@@ -1,4 +1,6 @@
-"""A polite stop: Ctrl-C, SIGTERM or SIGHUP asks, and the loop stops where it can save."""
+"""A polite stop: Ctrl-C, SIGTERM or SIGHUP asks, and the loop stops where it can save.
+
+SIGUSR1 asks for a checkpoint, after which the run goes on."""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a run to stop: Ctrl-C, a scheduler or service manager, a terminal that closes."""
+SAVE = signal.SIGUSR1
+"""What asks a run to save and go on."""
 
 
 class StopRequest:
-    """Within ``with StopRequest() as stop``, a signal of ``SIGNALS`` only sets ``stop.requested``.
+    """Within ``with StopRequest() as stop``, a signal of ``SIGNALS`` only sets ``stop.requested``,
+    and ``SAVE`` only raises ``stop.saves``.
 
     A terminal sends Ctrl-C to every process of a run, and the launcher forwards it again, so a
     second signal means nothing more than the first one; the launcher is who ends processes that do
@@ -25,11 +30,13 @@ class StopRequest:
 
     Attributes:
         number: the signal that asked first, of this rank or of the one that was asked; 0 if none.
+        saves: how often this rank was asked to save.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.number = 0
+        self.saves = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -56,11 +63,15 @@ class StopRequest:
         self.number = self.number or number
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.ask(number)
+        if number == SAVE:
+            self.saves += 1
+        else:
+            self.ask(number)
 
     def _learn(self, other: StopRequest) -> None:
         self.requested |= other.requested
         self.number = self.number or other.number
+        self.saves = max(self.saves, other.saves)
 
     def _outer(self) -> list[StopRequest]:
         owners = [getattr(handler, "__self__", None) for handler in self._previous.values()]
@@ -68,8 +79,8 @@ class StopRequest:
 
 
 def catch(handler: Any) -> dict[signal.Signals, Any]:
-    """Have ``handler`` called for each of ``SIGNALS`` that is not ignored; the handlers before."""
-    wanted = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    """Have ``handler`` called for ``SIGNALS`` and ``SAVE``, if not ignored; the handlers before."""
+    wanted = [s for s in (*SIGNALS, SAVE) if signal.getsignal(s) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in wanted}
 
 
@@ -77,6 +88,14 @@ def restore(before: dict[signal.Signals, Any]) -> None:
     """Undo :func:`catch`."""
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def status_of(number: int) -> int:
+    """What a run ends with that signal ``number`` has stopped; 0: none has.
+
+    After SIGTERM 0, too: a scheduler has asked, and all was saved.
+    """
+    return 0 if number in (0, signal.SIGTERM) else 128 + number
 
 
 def name_of(number: int) -> str:

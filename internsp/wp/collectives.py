@@ -219,6 +219,7 @@ class Collectives:
                 trace.finish(event)
             return Handle(None)
         ledger = self.ledger
+        ledger.launched(kind, first or unit, phase)
         try:
             work = send(*tensors)
         except RuntimeError as error:  # another rank has closed the connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -17,6 +18,8 @@ from internsp.config import Config
 from internsp.failure.outcome import ChildError
 from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.report.metrics import read_metrics
+from internsp.train import manifest
+from internsp.train.disk import steps_in
 from internsp.train.run import train
 from internsp.train.step import StepRunner
 
@@ -45,19 +48,20 @@ def settings(name: str, **sections: dict[str, Any]) -> Config:
         },
         "launch": {"processes": 2},
     }  # fmt: skip
-    return Config.model_validate({k: v | sections.get(k, {}) for k, v in given.items()})
+    given = {k: given.get(k, {}) | sections.get(k, {}) for k in (*given, *sections)}
+    return Config.model_validate(given)
 
 
 class _Happens(SchedulerHook):
     """Something happens to this rank in its second step."""
 
     def __init__(self, signal_number: int) -> None:
-        self.signal, self.steps = signal_number, 0
+        self.signal, self.steps, self.process = signal_number, 0, os.getpid()
 
     def before_forward(self, action: ComputeAction, *args: Any) -> None:
         self.steps += 1
         if self.steps == 2:
-            os.kill(os.getpid(), self.signal)
+            os.kill(self.process, self.signal)
 
 
 def _fail(*_: object, **__: object) -> None:
@@ -78,15 +82,15 @@ def eventful(config: Config, output: Path) -> None:
         import internsp.train.sample
 
         internsp.train.sample.generate = _fail  # type: ignore[assignment]
-    number = {"stopped": signal.SIGSTOP, "asked": signal.SIGTERM}.get(what)
+    number = {"stopped": signal.SIGSTOP, "asked": signal.SIGTERM, "saves": signal.SIGUSR1}.get(what)
     train(config, output, [_Happens(number)] if number else [])
 
 
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("sample-0", r"(?s)^rank 0 failed: Traceback.*ArithmeticError: spilt at the end$"),
-        ("evaluation-1", r"(?s)^rank 1 failed: Traceback.*ArithmeticError: spilt at the end$"),
+        ("sample-0", r"(?s)^rank 0 failed: Traceback.*ArithmeticError: spilt at the end\n"),
+        ("evaluation-1", r"(?s)^rank 1 failed: Traceback.*ArithmeticError: spilt at the end\n"),
     ],
     ids=["sample", "evaluation"],
 )
@@ -96,6 +100,13 @@ def test_what_fails_after_training_costs_neither_checkpoint_nor_metrics_nor_repo
     with pytest.raises(ChildError, match=cause) as caught:
         start(eventful, settings(name), tmp_path)
     assert caught.value.exit_status == 1
+    rank = int(name[-1])
+    seen, onward = "\n".join(caught.value.__notes__).splitlines()
+    log = tmp_path / "logs" / f"rank-0000{rank}.log"
+    assert f"rank {rank} was at step 3, last collective: all-gather of " in seen
+    assert seen.endswith(f"; its log: {log}")
+    assert f"to go on after step 3: internsp train {tmp_path / 'config.toml'}" in onward
+    assert "ArithmeticError: spilt at the end" in log.read_text()
     assert (tmp_path / "checkpoints" / "step-000003").exists()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2, 3]
@@ -129,8 +140,38 @@ def test_a_rank_that_is_stopped_is_named_soon_after_the_timeout(tmp_path: Path) 
 
 def test_sigterm_to_one_rank_ends_all_after_the_step_by_its_name(tmp_path: Path) -> None:
     config = settings("asked-1", train={"name": "asked-1", "steps": 50, "sample_bytes": 0})
-    assert start(eventful, config, tmp_path) == 128 + signal.SIGTERM
+    assert start(eventful, config, tmp_path) == 0, "a scheduler has asked, and all is saved"
     assert (tmp_path / "checkpoints" / "step-000002").exists()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     page = (tmp_path / "report.html").read_text()
     assert "stopped before its last step by SIGTERM to rank 1" in page
+
+
+def test_sigusr1_to_one_rank_saves_after_the_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    config = settings("saves-1", train={"name": "saves-1", "steps": 5, "sample_bytes": 0})
+    assert start(eventful, config, tmp_path) == 0
+    assert [step for step, _ in steps_in(tmp_path / "checkpoints")] == [5, 2]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+    page = (tmp_path / "report.html").read_text()
+    assert "stopped before its last step" not in page
+
+
+def asking(config: Config, output: Path) -> None:
+    """Rank 1 asks the launcher, in the second step."""
+    if os.environ["RANK"] == "1":
+        happens = _Happens(signal.SIGUSR1)
+        launcher = multiprocessing.parent_process()
+        assert launcher is not None
+        happens.process = launcher.pid or 0
+        train(config, output, [happens])
+    else:
+        train(config, output)
+
+
+def test_sigusr1_to_the_launcher_saves_once_although_nothing_else_is_saved(tmp_path: Path) -> None:
+    train_too = {"name": "saves-0", "steps": 12, "sample_bytes": 0}
+    config = settings("saves-0", train=train_too, checkpoint={"save": False})
+    assert start(asking, config, tmp_path) == 0
+    ((step, path),) = steps_in(tmp_path / "checkpoints")
+    assert 2 <= step <= 12
+    assert manifest.damage(path, content := manifest.read(path), content.files) == []

@@ -50,7 +50,7 @@ PRELOAD = [
     "tests.support.frozen",  # the last
 ]
 GROUP_TIMEOUT_SECONDS = 30.0
-STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is a run's own
 
 
 class RankError(AssertionError):

@@ -89,3 +89,15 @@ def test_a_stopped_rank_among_an_agents_children_is_found() -> None:
             assert stopped_ranks(os.getppid()) == []
         finally:
             sleeper.kill()
+
+
+def test_a_rank_that_leaves_without_a_word_has_failed() -> None:
+    silent = Fate(1, 0, silent=True)
+    assert silent.failed
+    cause = first_cause([Fate(0, 1, GONE), silent])
+    assert cause is not None
+    assert cause.ranks == (1,)
+    assert str(cause).startswith(
+        "rank 1 ended with exit status 0 before its run had come to an end\nLater, rank 0: "
+    )
+    assert first_cause([Fate(0, 0), Fate(1, 0)]) is None

@@ -1,0 +1,155 @@
+"""A hundred faults of ``python -m tools.chaos``, and mistakes that it must find.
+
+The whole campaign, of a thousand, is the command's; ``docs/reliability.md`` is what it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.cli.launch import start
+from internsp.config import Config
+from internsp.failure.outcome import ChildError
+from internsp.train import disk, manifest
+from internsp.train.disk import steps_in
+from internsp.train.run import train
+from tests.support import chaos
+from tools.chaos.report import lines
+from tools.chaos.runs import NAMED, TIMEOUT, Runs, settings
+from tools.chaos.storage import Storage
+from tools.chaos.tally import Found
+from tools.chaos.tasks import Tasks
+
+TASKS = ("saves", "two", "one", "one", "mesh", "one", "two", "one")
+NOTHING = ("hangs", "unusable", "lost", "repeated", "different", "left", "unnamed")
+
+
+@pytest.mark.slow
+def test_after_a_hundred_faults_nothing_is_lost_repeated_different_or_left_over() -> None:
+    tasks, total = Tasks(13, private=False, network=False), Found(runs=0)
+    number = 0
+    while len(total.faults) < 100:
+        total.add(tasks.do(number, TASKS[number % len(TASKS)], saves=70))
+        number += 1
+    tasks.close()
+    print(*lines(total), sep="\n")
+    assert total.wrong == []
+    assert {name: getattr(total, name) for name in NOTHING} == dict.fromkeys(NOTHING, 0)
+    assert total.named < NAMED
+    assert total.worst < TIMEOUT + 15
+    assert len(total.by_kind()) > 15
+    assert total.restarts > 70
+
+
+def fault(kind: str, point: str, n: int, rank: int = 0, when: str = "before") -> dict[str, Any]:
+    return {"kind": kind, "point": point, "n": n, "rank": rank, "when": when, "seconds": 0.0}
+
+
+def begin(output: Path, config: Config, *faults: dict[str, Any]) -> int:
+    """Start the run, to which ``faults`` happen."""
+    plan = [{**one, "id": number} for number, one in enumerate(faults)]
+    chaos.plan_of(output).write_text(json.dumps({"faults": plan}))
+    return start(chaos.run, config, output)
+
+
+@pytest.mark.parametrize("mistake", ["repeats a batch", "forgets moments"])
+def test_a_run_that_does_not_go_on_as_it_was_is_found(mistake: str, tmp_path: Path) -> None:
+    plans = [[fault("kill", "step", 6)]]
+    assert Runs(tmp_path).chain(random.Random(0), (1, 1), plans).wrong == []
+    found = Runs(tmp_path, [mistake]).chain(random.Random(0), (1, 1), plans)
+    assert found.different > 0
+    assert (found.repeated > 0) == (mistake == "repeats a batch"), found.wrong
+
+
+def put_in(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of saving."""
+    write_part, commit = disk.write_part, disk.commit
+    if mistake == "folders are not flushed":
+        monkeypatch.setattr(disk, "sync", lambda _: None)
+    elif mistake == "files are not flushed":
+
+        def unflushed(*args: Any) -> Any:
+            kept, os.fsync = os.fsync, lambda _: None
+            try:
+                return write_part(*args)
+            finally:
+                os.fsync = kept
+
+        monkeypatch.setattr(disk, "write_part", unflushed)
+    elif mistake == "renamed before the manifest is there":
+
+        def early(self: Any, folder: str, final: str, content: Any, *keep: int) -> Any:
+            commit(Path(folder), Path(final))
+            disk.write_manifest(Path(final), {**content, "tensors": self._tensors})
+            return {"removed": disk.thin_out(Path(final).parent, *keep)}
+
+        monkeypatch.setattr(disk._Orders, "commit", early)
+    elif mistake:
+        monkeypatch.setattr(manifest, "damage", lambda *_: [])
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "", "folders are not flushed", "files are not flushed",
+        "renamed before the manifest is there", "digests are not compared",
+    ],
+)  # fmt: skip
+def test_a_save_that_is_not_durable_in_order_or_not_verified_is_found(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in(mistake, monkeypatch)
+    total = Found(runs=0)
+    for found in Storage(tmp_path).draw(random.Random(1), 75):
+        total.add(found)
+    assert bool(total.unusable or total.lost or total.different) == bool(mistake), total.wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_that_writes_and_is_stopped_is_told_and_holds_nothing_up(
+    ranks: int, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    config = settings(ranks, parallel={"timeout_seconds": 2})
+    began = time.monotonic()
+    with pytest.raises(ChildError, match=f"rank {ranks - 1}: the process that writes .* stopped"):
+        begin(output, config, fault("stop", "writer", 3, ranks - 1))
+    assert time.monotonic() - began < 25
+    assert steps_in(output / "checkpoints") == []
+    assert list((output / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_is_killed_is_named_at_once_with_its_place_its_log_and_how_to_go_on(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "run"
+    with pytest.raises(ChildError) as caught:
+        begin(output, settings(2), fault("kill", "AG", 18, 1, "after"))
+    assert str(caught.value) == "rank 1 was ended by SIGKILL (out of memory?)"
+    (happened,) = [line for line in chaos.lines_of(output) if "fault" in line]
+    assert time.monotonic() - happened["at"] < NAMED
+    seen, onward = "\n".join(caught.value.__notes__).splitlines()
+    log = output / "logs" / "rank-00001.log"
+    assert re.fullmatch(
+        rf"  rank 1 was at step \d+, last collective: all-gather of \S+ \((for|back)ward\); "
+        rf"its log: {log}",
+        seen,
+    )
+    step = steps_in(output / "checkpoints")[0][0]
+    config = output / "config.toml"
+    assert onward == (
+        f"  to go on after step {step}: internsp train {config} --output {output} --resume auto"
+    )
+    assert start(train, Config.model_validate(tomllib.loads(config.read_text())), output) == 0
+    again = (output / "logs" / "rank-00001.log").read_text()
+    assert again.count("rank 1, process ") == 2, "one of each start"
+    assert "ended well" in again

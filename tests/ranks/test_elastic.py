@@ -1,0 +1,145 @@
+"""Under torchrun a run goes on by itself, on as many ranks as there are, to the same weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from internsp.cli.launch import start
+from internsp.report.metrics import read_metrics
+from internsp.train.disk import steps_in
+from internsp.train.run import train
+from tools.chaos.runs import STEPS, settings, tensors
+
+ROOT = Path(__file__).parents[2]
+LAST = Path("checkpoints") / f"step-{STEPS:06d}"
+# How soon agents notice that one has gone, and how long they wait for another one: seconds.
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
+
+pytestmark = pytest.mark.slow
+Agent = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    """Starts an agent; whatever still lives of it is killed at the end."""
+    started: list[Agent] = []
+
+    def begin(output: Path, *words: str, die: str = "", slow: float = 0.0, wait: int = 0) -> Agent:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
+        environment |= {
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
+            "INTERNSP_DIE": die, "INTERNSP_SLOW": str(slow), "INTERNSP_WAIT": str(wait),
+        }  # fmt: skip
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            environment.pop(name, None)
+        file = output.with_suffix(".toml")
+        file.write_text(configuration(weight=2 if "2" in words else 1))
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        command += ["-m", "tests.support.elastic", "train", str(file), "--output", str(output)]
+        log = output.with_suffix(f".{len(started)}.txt").open("wb")
+        agent = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        started.append(agent)
+        return agent
+
+    yield begin
+    for agent in started:
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGKILL)  # its ranks end with it
+            agent.wait()
+
+
+def configuration(weight: int) -> str:
+    """As torchrun's ranks read it: ``resume`` is left to its default."""
+    # Time enough for a rank that imports torch on a machine that has other things to do.
+    parallel = {"weight": weight, "timeout_seconds": 60}
+    own = {"checkpoint": {"resume": None}, "launch": {"processes": 1}}
+    return settings(weight, parallel=parallel, **own).to_toml()
+
+
+def said(output: Path) -> str:
+    return "".join(file.read_text() for file in sorted(output.parent.glob(f"{output.name}.*.txt")))
+
+
+def test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes(
+    tmp_path: Path, torchrun: Callable[..., Agent]
+) -> None:
+    alone, output = tmp_path / "alone", tmp_path / "run"
+    start(train, settings(2), alone)
+    words = ("--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
+    agent = torchrun(output, *words, die="0 1 6")
+    assert agent.wait(timeout=600) == 0, said(output)
+    assert "local_rank: 1" in said(output)
+    assert "  rank 1 was at step 6, last collective: " in said(output), "told by the one left"
+    assert "  to go on after step " in said(output)
+    assert "is now in" not in said(output)
+    found, expected = tensors(output / LAST), tensors(alone / LAST)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (output, alone)]
+    assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]
+    log = (output / "logs" / "rank-00001.log").read_text()
+    assert log.count("rank 1, process ") == 2, "one of each start"
+
+
+def test_a_run_goes_on_with_fewer_agents_and_with_more_again(
+    tmp_path: Path, torchrun: Callable[..., Agent]
+) -> None:
+    """Two agents of a rank each; one is killed with its rank, and later another one joins.
+
+    The agent that is left then asks its rank to stop (SIGTERM), and starts another.
+    """
+    alone, output = tmp_path / "alone", tmp_path / "run"
+    start(train, settings(1), alone)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = (
+        "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RENDEZVOUS, "--rdzv-id", "elastic",
+    )  # fmt: skip
+
+    def reached(step: int) -> bool:
+        saved = max((s for s, _ in steps_in(output / "checkpoints")), default=0)
+        return saved >= step or agents[0].poll() is not None
+
+    def until(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not true():
+            assert time.monotonic() < deadline, said(output)
+            time.sleep(0.05)
+
+    agents = [torchrun(output, *words, slow=0.5, wait=7)]  # it holds the rendezvous
+    time.sleep(1.0)
+    agents.append(torchrun(output, *words, slow=0.5, wait=7))
+    until(lambda: reached(2))
+    os.killpg(agents[1].pid, signal.SIGKILL)
+    agents[1].wait()
+    until(lambda: reached(4))
+    agents.append(torchrun(output, *words, slow=0.5, wait=7))
+    assert agents[0].wait(timeout=600) == 0, said(output)
+    worlds = (output / "logs" / "rank-00000.log").read_text()
+    assert "world 1 " in worlds, said(output)
+    assert "world 2 " in worlds, said(output)
+    assert (output / "logs" / "rank-00001.log").exists(), "two ranks at first, or at last"
+    found, expected = tensors(output / LAST), tensors(alone / LAST)
+    for name, value in expected.items():
+        if not name.startswith("random."):
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9)
+    losses = [
+        [row.loss for row in read_metrics(folder / "metrics.jsonl")] for folder in (output, alone)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(losses[0]) == STEPS

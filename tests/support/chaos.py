@@ -1,0 +1,178 @@
+"""Lets faults happen to a rank of a training run, at counted points.
+
+A point is the n-th launch of a kind of collective (``AG``, ``RS``, ``EX``, ``PUBLISH`` of
+:class:`internsp.wp.collectives.Collectives`; ``DIST``: torch.distributed's own), the k-th
+optimizer step (``step``), or the n-th operation on the run's folder by the rank (``file``) or by
+the process that writes its checkpoints (``writer``). ``before`` or ``after`` it the rank is killed
+(SIGKILL), stopped (SIGSTOP), raises, waits, leaves without a word, meets a full disk, or gets a
+signal; ``cut`` takes the link away, where the campaign runs in a network of its own.
+
+:func:`run` is what a launcher starts in the place of ``train``; its plan lies in a file beside the
+run's folder. The library knows nothing of all this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from internsp.config import Config
+from internsp.train import disk
+from internsp.train.run import train
+from internsp.train.step import StepRunner
+from internsp.wp.collectives import Collectives
+from tests.support import chaos_files
+from tests.support.chaos_files import PLAN, Counter, files_of, started, tell
+
+COLLECTIVES = ("AG", "RS", "EX", "PUBLISH")
+_DIST = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "gather_object")
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+
+
+def plan_of(output: Path) -> Path:
+    """Where the plan of a run in ``output`` lies."""
+    return output.with_name(output.name + ".plan")
+
+
+def log_of(output: Path) -> Path:
+    """Where a run in ``output`` says which faults happened, which rows it took, who it was."""
+    return output.with_name(output.name + ".log")
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    """What a run in ``output`` has said so far."""
+    log = log_of(output)
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def run(config: Config, output: Path) -> None:
+    """One rank of a run, with the faults of its plan."""
+    rank = int(os.environ["RANK"])
+    given = json.loads(plan_of(output).read_text())
+    faults = [fault for fault in given["faults"] if fault["rank"] == rank]
+    log = str(log_of(output))
+    plan = {
+        "rank": rank, "faults": faults, "log": log, "folder": str(output), "disk": disk.__file__
+    }  # fmt: skip
+    tell(log, process="rank", rank=rank, started=started(os.getpid()))
+    os.environ[PLAN] = json.dumps(plan)
+    disk.__file__ = chaos_files.__file__  # what a rank starts to write its checkpoints
+    for name in given.get("mistakes", ()):
+        MISTAKES[name]()
+    files = files_of(plan, "file")
+    counters = {kind: _counter(kind, plan) for kind in (*COLLECTIVES, "DIST")}
+    _collectives(counters)
+    _distributed(counters["DIST"])
+    _steps(plan)
+    files.install()
+    train(config, output)
+    for point, counter in {**counters, "file": files}.items():
+        tell(log, count=counter.count, point=point, rank=rank)
+
+
+def _counter(point: str, plan: dict[str, Any]) -> Counter:
+    return Counter([fault for fault in plan["faults"] if fault["point"] == point], plan["log"])
+
+
+def _collectives(counters: dict[str, Counter]) -> None:
+    launch = Collectives.launch
+
+    def counted(self: Any, send: Any, tensors: Any, kind: str, *args: Any, **options: Any) -> Any:
+        return counters[kind].around(launch, self, send, tensors, kind, *args, **options)
+
+    Collectives.launch = counted  # type: ignore[method-assign]
+
+
+def _distributed(counter: Counter) -> None:
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: counter.around(call, *args, **options)
+
+    for name in _DIST:
+        setattr(dist, name, counted(getattr(dist, name)))
+
+
+def _steps(plan: dict[str, Any]) -> None:
+    """Optimizer steps: which rows they take is written down, before any of them is trained on."""
+    step = StepRunner.step
+    faults = [fault for fault in plan["faults"] if fault["point"] == "step"]
+
+    def counted(self: Any, number: int, *args: Any, taken: int | None = None, **rest: Any) -> Any:
+        tell(plan["log"], step=number + 1, taken=taken, rank=plan["rank"])
+        for when in ("before", "after"):
+            for fault in faults:
+                if (fault["n"], fault["when"]) == (number + 1, when):
+                    if fault["kind"] == "cut":
+                        tell(plan["log"], fault=fault["id"])
+                        link(False)
+                    else:
+                        chaos_files.do(fault, plan["log"])
+            if when == "before":
+                result = step(self, number, *args, taken=taken, **rest)
+        return result
+
+    StepRunner.step = counted  # type: ignore[method-assign]
+
+
+def link(up: bool) -> None:
+    """Take the loopback device of this process's network up or down (its own namespace's only)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        request = struct.pack("16sh14x", b"lo", 0)
+        (flags,) = struct.unpack("16xh14x", fcntl.ioctl(handle, _SIOCGIFFLAGS, request))
+        flags = flags | _IFF_UP if up else flags & ~_IFF_UP
+        fcntl.ioctl(handle, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags))
+
+
+# Mistakes put into the library on purpose, which a campaign must find.
+
+
+def _repeats_a_batch() -> None:
+    """A run that goes on takes the rows of one step again."""
+    from internsp.train import run as module
+
+    load = module.checkpoint.load
+
+    def wrong(session: Any, path: Path) -> Any:
+        found = load(session, path)
+        object.__setattr__(found, "sequences", found.sequences - session.config.train.global_batch)
+        return found
+
+    module.checkpoint.load = wrong
+
+
+def _forgets_moments() -> None:
+    """A run that goes on has other optimizer state than was saved."""
+    from internsp.train import checkpoint
+
+    optimizer_state = checkpoint._optimizer_state
+
+    def wrong(optimizer: Any, tensors: Any, values: Any) -> Any:
+        state = optimizer_state(optimizer, tensors, values)
+        for entry in state["state"].values():
+            for kind in entry:
+                if kind == "exp_avg_sq":
+                    entry[kind] = entry[kind] * 0
+        return state
+
+    checkpoint._optimizer_state = wrong  # type: ignore[assignment]
+
+
+def _believes_files() -> None:
+    """Digests are not compared."""
+    from internsp.train import manifest
+
+    manifest.damage = lambda *_: []  # type: ignore[assignment]
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "repeats a batch": _repeats_a_batch,
+    "forgets moments": _forgets_moments,
+    "believes files": _believes_files,
+}

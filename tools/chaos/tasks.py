@@ -1,0 +1,66 @@
+"""What a campaign is made of: numbered tasks, each drawn from the seed and its number alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.chaos.runs import Runs
+from tools.chaos.storage import Storage
+from tools.chaos.tally import Found
+
+SAVES = 40  # faults of one task of saves
+# By turns; a chain has a fault or two in each of its attempts but the last.
+_KINDS = (
+    "saves", "one", "two", "one", "saves", "two", "saves", "mesh", "one", "saves", "two", "saves",
+    "cut", "one", "two",
+)
+_MESHES = ((2, 1, 2), (1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1))
+
+
+def kinds(network: bool) -> Iterator[tuple[int, str]]:
+    """Number and kind of each task, without end."""
+    for number, kind in enumerate(itertools.cycle(_KINDS)):
+        if kind != "cut" or network:
+            yield number, kind
+
+
+class Tasks:
+    """Does them, in this process.
+
+    Args:
+        mistakes: put into the library on purpose (:data:`tests.support.chaos.MISTAKES`).
+    """
+
+    def __init__(
+        self, seed: int, mistakes: Sequence[str] = (), *, private: bool, network: bool
+    ) -> None:
+        self._seed = seed
+        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
+        home = Path(self._folder.name)
+        self._runs = Runs(home, mistakes, private=private, network=network)
+
+    def do(self, number: int, kind: str, saves: int = SAVES) -> Found:
+        """One task."""
+        chance = random.Random(f"{self._seed} {number} {kind}")
+        if kind == "saves":
+            found = Found(runs=0)
+            with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+                for one in Storage(Path(folder)).draw(chance, saves):
+                    found.add(one)
+            return found
+        if kind == "cut":
+            return self._runs.cut(chance)
+        if kind == "mesh":
+            return self._runs.chain(chance, chance.choice(_MESHES))
+        ranks = 1 if kind == "one" else 2
+        return self._runs.chain(
+            chance, [ranks] * chance.randint(4, 6), weight=chance.choice((1, 2))
+        )
+
+    def close(self) -> None:
+        """Remove what it has made."""
+        self._folder.cleanup()

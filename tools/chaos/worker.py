@@ -1,0 +1,31 @@
+"""A process of a campaign: takes tasks as lines of JSON, and answers each with what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+
+from tests.support import chaos
+from tools.chaos.tasks import Tasks
+
+
+def main() -> None:
+    """``argv``: seed, whether the network is its own, then mistakes."""
+    seed, network, *mistakes = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what ranks print
+    os.dup2(1, 2)
+    if network == "1":
+        chaos.link(True)
+    tasks = Tasks(int(seed), mistakes, private=True, network=network == "1")
+    for line in sys.stdin:
+        number, kind = json.loads(line)
+        found = tasks.do(number, kind)
+        print(json.dumps([kind, dataclasses.asdict(found)]), file=answers, flush=True)
+    tasks.close()
+
+
+if __name__ == "__main__":
+    main()
