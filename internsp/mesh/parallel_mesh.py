@@ -18,6 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from internsp import accelerator
 from internsp.config.sections import MAX_TIMEOUT_SECONDS
 from internsp.errors import MachineError, MeshError
+from internsp.mesh import fresh_store
 from internsp.mesh.axes import Axes, degrees_of
 from internsp.mesh.shape import AxisShape, MeshShape
 
@@ -454,7 +455,15 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
         )
     backend = dist.get_default_backend_for_device(_device(device_type))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        timeout = timedelta(seconds=timeout_seconds)
+        if fresh_store.is_shared():
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            store = fresh_store.fresh(store, rank, world_size, timeout_seconds)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     except (dist.DistError, ValueError) as error:  # of the store: RANK, MASTER_ADDR and kin
         variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         told = ", ".join(f"{name}={os.environ.get(name)}" for name in variables)
