@@ -95,7 +95,10 @@ class Stand:
             self.orders.remember(tensors)
             content = Manifest(
                 step=self.step, run="stand", mesh={"world": 2}, config={}, loss_scaler=None,
-                data={"fingerprint": "", "sequences": self.step, "document": 0, "token": 0},
+                data={
+                    "fingerprint": "", "sequences": self.step, "tokens": 0, "document": 0,
+                    "token": 0,
+                },
                 values={}, tensors={}, files={},
             ).model_dump(mode="json")  # fmt: skip
             self.orders.commit(
