@@ -64,7 +64,7 @@ FAULTS: dict[str, tuple[str, int]] = {
 }
 POLITE = {"SIGTERM", "SIGHUP", "Ctrl-C"}
 _LOOK, _LIMIT = 0.5, 180.0  # seconds: between two looks, for a segment to begin or to end
-_SETTLED, _RANGE = 60, 60  # steps: of a segment before the fit begins, and that it needs
+_SETTLED, _RANGE = 300, 80  # steps: of a segment before the fit begins, and that it needs
 _TORCHS = "torchinductor_"  # an empty folder that torch itself leaves
 
 
