@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from internsp import accelerator, model_zoo
 from internsp.clients.causal_lm import HFCausalLM
-from internsp.config import Config
-from internsp.load import load_weights
+from internsp.config import Config, hf_folder
+from internsp.errors import ConfigError
+from internsp.load import load_weights, stored_shapes, stored_values
+from internsp.model_zoo import llama_form
 from internsp.model_zoo.common import CausalLM
 from internsp.model_zoo.llama_form import config_of as llama_config
 from internsp.model_zoo.llama_form import parts as llama_parts
@@ -45,7 +48,12 @@ def build_to_train(config: Config) -> Model:
     Returns:
         A module called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``.
     """
-    return _hf(config, "cpu", weights=True) if config.model.family == "hf" else _zoo(config)
+    if config.model.family == "hf":
+        return _hf(config, "cpu", weights=True)
+    model = _zoo(config)
+    if _has_weights(config):
+        _check_folder(config, model)
+    return model
 
 
 def build_to_load(config: Config) -> Model:
@@ -59,14 +67,25 @@ def to_parallelize(model: Model) -> nn.Module:
 
 
 def first_values(
-    config: Config, model: Model, communicators: Sequence[ISPCommunicator], device: torch.device
+    config: Config,
+    model: Model,
+    modules: Sequence[nn.Module],
+    communicators: Sequence[ISPCommunicator],
+    device: torch.device,
 ) -> None:
-    """Give a parallel model what it needs for its first forward. Collective for transformers'.
+    """Give a parallel model what it needs for its first forward. Collective where a folder is read.
+
+    Args:
+        modules: the model, or this rank's chunks of it.
+        communicators: one for each.
 
     Raises:
         StructureError: documents are packed, and the model cannot keep them apart.
     """
     if isinstance(model, CausalLM):
+        if _has_weights(config):
+            _read_folder(config, modules)
+            return
         for communicator in communicators:
             initialize(communicator, model.initialize, config.train.seed)
         return
@@ -76,6 +95,70 @@ def first_values(
         buffer.data = buffer.data.to(device)
     if config.data.pack:
         model.require_documents_apart(device)
+
+
+def _has_weights(config: Config) -> bool:
+    """Whether there is a folder from which a model of the zoo takes its values."""
+    path = config.model.path
+    return path is not None and any(Path(path).glob("*.safetensors"))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def _check_folder(config: Config, model: CausalLM) -> None:
+    """Whether the folder has all tensors of a model, and no others.
+
+    Raises:
+        ConfigError: it does not; the message has the tensor's name in the folder.
+    """
+    folder, shapes = Path(str(config.model.path)), _shapes(model)
+    zeros = []
+    if hf_folder.kind(str(folder)) == "internlm2":
+        wanted = {llama_form.internlm2_name(name): shape for name, shape in shapes.items()}
+    else:
+        parts = list(llama_parts(config.model, shapes))
+        wanted = {part.name: part.shape for part in parts}
+        zeros = [part.name for part in parts if part.source is None]
+    stored = stored_shapes(folder)
+    for name, shape in wanted.items():
+        if name not in stored:
+            raise ConfigError(f"model.path: {folder} has no {name}")
+        if stored[name] != list(shape):
+            text = f"has the shape {stored[name]}, the model's has {list(shape)}"
+            raise ConfigError(f"model.path: {name} in {folder} {text}")
+    for name in stored:
+        if name not in wanted and not _implied(name):
+            text = "which a model of this family and these sizes has not"
+            raise ConfigError(f"model.path: {folder} has {name}, {text}")
+    for name, value in stored_values(folder, zeros).items():
+        if value.any():
+            text = "is not zero, and model.bias would give all linear layers a bias"
+            raise ConfigError(f"model.path: {name} in {folder} {text}; set model.family = \"hf\"")
+
+
+def _implied(name: str) -> bool:
+    """Of old folders: the wavelengths of the rotary embedding, which config.json says."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _read_folder(config: Config, modules: Sequence[nn.Module]) -> None:
+    """Every rank its own rows; the folder was checked. Collective."""
+    shapes = _shapes(_zoo(config))
+    if hf_folder.kind(str(config.model.path)) == "internlm2":
+        joined, names = {}, {name: llama_form.internlm2_name(name) for name in shapes}
+    else:
+        joined = llama_form.fused(config.model, shapes)
+        parts = llama_parts(config.model, shapes)
+        names = {part.source: part.name for part in parts if part.source is not None}
+        names |= {name: name for name in joined}
+    for module in modules:
+        missing, _ = load_weights(
+            module, str(config.model.path), strict=False, joined=joined,
+            rename=lambda name: names.get(name, ""),  # a tied head's second name
+        )  # fmt: skip
+        assert not missing, f"the folder was checked, and has no values of {missing}"
 
 
 def _zoo(config: Config) -> CausalLM:

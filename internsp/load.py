@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from internsp.errors import ConfigError, LayoutError, MissingDependencyError
 from internsp.whole import Buffer, Entry, Part
 
+Rows = tuple[str, int, int]
+"""Of a stored tensor its name, the first row and the one behind the last."""
+
 
 @torch.no_grad()
 def load_weights(
@@ -24,6 +27,7 @@ def load_weights(
     *,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
+    joined: Mapping[str, Sequence[Rows]] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Fill parameters and persistent buffers of a model after ``parallelize``. Collective; blocks.
 
@@ -38,13 +42,17 @@ def load_weights(
         strict: refuse parameters without values, and values without a parameter.
         rename: from a name in the model to that in ``source``; one to one. Of a tied weight one of
             its names is enough.
+        joined: of a folder: tensors that are to be put together, by the name that they then have in
+            ``source``: rows ``(name, start, stop)`` of stored tensors, one below the other. All
+            rows of a stored tensor are to be used.
 
     Returns:
         Names of the model without values; names of ``source`` that were not used (of a mapping,
         known on the first rank alone).
 
     Raises:
-        ConfigError: no such folder; missing or superfluous names; two names for one.
+        ConfigError: no such folder, or one whose files are damaged; missing or superfluous names;
+            two names for one.
         LayoutError: a value of another shape.
         CollectiveError: another rank refused.
     """
@@ -57,7 +65,7 @@ def load_weights(
                 f"{'nothing' if source is None else 'values'}: give a mapping to the first rank of "
                 "a stage and None to the others, or a folder to all"
             )
-        files = _Files(path) if path is not None else None
+        files = _Files(path, joined or {}) if path is not None else None
         names = list(files.place if files is not None else source or ())  # type: ignore[arg-type]
         wanted = _matched(part, names, rename or (lambda name: name))
         missing = [entry.name for entry in _all(part) if entry.name not in wanted]
@@ -78,11 +86,18 @@ def load_weights(
     return missing, unused
 
 
+def stored_values(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of a folder of ``safetensors``, whole."""
+    files = _Files(path)
+    with files:
+        return {name: files.read(name, ()) for name in names}
+
+
 def stored_shapes(path: Path) -> dict[str, list[int]]:
     """Names and shapes of a folder of ``safetensors``, from the files' headers alone.
 
     Raises:
-        ConfigError: it has none, or its index names a file that is not there.
+        ConfigError: it has none, its index names a file that is not there, or one is damaged.
     """
     files = _Files(path)
     with files:
@@ -136,30 +151,60 @@ class _Files:
     """The safetensors files of a folder, opened as they are needed.
 
     Attributes:
-        place: the file of each tensor.
+        place: the file of each tensor; of one that is joined, of its first rows.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, joined: Mapping[str, Sequence[Rows]] | None = None) -> None:
         self._open: dict[Path, Any] = {}
-        self.place: dict[str, Path] = {}
+        self._joined = joined or {}
+        self._stored: dict[str, Path] = {}
         if not path.exists():
             raise ConfigError(f"load_weights: there is no {path}")
         indexes = sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []
         if len(indexes) > 1:
             raise ConfigError(f"load_weights: {path} has several indexes: give one folder for each")
         if indexes:
-            table = json.loads(indexes[0].read_text())["weight_map"]
-            self.place = {name: path / file for name, file in table.items()}
+            self._stored = _indexed(indexes[0])
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"load_weights: {path} has no *.safetensors")
-        for file in dict.fromkeys(self.place.values()) if indexes else files:
+        for file in dict.fromkeys(self._stored.values()) if indexes else files:
             if not file.exists():
                 raise ConfigError(f"load_weights: {file}, which the index names, is not there")
-            for name in self._file(file).keys():  # noqa: SIM118 - it is no dictionary
-                if not indexes and name in self.place:
-                    raise ConfigError(f"load_weights: {name} is in {self.place[name]} and {file}")
-                self.place.setdefault(name, file)
+            held = self._file(file).keys()
+            for name in held:
+                if not indexes and name in self._stored:
+                    raise ConfigError(f"load_weights: {name} is in {self._stored[name]} and {file}")
+                self._stored.setdefault(name, file)
+            away = {name for name, own in self._stored.items() if own == file} - set(held)
+            if away:
+                raise ConfigError(f"load_weights: {file} has no {min(away)}, which the index says")
+        used = self._used()
+        self.place = {name: file for name, file in self._stored.items() if name not in used}
+        self.place |= {n: self._stored[pieces[0][0]] for n, pieces in self._joined.items()}
+
+    def _used(self) -> set[str]:
+        """Stored tensors that are joined; each of their rows once, and alike in the others."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name, pieces in self._joined.items():
+            for stored, start, stop in pieces:
+                if stored not in self._stored:
+                    raise ConfigError(f"load_weights: {name} is made of {stored}, which is missing")
+                ranges.setdefault(stored, []).append((start, stop))
+                if self._own_shape(stored)[1:] != self._own_shape(pieces[0][0])[1:]:
+                    raise LayoutError(
+                        f"{stored} has the shape {self._own_shape(stored)}, {pieces[0][0]}, with "
+                        f"which it makes {name}, has {self._own_shape(pieces[0][0])}"
+                    )
+        for stored, found in ranges.items():
+            rows = self._own_shape(stored)[0]
+            ends = [stop for _, stop in sorted(found)]
+            if [0, *ends] != [*(start for start, _ in sorted(found)), rows]:
+                raise LayoutError(
+                    f"{stored} in {self._stored[stored]} has {rows} rows, of which {ends[-1]} are "
+                    "to be used"
+                )
+        return set(ranges)
 
     def __enter__(self) -> None:
         pass
@@ -172,24 +217,63 @@ class _Files:
     def _file(self, path: Path) -> Any:
         if path not in self._open:
             try:
-                from safetensors import safe_open
+                from safetensors import SafetensorError, safe_open
             except ImportError as error:
                 raise MissingDependencyError(
                     "load_weights reads safetensors: pip install 'internsp[weights]'"
                 ) from error
-            self._open[path] = safe_open(path, framework="pt").__enter__()
+            try:
+                self._open[path] = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"load_weights: {path} cannot be read: {error}") from error
         return self._open[path]
+
+    def _own_shape(self, name: str) -> list[int]:
+        found: list[int] = self._slice(name).get_shape()
+        return found
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._stored[name]).get_slice(name)
 
     def shape(self, name: str) -> list[int]:
         """Read from the file's header."""
-        found: list[int] = self._file(self.place[name]).get_slice(name).get_shape()
-        return found
+        if name not in self._joined:
+            return self._own_shape(name)
+        pieces = self._joined[name]
+        rows = sum(stop - start for _, start, stop in pieces)
+        return [rows, *self._own_shape(pieces[0][0])[1:]]
 
     def read(self, name: str, rows: tuple[slice, ...]) -> Tensor:
         """A part of one tensor, from the disk to memory of its own."""
-        file = self._file(self.place[name])
-        whole: Tensor = file.get_slice(name)[rows] if rows else file.get_tensor(name)
+        if name in self._joined:
+            return self._read_joined(name, rows)
+        whole: Tensor = (
+            self._slice(name)[rows] if rows else self._file(self._stored[name]).get_tensor(name)
+        )
         return whole
+
+    def _read_joined(self, name: str, rows: tuple[slice, ...]) -> Tensor:
+        wanted, *others = rows or (slice(0, self.shape(name)[0]),)
+        found, at = [], 0
+        for stored, start, stop in self._joined[name]:
+            first, last = max(wanted.start - at, 0), min(wanted.stop - at, stop - start)
+            if first < last:
+                found.append(self._slice(stored)[(slice(start + first, start + last), *others)])
+            at += stop - start
+        return torch.cat(found)
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """Of each tensor its file, by an index, which may name files of its own folder alone."""
+    try:
+        table = json.loads(index.read_text())["weight_map"]
+        found = {str(name): index.parent / str(file) for name, file in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"load_weights: {index} is no index of safetensors") from error
+    for file in found.values():
+        if file.parent != index.parent or file.name in ("", ".", ".."):
+            raise ConfigError(f"load_weights: {index} names {file}, outside of its folder")
+    return found
 
 
 def _check_shapes(part: Part, files: _Files, wanted: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """The zoo's families as transformers' Llama: what each tensor is called there, and the config.
 
-InternLM2's fused projection is Llama's three, in other rows, so both are the same model there.
+InternLM2's fused projection is Llama's three, in other rows, so both are the same model there. Its
+authors' own folders have it fused, and other names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _NAMES = {
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }  # fmt: skip
+
+Rows = dict[str, list[tuple[str, int, int]]]
+"""Tensors that are put together: of others ``(name, first row, behind the last)``, in order."""
 
 
 class Part(NamedTuple):
@@ -70,6 +74,30 @@ def parts(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[P
                 rows = sizes.hidden if linear == "wo" else heads * sizes.head_dim
                 named = _NAMES[f"attention.{linear}"]
                 yield Part(f"model.layers.{layer}.{named}.bias", None, (rows,), _as_it_is)
+
+
+def fused(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Rows:
+    """The fused projections of the zoo's model, by name: rows of Llama's three tensors each."""
+    sizes = Sizes.of(config)
+    share, size = sizes.heads // sizes.kv_heads, sizes.head_dim
+    found: Rows = {}
+    for name in shapes:
+        block, fused, kind = name.partition("attention.wqkv.")
+        if fused:
+            stored = [f"model.{block}self_attn.{short}_proj.{kind}" for short in "qkv"]
+            found[name] = [
+                (one, group * rows, (group + 1) * rows)
+                for group in range(sizes.kv_heads)
+                for one, rows in zip(stored, (share * size, size, size), strict=True)
+            ]
+    return found
+
+
+def internlm2_name(name: str) -> str:
+    """What a tensor of the zoo's InternLM2 is called in the folders of its authors."""
+    module, _, kind = name.rpartition(".")
+    own = {"embed": "model.tok_embeddings", "head": "output"}
+    return f"{own.get(module, f'model.{module}')}.{kind}"
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

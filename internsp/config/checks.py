@@ -41,9 +41,6 @@ def _model(config: Config) -> Iterator[Problem]:
     if model.family == "hf":
         yield from _hf(config)
         return
-    if model.path is not None:
-        text = f'unused with family = "{model.family}"; set family = "hf"'
-        yield Problem(("model.path", "model.family"), text)
     heads_keys = ("model.heads", "model.hidden_size", "model.head_dim")
     if model.head_dim is None and model.hidden_size % model.heads:
         text = f"{model.heads} heads do not divide hidden_size = {model.hidden_size}"
@@ -78,9 +75,9 @@ def _hf(config: Config) -> Iterator[Problem]:
 def _folder(config: Config) -> Iterator[Problem]:
     """The folder of a model of transformers: readable, and not contradicted."""
     model = config.model
-    if model.family != "hf" or model.path is None:
+    if model.path is None:
         return
-    found, mistake = hf_folder.sizes(model.path)
+    found, mistake = hf_folder.sizes(model.path, model.family)
     if mistake is not None:
         yield Problem(("model.path",), mistake)
         return
@@ -93,8 +90,9 @@ def _folder(config: Config) -> Iterator[Problem]:
             text = f"{hf_folder.FILE} of model.path says {value}; leave it out"
             yield Problem((f"model.{key}", "model.path"), f"{getattr(model, key)}, but {text}")
     folder = Path(model.path)
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        text = f"{folder} has weights as *.bin, which are not read: convert them to safetensors"
+    pickled = sorted(folder.glob("*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        text = f"{pickled[0]} is a pickle, which is not read: convert the weights to safetensors"
         yield Problem(("model.path",), text)
 
 

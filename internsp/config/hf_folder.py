@@ -1,4 +1,8 @@
-"""What the ``config.json`` of a model's folder says of its sizes, read without transformers."""
+"""What the ``config.json`` of a model's folder says of its sizes, read without transformers.
+
+A folder is a model of transformers itself (family ``hf``), or gives one of the model zoo its sizes
+and weights: then it is a Llama, or an InternLM2 as its authors publish it.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +25,99 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tie_embeddings": ("tie_word_embeddings",),
 }
 _NEEDED = ("vocab_size", "hidden_size", "layers", "heads")
+# What the zoo's families are called there.
+_ZOO = {"llama": ("llama",), "internlm2": ("llama", "internlm2")}
 
 
-def sizes(folder: str) -> tuple[dict[str, Any], str | None]:
+def sizes(folder: str, family: str) -> tuple[dict[str, Any], str | None]:
     """Keys of the section ``model`` that the folder's ``config.json`` decides, and what is wrong.
 
     Sizes that it does not name are left out: :func:`missing` lists them.
+
+    Args:
+        family: of the section.
     """
-    path = Path(folder) / FILE
+    content, mistake = _read(Path(folder) / FILE)
+    if mistake is not None:
+        return {}, mistake
+    inner = content.get("text_config")
+    parts = [content, inner] if isinstance(inner, dict) else [content]
+    found: dict[str, Any] = {
+        key: value
+        for key, names in _NAMES.items()
+        if (value := _first(parts, names)) is not None
+    }
+    if family in _ZOO:
+        found |= _of_zoo(content)
+        mistake = _not_of_zoo(content, family)
+    return found, mistake and f"{Path(folder) / FILE}: {mistake}"
+
+
+def kind(folder: str) -> str:
+    """``model_type`` of the folder, which was read before."""
+    return str(_read(Path(folder) / FILE)[0].get("model_type"))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         return {}, f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         return {}, f"{path} is no JSON: {error}"
-    if not isinstance(content, dict):
-        return {}, f"{path} is no JSON object"
-    inner = content.get("text_config")
-    parts = [content, inner] if isinstance(inner, dict) else [content]
+    return (content, None) if isinstance(content, dict) else ({}, f"{path} is no JSON object")
+
+
+def _rope(content: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the rotary embedding, from both places where transformers has had them."""
+    parts = (content.get("rope_parameters"), content.get("rope_scaling"))
+    return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
+
+
+def _of_zoo(content: dict[str, Any]) -> dict[str, Any]:
+    """What only the zoo's families read; transformers' default where it says nothing."""
     return {
-        key: value
-        for key, names in _NAMES.items()
-        if (value := _first(parts, names)) is not None
-    }, None
+        **_numbers(content),
+        "qkv_bias": bool(content.get("attention_bias")),
+        "bias": bool(content.get("mlp_bias")),
+    }
+
+
+def _numbers(content: dict[str, Any]) -> dict[str, float]:
+    """Those that make sense."""
+    theta = _rope(content).get("rope_theta", content.get("rope_theta", 10000.0))
+    found = {
+        "rope_theta": _number(theta, 1, 1e15),
+        "norm_eps": _number(content.get("rms_norm_eps", 1e-6), 1e-30, 1),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _number(value: Any, least: float, most: float) -> float | None:
+    sensible = isinstance(value, int | float) and least <= value <= most
+    return float(value) if sensible else None
+
+
+def _not_of_zoo(content: dict[str, Any], family: str) -> str | None:
+    """Why a folder is no model of the zoo's family."""
+    rope, kinds = _rope(content), _ZOO[family]
+    turn = rope.get("rope_type", rope.get("type", "default"))
+    wrong = {
+        f'model_type is {json.dumps(content.get("model_type"))}, model.family = "{family}" reads '
+        f"{' and '.join(kinds)}": content.get("model_type") not in kinds,
+        f"hidden_act is {content.get('hidden_act')}, not silu":
+            content.get("hidden_act", "silu") != "silu",
+        f"its rotary embedding is scaled ({turn})":
+            turn != "default" and rope.get("factor") != 1.0,
+        "its weights are quantized": content.get("quantization_config") is not None,
+        "it has biases in its feed forward alone, or (bias) beside it alone": (
+            (content.get("mlp_bias") and not content.get("attention_bias")) or content.get("bias")
+        ),
+        "it does not say intermediate_size": not isinstance(content.get("intermediate_size"), int),
+        "its rope_theta or its rms_norm_eps is no sensible number": len(_numbers(content)) < 2,
+    }  # fmt: skip
+    why = next((text for text, applies in wrong.items() if applies), None)
+    return why and f'{why}; set model.family = "hf"'
 
 
 def _first(parts: list[dict[str, Any]], names: tuple[str, ...]) -> int | bool | None:

@@ -125,7 +125,7 @@ class ModelConfig(Section):
     family: Literal["llama", "internlm2", "hf"] = "llama"
     """Family of the model zoo; hf: the causal model of transformers in path."""
     path: Text | None = None
-    """Of hf: a folder with config.json, which decides all sizes, and perhaps safetensors."""
+    """Folder of a model of transformers: config.json, which decides all sizes, and safetensors."""
     vocab_size: Size = 257
     """Number of token ids; 257 is 256 bytes and the end of a document."""
     hidden_size: Size = 256
@@ -160,9 +160,10 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _sizes_of_folder(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or data.get("family") != "hf":
+        if not isinstance(data, Mapping) or data.get("path") in (None, "none"):
             return data
-        found, _ = hf_folder.sizes(str(data.get("path")))  # what is wrong, the checks say
+        family = str(data.get("family", "llama"))
+        found, _ = hf_folder.sizes(str(data["path"]), family)  # what is wrong, the checks say
         return {**found, **data}
 
 

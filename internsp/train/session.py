@@ -108,7 +108,7 @@ class Session:
                     trace=trace,
                 )
             ]
-        first_values(config, model, communicators, mesh.device)
+        first_values(config, model, modules, communicators, mesh.device)
         scaler = _scaler(config)
         optimizers = [make_optimizer(config, each, scaler) for each in communicators]
         schedules = [

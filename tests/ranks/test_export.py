@@ -16,6 +16,8 @@ from internsp.train.checkpoint import load
 from internsp.train.export import export
 from internsp.train.saver import save
 from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
 from tests.ranks.test_checkpoint_meshes import config
 from tests.support.ranks import run_ranks
 
@@ -80,6 +82,73 @@ def test_transformers_gives_the_same_logits_of_what_two_ranks_have_saved(tmp_pat
     model = AutoModelForCausalLM.from_pretrained(split, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, wanted[0], **CLOSE)
+
+
+def folders_of_transformers(to: Path) -> None:
+    """A tied Llama, whose folder has a tokenizer, and one whose names transformers converts."""
+    from tokenizers import Tokenizer, models
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    llama.double().save_pretrained(to / "tied")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(to / "tied")
+    mixtral = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2))
+    mixtral.save_pretrained(to / "converted", max_shard_size="10KB")
+
+
+# Products of groups of rows, which transformers computes experts by, have no fp64 on the processor.
+DTYPES = {"tied": "float64", "converted": "float32"}
+
+
+def trained(rank: int, world: int, folder: Path, names: list[str]) -> list[torch.Tensor]:
+    """Logits after a step of ``internsp train``, which is saved."""
+    found = []
+    for name in names:
+        given = config({"weight": 2}, train={"dtype": DTYPES[name]}).model_dump()
+        given["model"] = {"family": "hf", "path": str(folder / name)}
+        given["data"]["pack"] = name == "tied"
+        session = Session.create(Config.model_validate(given))
+        with StopRequest() as stop:
+            StepRunner(session).step(0, stop)
+        save(session, folder / "runs" / name / "checkpoints", 1, "run")
+        with torch.no_grad():
+            found.append(session.modules[0].model(IDS).logits)
+    return found
+
+
+def test_a_model_of_transformers_comes_back_with_the_logits_that_it_was_trained_to(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folders_of_transformers(tmp_path)
+    names = list(DTYPES)
+    for name, logits in zip(names, run_ranks(trained, 2, tmp_path, names)[1], strict=True):
+        to = tmp_path / f"export {name}"
+        export(tmp_path / "runs" / name, to)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            to, dtype=logits.dtype, output_loading_info=True
+        )
+        assert not told["missing_keys"], name
+        assert not told["unexpected_keys"], name
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, logits, **CLOSE)
+            before = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=logits.dtype)
+            assert float((before(IDS).logits - logits).abs().max()) > 1e-3, "it was trained"
+    assert AutoTokenizer.from_pretrained(tmp_path / "export tied").decode([1, 0]) == "b a"
 
 
 def test_what_cannot_be_exported_is_told_and_nothing_is_made(

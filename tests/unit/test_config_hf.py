@@ -84,7 +84,7 @@ def test_a_size_that_config_json_lacks_may_be_given(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, LLAMA)
     (tmp_path / "model/pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match="convert them to safetensors"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle, which is not read"):
         load_config(path)
     (tmp_path / "model/config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is no JSON"):
@@ -94,8 +94,22 @@ def test_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_a_path_belongs_to_hf_and_hf_to_a_path() -> None:
-    with pytest.raises(ValueError, match=r"model\.path: unused with family"):
-        Config.model_validate({"model": {"path": "x"}})
+def test_the_zoos_families_take_their_sizes_from_a_llamas_folder(tmp_path: Path) -> None:
+    content = LLAMA | {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "attention_bias": True}
+    path = write(tmp_path, content, "rope_theta = 1e4")
+    path.write_text(path.read_text().replace('"hf"', '"internlm2"'))
+    with pytest.raises(ConfigError, match=r"rope_theta: 10000.0, but config.json .* says 500000.0"):
+        load_config(path)
+    path.write_text(path.read_text().replace("rope_theta = 1e4", ""))
+    config = load_config(path)
+    model = config.model
+    assert (model.rope_theta, model.norm_eps) == (5e5, 1e-6)
+    assert (model.qkv_bias, model.bias) == (True, False)
+    assert (model.layers, model.kv_heads, model.intermediate_size) == (3, 2, 64)
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "again.toml") == config
+
+
+def test_hf_belongs_to_a_path() -> None:
     with pytest.raises(ValueError, match=r"needs a folder with config\.json"):
         Config.model_validate({"model": {"family": "hf"}})

@@ -1,0 +1,228 @@
+"""A folder of transformers as the model zoo's first weights: ``model.path`` of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import distribute_tensor
+
+from internsp import load, model_zoo
+from internsp.config import Config, collect
+from internsp.errors import ConfigError
+from internsp.factory import build_to_train, llama_config, llama_parts
+from internsp.train.export import export
+from internsp.train.saver import save
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
+from tests.ranks.test_checkpoint_meshes import config
+from tests.ranks.test_export import CASES, IDS
+from tests.support.ranks import run_ranks
+from tests.support.zero import whole
+
+files = pytest.importorskip("safetensors.torch")
+DOUBLE = {"dtype": "float64"}
+UP = "model.layers.1.mlp.up_proj.weight"
+Values = dict[str, torch.Tensor]
+Step = tuple[torch.Tensor | None, float, float, Values]
+"""Logits, where a rank has them; loss and gradient norm of the first step, parameters after it."""
+
+
+def first_step(session: Session) -> Step:
+    logits = None
+    if session.pipeline is None:
+        with torch.no_grad():
+            logits = session.modules[0](IDS)
+    with StopRequest() as stop:
+        row, *_ = StepRunner(session).step(0, stop)
+    after: Values = {}
+    for module, communicator in zip(session.modules, session.communicators, strict=True):
+        communicator.publish()
+        after |= whole(module)
+    return logits, row.loss, row.grad_norm, after
+
+
+def saved(rank: int, world: int, folder: Path, settings: list[Config]) -> list[Step]:
+    """Biases and norms get values, so that each has its own."""
+    found = []
+    for number, one in enumerate(settings):
+        session = Session.create(one)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in session.modules[0].parameters():
+                values = 0.3 * torch.randn(parameter.shape, generator=generator).double()
+                placed = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+                parameter.copy_(placed)
+        session.communicators[0].invalidate()
+        save(session, folder / str(number) / "checkpoints", 1, "run")
+        found.append(first_step(session))
+    return found
+
+
+def read_back(
+    rank: int, world: int, settings: list[Config]
+) -> list[tuple[dict[str, int], Step]]:
+    """How many elements of each tensor the rank has read, and a step."""
+    found, own = [], load._Files.read
+    for one in settings:
+        sizes: dict[str, int] = {}
+
+        def read(of: Any, name: str, rows: Any, sizes: dict[str, int] = sizes) -> torch.Tensor:
+            value = own(of, name, rows)
+            sizes[name] = sizes.get(name, 0) + value.numel()
+            return value
+
+        with patch.object(load._Files, "read", read):
+            session = Session.create(one)
+        found.append((sizes, first_step(session)))
+    return found
+
+
+def from_folder(mesh: dict[str, Any], folder: Path, family: str) -> Config:
+    """Of the model only what no folder says."""
+    given = config(mesh, train=DOUBLE).model_dump()
+    given["model"] = {"family": family, "path": str(folder)}
+    return Config.model_validate(given)
+
+
+def as_its_authors(source: Path, to: Path) -> Path:
+    """An exported InternLM2 as a folder of its authors: fused projections, other names."""
+    content = json.loads((source / "config.json").read_text())
+    keys = "num_attention_heads", "num_key_value_heads", "head_dim"
+    heads, groups, size = (content[key] for key in keys)
+    values, made = files.load_file(source / "model.safetensors"), {}
+    renamed = {
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output",
+    }  # fmt: skip
+    for name, value in values.items():
+        if "q_proj" in name:
+            q, k, v = (values[name.replace("q_proj", f"{s}_proj")] for s in "qkv")
+            parts = [
+                t.unflatten(0, (groups, n, size))
+                for t, n in ((q, heads // groups), (k, 1), (v, 1))
+            ]
+            fused = name.replace("self_attn.q_proj", "attention.wqkv")
+            made[fused] = torch.cat(parts, 1).flatten(0, 2)
+        elif "k_proj" not in name and "v_proj" not in name:
+            for theirs, its in renamed.items():
+                name = name.replace(theirs, its)  # noqa: PLW2901
+            made[name] = value.clone()
+    to.mkdir()
+    files.save_file(made, to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps({**content, "model_type": "internlm2"}))
+    return to
+
+
+def test_a_folder_becomes_the_zoos_model_with_the_same_logits_and_first_step(
+    tmp_path: Path,
+) -> None:
+    models = [*CASES.values(), {"family": "internlm2", "heads": 10, "kv_heads": 5}]
+    settings = [config({"weight": 2}, model=model, train=DOUBLE) for model in models]
+    expected, _ = run_ranks(saved, 2, tmp_path, settings)
+    folders, families = [], []
+    for case, model in enumerate(models):
+        folders.append(tmp_path / f"export{case}")
+        families.append(model.get("family", "llama"))
+        export(tmp_path / str(case), folders[-1], max_file_bytes=40_000 if case == 0 else 1 << 30)
+    assert len(list(folders[0].glob("*.safetensors"))) > 2, "with an index"
+    folders[3] = as_its_authors(folders[3], tmp_path / "authors")
+
+    def back(mesh: dict[str, Any], *cases: int) -> list[Config]:
+        return [from_folder(mesh, folders[case], families[case]) for case in cases]
+
+    halves, other = run_ranks(
+        read_back, 2, [*back({"weight": 2}, 0, 1, 2, 3), *back({"pipeline": 2}, 0, 1)]
+    )
+    (alone,) = run_ranks(read_back, 1, back({}, 1))
+    for (_, found), case in zip([*halves, *alone], [0, 1, 2, 3, 0, 1, 1], strict=True):
+        logits, loss, norm, after = expected[case]
+        if found[0] is not None:
+            torch.testing.assert_close(found[0], logits, rtol=1e-12, atol=1e-14)
+        assert found[1] == pytest.approx(loss, rel=1e-12)
+        if case != 2:  # transformers' Llama has biases there that the run's model has not
+            assert found[2] == pytest.approx(norm, rel=1e-10)
+            for name, value in found[3].items():
+                torch.testing.assert_close(value, after[name], rtol=1e-9, atol=1e-12)
+    # No rank has read more than its rows.
+    for case, name in enumerate(["wq", "wqkv"]):
+        name = f"layers.0.attention.{name}.weight"
+        rows, stored = expected[case][3][name].shape, UP.replace("1.mlp.up", "0.self_attn.q")
+        read = [one[case][0][name if case else stored] for one in (halves, other)]
+        assert read == [-(-rows[0] // 2) * rows[1], rows[0] // 2 * rows[1]], name
+    assert set(halves[4][0]) & set(other[4][0]) == set(), "each stage has its own layers"
+
+
+def without(name: str) -> Callable[[Values], Values]:
+    return lambda values: {n: v for n, v in values.items() if n != name}
+
+
+def other(name: str, value: torch.Tensor) -> Callable[[Values], Values]:
+    return lambda values: {**values, name: value}
+
+
+BIAS = "model.layers.0.self_attn.o_proj.bias"
+WRONG = {
+    f"has no {UP}": without(UP),
+    f"{UP} in .* has the shape \\[26, 20\\], the model's has": other(UP, torch.ones(26, 20)),
+    "has model.extra, which a model of this family": other("model.extra", torch.ones(3)),
+    f"{BIAS} in .* is not zero": other(BIAS, torch.ones(20)),
+    "has no model.layers.0.self_attn.k_proj.bias": without(BIAS.replace("o_proj", "k_proj")),
+}
+
+
+def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
+    settings = config({}, model={"qkv_bias": True, "family": "internlm2", "kv_heads": 1}).model
+    zoo = dict(model_zoo.build(settings).named_parameters())
+    right = {
+        part.name: part.take(zoo[part.source].detach()) if part.source else torch.zeros(part.shape)
+        for part in llama_parts(settings, {n: tuple(v.shape) for n, v in zoo.items()})
+    }
+    content = llama_config(settings, "float32", 9)
+    place = tmp_path / "model.safetensors"
+
+    def put(values: Values) -> None:
+        files.save_file({n: v.contiguous() for n, v in values.items()}, place)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+    put(right | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})  # of old folders
+    build_to_train(from_folder({}, tmp_path, "internlm2"))
+    for words, change in WRONG.items():
+        put(change(right))
+        with pytest.raises(ConfigError, match=words):
+            build_to_train(from_folder({}, tmp_path, "internlm2"))
+    # The index speaks of what is not there, or lies elsewhere.
+    index = tmp_path / "model.safetensors.index.json"
+    for name, file, words in (
+        (UP, "../model.safetensors", "outside of its folder"),
+        (UP, "other.safetensors", "which the index names, is not there"),
+        ("model.away", place.name, "has no model.away, which the index says"),
+    ):
+        index.write_text(json.dumps({"weight_map": {name: file}}))
+        with pytest.raises(ConfigError, match=words):
+            build_to_train(from_folder({}, tmp_path, "internlm2"))
+    index.unlink()
+    place.write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        build_to_train(from_folder({}, tmp_path, "internlm2"))
+    place.rename(tmp_path / "pytorch_model.bin")
+
+    def mistakes(**changes: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(content | changes))
+        (tmp_path / "run.toml").write_text(f'[model]\npath = "{tmp_path}"')
+        _, problems = collect(tmp_path / "run.toml", world_size=1)
+        return "\n".join(problem.text for problem in problems)
+
+    assert "pytorch_model.bin is a pickle, which is not read" in mistakes()
+    assert 'model_type is "gpt2", model.family = "llama" reads llama' in mistakes(model_type="gpt2")
+    assert "scaled (yarn)" in mistakes(rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert "hidden_act is gelu" in mistakes(hidden_act="gelu")
+    assert "rms_norm_eps is no sensible number" in mistakes(rms_norm_eps="small")
