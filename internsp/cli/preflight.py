@@ -39,7 +39,7 @@ def check_before_start(config: Config, output: Path) -> None:
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
-    for check in (_output, _temporary, _memory, _device, _text):
+    for check in (_peer, _output, _temporary, _memory, _device, _text):
         try:
             found += check(config, output)
         except InternspError as error:  # raised by what the run itself would call
@@ -59,8 +59,16 @@ def check_joined(config: Config, output: Path, rank: int) -> None:
     """
     for error in device_mistakes(config, os.environ):
         raise error
-    for error in _output(config, output) if rank == 0 else ():
+    for error in [*_peer(config, output), *_output(config, output)] if rank == 0 else ():
         raise error
+
+
+def _peer(config: Config, output: Path) -> Iterator[InternspError]:
+    if config.checkpoint.peer:
+        from internsp.train.peer import mistake
+
+        if why := mistake():
+            yield ConfigError(why)
 
 
 def as_machine_error(error: OSError, what: str) -> InternspError:

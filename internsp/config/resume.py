@@ -70,7 +70,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
         "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
     },
-    "checkpoint": {Rule.FREE: "save every keep_last keep_every resume"},
+    "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},
     "launch": {Rule.FREE: "processes threads"},
 }
 

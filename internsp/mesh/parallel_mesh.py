@@ -454,8 +454,8 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
             "torch.distributed.init_process_group first"
         )
     backend = dist.get_default_backend_for_device(_device(device_type))
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        timeout = timedelta(seconds=timeout_seconds)
         if fresh_store.is_shared():
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             store = fresh_store.fresh(store, rank, world_size, timeout_seconds)

@@ -30,6 +30,7 @@ from internsp.train.checkpoint_files import Reader
 from internsp.train.disk import MANIFEST
 from internsp.train.finite import require_finite
 from internsp.train.manifest import Manifest, Position
+from internsp.train.peer import Copies
 from internsp.train.session import Session
 
 
@@ -83,18 +84,19 @@ def _position(session: Session, sequences: int, tokens: int) -> Position:
     )
 
 
-def load(session: Session, path: Path) -> Resumed:
+def load(session: Session, path: Path, copies: Copies | None = None) -> Resumed:
     """Restore a checkpoint of any mesh. Collective; blocks.
 
     Args:
         path: a checkpoint's folder, or a run's, of which the newest whole checkpoint is taken.
+        copies: in memory, of files, which are not read then.
 
     Raises:
         ConfigError: on every rank, before anything is overwritten: no whole checkpoint is there, a
             setting differs that must not, or the text has changed.
         NotFiniteError: on every rank: its weights are not finite.
     """
-    chosen, content, notes = _newest_whole(path)
+    chosen, content, notes = _newest_whole(path, copies)
     try:
         refused, taken = resume_rules.compare(
             content.config, session.config, content.mesh["world"], session.mesh.world_size
@@ -123,19 +125,21 @@ def load(session: Session, path: Path) -> Resumed:
     # Copies of tied weights are read by themselves: they have the first stage's names.
     tied = session.pipeline is not None and len(session.pipeline.tied) > 0
     numbers = range(len(session.modules) if tied else 0)
-    copies = [_detached(_part(session, number, counted=False)) for number in numbers]
+    repeated = [_detached(_part(session, number, counted=False)) for number in numbers]
     same_ranks = content.mesh["world"] == session.mesh.world_size
     if not same_ranks:
         tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
     on_every_rank(lambda: _check_fits(content, tensors, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
-        for part in (tensors, *copies):
+        for part in (tensors, *repeated):
             dcp.load(
                 dict(part),
-                storage_reader=Reader(chosen, content),
+                storage_reader=Reader(chosen, content, None if copies is None else copies.open),
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             )
-    on_every_rank(lambda: _take(session, tensors, copies, content, chosen))
+    on_every_rank(lambda: _take(session, tensors, repeated, content, chosen))
+    if copies is not None:
+        copies.settle(content)
     if not same_ranks:
         seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
         torch.manual_seed(seed)  # of the accelerator, too
@@ -165,15 +169,14 @@ def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
 
 
-def _newest_whole(path: Path) -> tuple[Path, Manifest, list[str]]:
-    """The newest whole checkpoint, and what was passed over. Collective."""
+def _newest_whole(path: Path, copies: Copies | None) -> tuple[Path, Manifest, list[str]]:
+    """The newest whole checkpoint, and what the user should read of it. Collective."""
     folders, named = from_first(lambda: checkpoint_folder.candidates(path))
     skipped: list[str] = []
     for folder in folders:
         try:
             content = from_first(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
-            _check_whole(folder, content)
-            return folder, content, skipped
+            return folder, content, skipped + _check_whole(folder, content, copies)
         except ConfigError as error:
             if named:
                 raise ConfigError(f"checkpoint.resume: {error}") from None
@@ -184,15 +187,33 @@ def _newest_whole(path: Path) -> tuple[Path, Manifest, list[str]]:
     )
 
 
-def _check_whole(folder: Path, content: Manifest) -> None:
-    """Every file is as it was written; each rank reads a share of them. Collective."""
+def _check_whole(folder: Path, content: Manifest, copies: Copies | None) -> list[str]:
+    """Every file is as it was written, or has a copy that is. Collective.
+
+    Each rank looks at a share of them.
+
+    Returns:
+        What the user should read: files of which copies are read.
+    """
     names = sorted(content.files)
     own = names[dist.get_rank() :: dist.get_world_size()]
-    found = on_every_rank(lambda: manifest.damage(folder, content, own))
-    damaged = [line for lines in found for line in lines]
+
+    def look() -> tuple[list[str], list[str]]:
+        read = [n for n in own if copies is None or not copies.has(content.files[n])]
+        return manifest.damage(folder, content, read), [content.files[n].sha256 for n in read]
+
+    found = on_every_rank(look)
+    damaged = [line for lines, _ in found for line in lines]
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         raise ConfigError(damaged[0] + more)
+    if copies is None:
+        return []
+    kept = copies.agree(content, [digest for _, digests in found for digest in digests])
+    gone = [name for name in kept if not (folder / name).is_file()]
+    said = f"; not there any more: {', '.join(gone)}" if gone else ""
+    many = f"{len(kept)} of {len(names)} files of {folder} are read from copies in memory{said}"
+    return [many] if kept else []
 
 
 def _check_fits(content: Manifest, tensors: Mapping[str, Tensor], path: Path) -> None:

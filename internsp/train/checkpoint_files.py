@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,7 @@ from torch.futures import Future
 
 from internsp.errors import ConfigError, InternspError
 from internsp.optim.slices import Slices
-from internsp.train.manifest import Chunk, Manifest, TensorRecord
+from internsp.train.manifest import Chunk, FileRecord, Manifest, TensorRecord
 
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
@@ -206,11 +206,15 @@ class Reader(StorageReader):
     Args:
         path: the checkpoint's folder.
         manifest: of that folder.
+        copy: opens what is to be read instead of a file, if anything.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, copy: Callable[[FileRecord], Any] | None = None
+    ) -> None:
         self.path = path
         self.manifest = manifest
+        self._copy = copy
         self.places = {
             MetadataIndex(name, torch.Size(chunk.offsets)): (getattr(torch, record.dtype), chunk)
             for name, record in manifest.tensors.items()
@@ -261,7 +265,7 @@ class Reader(StorageReader):
         for item in plan.items:
             by_file.setdefault(self.places[item.storage_index][1].file, []).append(item)
         for name, items in by_file.items():
-            with (self.path / name).open("rb") as file:
+            with self._open(name) as file:
                 for item in sorted(items, key=lambda i: self.places[i.storage_index][1].begin):
                     assert item.type is LoadItemType.TENSOR, "the manifest has nothing else"
                     target = planner.resolve_tensor(item).detach()
@@ -270,6 +274,10 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _open(self, name: str) -> Any:
+        copy = None if self._copy is None else self._copy(self.manifest.files[name])
+        return copy or (self.path / name).open("rb")
 
     def _read(self, file: Any, item: ReadItem) -> Tensor:
         """The range that ``item`` names; of the rows beside it nothing is read."""

@@ -1,8 +1,9 @@
 """What saving does on the disk, and the process that does it beside a rank's training.
 
 Every rank has such a process. It shares a piece of memory with its rank, which holds a whole
-safetensors file, and takes orders: write that file durably, make the folder a checkpoint, throw it
-away. It ends when its rank does, and what it wrote then and was not made a checkpoint goes with it.
+safetensors file, and takes orders: write that file durably, give a copy of it to a process that
+outlives the rank (:mod:`internsp.train.keeper`), make the folder a checkpoint, throw it away. It
+ends when its rank does, and what it wrote then and was not made a checkpoint goes with it.
 
 Nothing here imports internsp or torch: the process starts in a few hundredths of a second.
 """
@@ -18,6 +19,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ PARTIAL = ".partial"
 # "replaced" is what a save over the same step moves aside, for the moment between two renames.
 STEP = re.compile(r"step-([0-9]+)(\.replaced)?")
 _AT_ONCE = 1 << 24  # bytes: digested while they are in the processor's cache, then written
+_NETWORK_SECONDS = 60.0
 _PATIENCE = 1.0  # seconds between two looks whether the rank still lives
 
 
@@ -181,6 +184,79 @@ def not_finite(data: memoryview, unseen: Container[str] = ()) -> list[str]:
     return found
 
 
+class Keeper:
+    """A connection to a process of :mod:`internsp.train.keeper`.
+
+    Args:
+        address: ``{"name": ...}`` on this machine, ``{"host": ..., "port": ..., "key": ...}``.
+
+    Raises:
+        OSError: it is not there (here and in every call).
+    """
+
+    def __init__(self, address: dict[str, Any]) -> None:
+        if "name" in address:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.connect("\0" + address["name"])
+        else:
+            place = address["host"], address["port"]
+            self._socket = socket.create_connection(place, timeout=_NETWORK_SECONDS)
+        self._file = self._socket.makefile("rwb")
+        if "key" in address:
+            self._file.write(address["key"].encode() + b"\n")
+
+    def ask(self, what: str, data: memoryview | bytes = b"", **details: Any) -> dict[str, Any]:
+        """Have it do one of its orders; ``data`` follows the order."""
+        self._file.write(json.dumps({"do": what, **details}).encode() + b"\n")
+        self._file.write(data)
+        self._file.flush()
+        line = self._file.readline()
+        if not line:
+            raise ConnectionResetError("the process that keeps copies has ended the connection")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["errno"], answer["error"])
+        return answer
+
+    def read_into(self, memory: Any, digest: str, begin: int) -> int:
+        """Fill ``memory`` with a copy's bytes from ``begin`` on; returns how many there were."""
+        nbytes: int = self.ask("get", digest=digest, begin=begin, length=len(memory))["nbytes"]
+        at = 0
+        with memoryview(memory) as view:
+            while at < nbytes and (more := self._file.readinto(view[at:nbytes])):
+                at += more
+        return at
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._socket.close()
+
+
+def put_copy(data: memoryview, digest: str, copy: dict[str, Any]) -> str | None:
+    """Give a keeper a copy of ``data``.
+
+    Args:
+        copy: whose it is and what else is to be kept, and the keeper's address.
+
+    Returns:
+        Why there is none, or ``None``.
+    """
+    try:
+        keeper = Keeper(copy["address"])
+        try:
+            keeper.ask(
+                "put", data, owner=copy["owner"], digest=digest, nbytes=len(data),
+                keep=copy["keep"],
+            )  # fmt: skip
+        finally:
+            keeper.close()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    return None
+
+
 class _Orders:
     """What the process does, an order each."""
 
@@ -189,11 +265,21 @@ class _Orders:
         self._tensors: dict[str, Any] = {}
         self._open: dict[Path, Path] = {}  # files of folders that are no checkpoint yet
 
-    def write(self, folder: str, name: str, nbytes: int, unseen: list[str]) -> dict[str, Any]:
-        """Look at the values and write the file."""
+    def write(
+        self,
+        folder: str,
+        name: str,
+        nbytes: int,
+        unseen: list[str],
+        copy: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Look at the values and write the file; then a keeper may get a copy."""
         data = self._memory[:nbytes]
         self._open[Path(folder)] = Path(folder) / name
-        return {"broken": not_finite(data, set(unseen)), **write_part(Path(folder), name, data)}
+        broken = not_finite(data, set(unseen))
+        written = write_part(Path(folder), name, data)
+        why = None if copy is None else put_copy(data, written["sha256"], copy)
+        return {"broken": broken, "no copy": why, **written}
 
     def remember(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Where every tensor lies: the manifest's table, the same for every checkpoint."""

@@ -29,6 +29,7 @@ from internsp.train.disk import steps_in
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
 from internsp.train.numbers import EarlyStop, Spikes, compare_replicas
+from internsp.train.peer import Copies
 from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
 from internsp.train.saver import Saver
@@ -61,10 +62,13 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
             session = Session.create(config, hooks)
             with claimed(output, session.mesh.rank == 0) as folder:
                 source = _source(config, folder.path)
-                resumed = None if source is None else checkpoint.load(session, source)
+                copies = Copies() if config.checkpoint.peer else None
+                resumed = None if source is None else checkpoint.load(session, source, copies)
+                if copies is not None and resumed is None:
+                    copies.settle(None)
                 folder.begin(resumed)
                 with _log(session, folder.path) as log:
-                    _Run(session, folder, resumed, stop, log).run()
+                    _Run(session, folder, resumed, stop, log, copies).run()
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
@@ -110,6 +114,7 @@ class _Run:
         resumed: Resumed | None,
         stop: StopRequest,
         log: RankLog,
+        copies: Copies | None,
     ) -> None:
         self.session, self.log = session, log
         self.config = session.config
@@ -121,7 +126,7 @@ class _Run:
         self.done = self.step = resumed.step if resumed else 0
         self.sequences = resumed.sequences if resumed else 0
         self.tokens = resumed.tokens if resumed else 0
-        self.saver = Saver(session, folder.path / "checkpoints", folder.run)
+        self.saver = Saver(session, folder.path / "checkpoints", folder.run, copies)
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
@@ -319,10 +324,11 @@ class _Run:
             said = str(error)
             if last:  # the run has nothing to show for itself
                 self.failure = self.failure or error
-        if said:
-            self.log.write(said)
-        if display is not None and said:
-            display.note(said)
+        notes, self.saver.notes = self.saver.notes, []
+        for note in [*notes, *([said] if said else [])]:
+            self.log.write(note)
+            if display is not None:
+                display.note(note)
         return path
 
     def _counted(self, metrics: StepMetrics) -> StepMetrics:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from internsp.train import checkpoint_folder
 from internsp.train.agreement import from_first, on_every_rank, plain_errors
 from internsp.train.checkpoint import manifest_of, parameter_of, state_of
 from internsp.train.checkpoint_files import FilePlan
+from internsp.train.peer import Copies
 from internsp.train.session import Session
 from internsp.train.writer import Writer
 
@@ -46,6 +47,7 @@ class _Save:
         values: what this rank keeps that is no tensor.
         content: of the manifest, as far as it is known from the start.
         committing: whether every rank's file is durable.
+        digests: of all files, then.
     """
 
     step: int
@@ -54,6 +56,7 @@ class _Save:
     values: dict[str, Any]
     content: dict[str, Any]
     committing: bool = False
+    digests: list[str] = field(default_factory=list)
 
 
 class Saver:
@@ -64,10 +67,18 @@ class Saver:
 
     Args:
         run: the run's id.
+        copies: of ``checkpoint.peer``.
+
+    Attributes:
+        notes: what the user should read of the last save: copies that were not made.
     """
 
-    def __init__(self, session: Session, folder: Path, run: str) -> None:
+    def __init__(
+        self, session: Session, folder: Path, run: str, copies: Copies | None = None
+    ) -> None:
         self._session, self._folder, self._run = session, folder, run
+        self._copies = copies
+        self.notes: list[str] = []
         self._plan: FilePlan | None = None
         self._writer: Writer | None = None
         self._save: _Save | None = None
@@ -130,7 +141,10 @@ class Saver:
         self._save = _Save(step, final, folder, values, content)
         # A buffer may hold what is not finite: a mask.
         plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]
-        writer.order("write", folder=str(folder), name=plan.file, nbytes=plan.nbytes, unseen=plain)
+        copy = None if self._copies is None else self._copies.order(self._session.mesh.rank)
+        writer.order(
+            "write", folder=str(folder), name=plan.file, nbytes=plan.nbytes, unseen=plain, copy=copy
+        )
 
     def progress(self) -> float:
         """1 where this rank's part of what is under way is done; to be summed over all ranks."""
@@ -192,6 +206,13 @@ class Saver:
         with self._undone():
             found = on_every_rank(lambda: self._told(writer, plan, save))
             _require_finite(save, found)
+        why = [(rank, record.pop("no copy")) for rank, (_, record, _, _) in enumerate(found)]
+        self.notes = [
+            f"checkpoint {save.final} has no copy of rank {rank}'s part in memory: {text}"
+            for rank, text in why
+            if text is not None
+        ]
+        save.digests = [record["sha256"] for _, record, _, _ in found]
         if rank == 0:
             content = save.content
             content["files"] = {name: record for name, record, _, _ in found}
@@ -217,6 +238,8 @@ class Saver:
         assert writer is not None, "start() has prepared"
         with self._undone():
             from_first(lambda: self._answer(writer, save))
+        if self._copies is not None:
+            self._copies.keep = save.digests
         self._save = None
         return save.final
 

@@ -1,0 +1,154 @@
+"""``checkpoint.peer``: what a lost rank saved comes back from memory that outlived it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from internsp.errors import ConfigError
+from internsp.train import peer
+from internsp.train.checkpoint import load, state_of
+from internsp.train.checkpoint_files import FilePlan
+from internsp.train.disk import Keeper
+from internsp.train.peer import Copies
+from internsp.train.run import train
+from internsp.train.saver import Saver
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from internsp.train.stop import StopRequest
+from tests.ranks.test_checkpoint_meshes import bits, config, whole
+from tests.ranks.test_orphans import eventually, processes, temporary_of
+from tests.support.ranks import ranks, run_ranks
+from tests.support.restarted import STEPS, settings
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+
+
+def written(session: Session) -> bytes:
+    """The file that this rank would save."""
+    import torch
+
+    tensors, _ = state_of(session)
+    plan = FilePlan.make(tensors)
+    memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    plan.fill(memory, tensors)
+    return bits(memory)
+
+
+@ranks(2)
+def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
+    rank: int, tmp_path: Path
+) -> None:
+    """Each rank is a machine of its own here, with a launcher of its own."""
+    launchers = [subprocess.Popen(["sleep", "600"])]
+    environment = {
+        "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2",
+        "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+    }  # fmt: skip
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(peer, "_launcher", lambda: launchers[-1].pid),
+    ):
+        session = Session.create(config({"weight": 2}))
+        with StopRequest() as stop:
+            StepRunner(session).step(0, stop)
+        copies = Copies()
+        copies.settle(None)
+        saver = Saver(session, tmp_path, "run", copies)
+        for step in (1, 2, 3):
+            saver.start(step, 12)
+            path = saver.finish()
+            assert saver.notes == []
+        saver.close()
+        assert path is not None
+        held = Keeper(copies._here).ask("held")["digests"]
+        assert len(held) == 1 == len(set(held) & set(copies.keep)), "equal saves are one copy"
+        # The second machine is lost, with its keeper, and with what its rank had on its disk.
+        mine = written(session)
+        if rank == 1:
+            launchers[0].kill()
+            launchers[0].wait()
+            launchers.append(subprocess.Popen(["sleep", "600"]))
+            (path / "rank-00001.safetensors").unlink()
+        dist.barrier()
+        again = Session.create(config({"weight": 2}))
+        copies = Copies()
+        found = load(again, path, copies)
+        assert written(again) == mine
+        assert found.notes == [
+            f"1 of 2 files of {path} are read from copies in memory; not there any more: "
+            "rank-00001.safetensors"
+        ]
+        # Without a copy the folder is what it is: not whole. And a keeper that ends costs no save.
+        with pytest.raises(ConfigError, match=r"rank-00001\.safetensors is missing"):
+            load(again, path)
+        launchers[-1].kill()
+        launchers[-1].wait()
+        time.sleep(0.5)
+        saver = Saver(again, tmp_path, "run", copies)
+        saver.start(4, 12)
+        assert saver.finish() == tmp_path / "step-000004"
+        saver.close()
+        assert len(saver.notes) == 2
+        assert "has no copy of rank 0's part in memory: Connection refused" in saver.notes[0]
+
+
+def undisturbed(rank: int, world: int, folder: str) -> None:
+    train(settings(peer=False), Path(folder))
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_from_memory_with_the_same_bytes_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    outcomes = {}
+    for name in ("peer", "disk"):
+        place = tmp_path / name
+        place.mkdir()
+        temporary = temporary_of(place)
+        temporary.mkdir(exist_ok=True)
+        run = subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+                "--standalone", "--max-restarts", "1", "-m", "tests.support.restarted",
+                str(place / "run"), name,
+            ],
+            cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+            timeout=200, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        (place / "log").write_text(run.stdout + run.stderr)
+        eventually(lambda place=place: not processes(place), place)
+        outcomes[name] = run.returncode, run.stdout + run.stderr
+    status, log = outcomes["peer"]
+    assert status == 0, log
+    assert "2 of 2 files" in log
+    status, log = outcomes["disk"]
+    assert status != 0, "without copies there is nothing to go on from"
+    assert "no whole checkpoint" in log
+    run_ranks(undisturbed, 2, str(tmp_path / "whole"))
+    expected, found = (
+        whole(folder / "checkpoints" / f"step-{STEPS:06d}")
+        for folder in (tmp_path / "whole", tmp_path / "peer" / "run")
+    )
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if bits(expected[name]) != bits(found[name])] == []
+
+
+def test_without_an_elastic_launcher_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(AssertionError, match=r"start with torchrun --max-restarts, or set it"):
+        run_ranks(refused, 1, str(tmp_path))
+
+
+def refused(rank: int, world: int, folder: str) -> None:
+    train(config({}, checkpoint={"peer": True}), Path(folder))

@@ -1,0 +1,55 @@
+"""A run that torchrun starts again: its rank 1 kills itself, once a checkpoint is valid.
+
+``-m tests.support.restarted FOLDER PEER``: before that all files of tensors of the checkpoint are
+removed or damaged, so that only copies in memory are left of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from internsp.cli.lifetime import end_with_launcher
+from internsp.pipeline import SchedulerHook
+from internsp.train.run import train
+from tests.ranks.test_checkpoint_meshes import config
+
+STEPS = 16
+
+
+class Killed(SchedulerHook):
+    """Looks before each forward whether there is a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint = folder / "checkpoints" / "step-000003"
+
+    def before_forward(self, *_: Any, **__: Any) -> None:
+        """Once, on rank 1."""
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and os.environ["RANK"] == "1" and (self._checkpoint / "manifest.json").exists():
+            (self._checkpoint / "rank-00001.safetensors").unlink()
+            with (self._checkpoint / "rank-00000.safetensors").open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\xff")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def settings(peer: bool) -> Any:
+    """A save at step 3 alone, so that there is nothing else to go on from."""
+    return config(
+        {"weight": 2}, train={"steps": STEPS}, checkpoint={"every": 3, "keep_last": 1, "peer": peer}
+    )
+
+
+def main() -> None:
+    """A rank."""
+    end_with_launcher()
+    folder = Path(sys.argv[1])
+    train(settings(sys.argv[2] == "peer"), folder, [Killed(folder)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The process that keeps copies of checkpoints' files: what it holds, and when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.train import keeper
+from internsp.train.disk import Keeper, put_copy
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+LARGE = os.urandom(1 << 20) * 5
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in whose place torchrun's agent would be."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start(launcher: subprocess.Popen[bytes]) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    name = keeper.name_of(launcher.pid)
+    words = [sys.executable, "-I", keeper.__file__, str(launcher.pid), name]
+    process = subprocess.Popen(words, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            Keeper({"name": name}).close()
+            return process, {"name": name}
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def put(address: dict[str, Any], data: bytes, owner: int, keep: list[bytes]) -> str | None:
+    copy = {"address": address, "owner": owner, "keep": [digest_of(one) for one in keep]}
+    return put_copy(memoryview(data), digest_of(data), copy)
+
+
+def held(address: dict[str, Any]) -> set[str]:
+    return set(Keeper(address).ask("held")["digests"])
+
+
+def test_of_each_owner_the_newest_valid_copy_and_one_more_are_kept(
+    launcher: subprocess.Popen[bytes],
+) -> None:
+    _, here = start(launcher)
+    first, second, third, other = b"first", LARGE, b"third", b"other"
+    assert put(here, first, 0, []) is None
+    assert put(here, other, 1, []) is None
+    assert put(here, second, 0, [first]) is None
+    assert held(here) == {digest_of(x) for x in (first, second, other)}
+    # It was not made valid: it goes before the next one comes.
+    assert put(here, third, 0, [first]) is None
+    assert held(here) == {digest_of(x) for x in (first, third, other)}
+    assert put(here, LARGE, 0, [third]) is None
+    connection = Keeper(here)
+    memory = bytearray(len(LARGE) - 3)
+    assert connection.read_into(memory, digest_of(LARGE), 3) == len(memory)
+    assert memory == LARGE[3:]
+    asked = {"digest": digest_of(LARGE), "nbytes": len(LARGE)}
+    assert connection.ask("check", **asked) == {"whole": True}
+    assert connection.ask("check", **{**asked, "nbytes": 5}) == {"whole": False}
+    connection.ask("retain", digests=[digest_of(other)])
+    assert held(here) == {digest_of(other)}
+    with pytest.raises(OSError, match="KeyError"):
+        connection.ask("check", **asked)
+
+
+def test_a_sender_that_ends_in_between_leaves_nothing(launcher: subprocess.Popen[bytes]) -> None:
+    _, here = start(launcher)
+    words = b'{"do": "put", "owner": 0, "digest": "d", "nbytes": 100, "keep": []}\n'
+    for data in (words + b"less", b"no JSON\n", b'{"do": "__init__"}\n', b'{"do": "put"}\n'):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect("\0" + here["name"])
+            raw.sendall(data)
+    assert put(here, b"whole", 1, []) is None
+    assert held(here) == {digest_of(b"whole")}
+    # Over the network a key is asked for.
+    network = {"host": "localhost", **Keeper(here).ask("listen")}
+    assert held(network) == held(here)
+    assert put(network, LARGE, 2, []) is None
+    for wrong in ("", "0" * 32):
+        with pytest.raises(OSError, match=r"ended the connection|reset|Broken pipe"):
+            held({**network, "key": wrong})
+        assert put({**network, "key": wrong}, LARGE, 3, []) is not None
+    assert held(here) == {digest_of(b"whole"), digest_of(LARGE)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_it_ends_with_the_launcher_alone(
+    launcher: subprocess.Popen[bytes], number: signal.Signals
+) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    process, here = start(launcher)
+    second = subprocess.run(
+        [sys.executable, "-I", keeper.__file__, str(launcher.pid), here["name"]],
+        timeout=20, check=False,
+    )  # fmt: skip
+    assert second.returncode == 0, "there is one already"
+    process.send_signal(signal.SIGTERM)  # what ends ranks does not end it
+    connection = Keeper(here)
+    assert put(here, LARGE, 0, []) is None
+    with socket.socket(socket.AF_UNIX) as raw:  # one is coming
+        raw.connect("\0" + here["name"])
+        raw.sendall(b'{"do": "put", "owner": 0, "digest": "d", "nbytes": 100, "keep": []}\n')
+        launcher.send_signal(number)
+        launcher.wait()
+        assert process.wait(timeout=5) == 0
+    connection.close()
+    assert put(here, LARGE, 0, []) is not None
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert subprocess.run(  # a launcher that has ended
+        [sys.executable, "-I", keeper.__file__, str(launcher.pid), here["name"]],
+        timeout=20, check=False,
+    ).returncode == 0  # fmt: skip
