@@ -8,12 +8,13 @@ groups that the Trainer's arguments ask for, and a checkpoint is written by all 
 from __future__ import annotations
 
 import logging
+import random
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -22,10 +23,13 @@ from internsp.clients.data_ranks import DataRanks
 from internsp.errors import ConfigError
 from internsp.hf.examine import outermost
 from internsp.optim import ZeroOptimizer
+from internsp.train.checkpoint import random_states, set_random, state_key
+from internsp.train.state_folder import load_state, save_state
 from internsp.wp.communicator import ISPCommunicator
 
 _LOG = logging.getLogger("internsp.clients")
-_OPTIMIZER, _SCHEDULER = "optimizer", "scheduler.pt"
+_STATE = "optimizer"
+_PYTHON, _NUMPY = "random.python", "random.numpy"
 
 
 class Trainer(transformers.Trainer):
@@ -41,7 +45,9 @@ class Trainer(transformers.Trainer):
     skipped (:class:`internsp.ZeroOptimizer`).
 
     A checkpoint holds the whole model for ``from_pretrained`` (of a PEFT model its adapter),
-    and in the folder ``optimizer`` the optimizer's state; any mesh can go on with both.
+    and in the folder ``optimizer`` what training needs besides: the optimizer's state, the
+    schedule and random states, in the form of ``internsp train`` (``docs/checkpoints.md``). Any
+    mesh can go on with both. Nothing of it is a pickle.
 
     Args:
         model: as :func:`internsp.parallelize` left it.
@@ -177,22 +183,84 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save(self._zero.local_state_dict(), checkpoint_id=Path(output_dir) / _OPTIMIZER)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+        state = self._zero.local_state_dict()
+        tensors, values = _flat(state)
+        values["param_groups"] = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in state["param_groups"]
+        ]
+        values["scheduler"] = self.lr_scheduler.state_dict()
+        states, more = self._random_states()
+        save_state(Path(output_dir) / _STATE, tensors | states, values | more)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint) / _OPTIMIZER
+        folder = Path(checkpoint) / _STATE
         if not folder.is_dir():
             _LOG.warning("%s is not there: the optimizer starts anew", folder)
             return
         state = self._zero.local_state_dict()
-        dcp.load(state, checkpoint_id=folder)
-        self._zero.load_local_state_dict(state)
-        schedule = torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True)
-        self.lr_scheduler.load_state_dict(schedule)
+        tensors, own = _flat(state)
+        values = load_state(folder, tensors)
+        for name, entry in state["state"].items():
+            for kind in entry:
+                key = state_key(name, kind)
+                entry[kind] = tensors.get(key, values.get(key, own.get(key)))
+        groups = values["param_groups"]
+        if len(groups) == len(state["param_groups"]):
+            for group, settings in zip(groups, state["param_groups"], strict=True):
+                # JSON has no tuples.
+                pairs = (k for k, v in settings.items() if isinstance(v, tuple) and k in group)
+                group.update({key: tuple(group[key]) for key in pairs})
+        self._zero.load_local_state_dict({**state, "param_groups": groups})
+        self.lr_scheduler.load_state_dict(values["scheduler"])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        pass  # with the optimizer's
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / _STATE).is_dir():
+            return
+        states, own = self._random_states()
+        values = load_state(Path(checkpoint) / _STATE, states)
+        missing = own.keys() - values.keys()
+        if missing:
+            rank = self._communicator.mesh.rank
+            _LOG.warning("%s was saved by fewer ranks: none was rank %s", checkpoint, rank)
+            return
+        for name, value in states.items():
+            if name.startswith(_PYTHON):
+                version, gauss = values[name]
+                random.setstate((version, tuple(value.tolist()), gauss))
+            elif name.startswith(_NUMPY):
+                kind, *rest = values[name]
+                np.random.set_state((kind, value.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+            else:
+                set_random(name, value)
+
+    def _random_states(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """This rank's, of all generators that the Trainer saves: as tensors, and what is none."""
+        mesh = self._communicator.mesh
+        version, numbers, gauss = random.getstate()
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the Trainer's
+        python, numpy = f"{_PYTHON}, rank {mesh.rank}", f"{_NUMPY}, rank {mesh.rank}"
+        tensors = random_states(mesh)
+        states = {f"random.{name}": value for name, value in tensors.items()}
+        states[python] = torch.tensor(numbers, dtype=torch.int64)
+        states[numpy] = torch.from_numpy(np.asarray(keys).astype(np.int64))
+        return states, {python: [version, gauss], numpy: [kind, *rest]}
+
+
+def _flat(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State by parameter as tensors and other values by one name, as a checkpoint has them."""
+    entries = {
+        state_key(name, kind): value
+        for name, entry in state["state"].items()
+        for kind, value in entry.items()
+    }
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in entries.items() if name not in tensors}
 
 
 def _require_supported(

@@ -18,6 +18,8 @@ HOSTED = {
     OPTIMIZER: "host: optimizer state (exact)",
     ACTIVATIONS: "host: activations (exact)",
 }
+WRITTEN = "host: checkpoint that is being written (at most)"
+COPIED = "host: copies of checkpoints for others (at most)"
 STAGED = "offloaded shards, to be cast (exact)"
 PASSING = "offloaded, passing the device (at most)"
 
@@ -89,7 +91,7 @@ class Offloaded:
 
 def with_sums(memory: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """``memory`` with the sum of the device's components behind them, and the host's sum last."""
-    host = [row for row in memory if row[0] in HOSTED.values()]
+    host = [row for row in memory if row[0] in (*HOSTED.values(), WRITTEN, COPIED)]
     device = [row for row in memory if row not in host]
     rows = [*device, ("sum", sum(nbytes for _, nbytes in device)), *host]
     return [*rows, ("host: sum", sum(nbytes for _, nbytes in host))] if host else rows

@@ -29,7 +29,7 @@ from internsp.plan.classes import (
 )
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
-from internsp.plan.offloaded import Offloaded, with_sums
+from internsp.plan.offloaded import COPIED, WRITTEN, Offloaded, with_sums
 from internsp.plan.pipeline import (
     PipelinePlan,
     make_pipeline_plan,
@@ -45,6 +45,8 @@ from internsp.sp.routes import routes
 from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
+_ENTRY_BYTES = 400  # of a tensor in the table of a checkpoint's file, its number of steps included
+_RANDOM_BYTES = 1 << 14  # random states of a rank
 
 _KINDS = {
     "AG": "weight gather",
@@ -139,6 +141,8 @@ def _memory(
     held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
     whole = sum(w.sum_bytes for w in held) if summed else 0
     slices = sum(w.slice_bytes for w in weights)
+    state = owned * wide * (moments(config) + masters) + off.host[OPTIMIZER]
+    peer = config.checkpoint.peer
     quantized = []
     if any(w.quantized for w in weights):
         found = quantized_bytes(chunk, schedule, shape)
@@ -154,7 +158,20 @@ def _memory(
         ("unsharded gradient sums (full accumulation)", whole),
         ("optimizer state", owned * wide * (moments(config) + masters)),
         *off.rows(),
+        *(_copied(shards + small_bytes + state, len(assignments)) if peer else []),
     ]
+
+
+def _copied(nbytes: int, parameters: int) -> list[tuple[str, int]]:
+    """Of ``checkpoint.peer``: the file of a rank, and what is kept for another machine's rank: the
+    newest valid one, and the one that comes.
+
+    Args:
+        nbytes: of the rank's weights and optimizer state.
+    """
+    # Of a parameter its weight, and of each of three kinds of state up to three boxes.
+    file = nbytes + 12 * parameters * _ENTRY_BYTES + _RANDOM_BYTES
+    return [(WRITTEN, file), (COPIED, 2 * file)]
 
 
 def _exchange_bytes(config: Config, shape: MeshShape) -> int:

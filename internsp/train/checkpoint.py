@@ -23,13 +23,14 @@ from torch.nn import Parameter
 from internsp import accelerator
 from internsp.config import resume as resume_rules
 from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.train import checkpoint_folder, manifest
 from internsp.train.agreement import from_first, on_every_rank, plain_errors
 from internsp.train.checkpoint_files import Reader
 from internsp.train.disk import MANIFEST
 from internsp.train.finite import require_finite
-from internsp.train.manifest import Manifest, Position
+from internsp.train.manifest import Manifest, Position, State
 from internsp.train.peer import Copies
 from internsp.train.session import Session
 
@@ -129,7 +130,7 @@ def load(session: Session, path: Path, copies: Copies | None = None) -> Resumed:
     same_ranks = content.mesh["world"] == session.mesh.world_size
     if not same_ranks:
         tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
-    on_every_rank(lambda: _check_fits(content, tensors, chosen))
+    on_every_rank(lambda: check_fits(content, tensors, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
         for part in (tensors, *repeated):
             dcp.load(
@@ -176,7 +177,7 @@ def _newest_whole(path: Path, copies: Copies | None) -> tuple[Path, Manifest, li
     for folder in folders:
         try:
             content = from_first(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
-            return folder, content, skipped + _check_whole(folder, content, copies)
+            return folder, content, skipped + check_whole(folder, content, copies)
         except ConfigError as error:
             if named:
                 raise ConfigError(f"checkpoint.resume: {error}") from None
@@ -187,13 +188,16 @@ def _newest_whole(path: Path, copies: Copies | None) -> tuple[Path, Manifest, li
     )
 
 
-def _check_whole(folder: Path, content: Manifest, copies: Copies | None) -> list[str]:
+def check_whole(folder: Path, content: State, copies: Copies | None = None) -> list[str]:
     """Every file is as it was written, or has a copy that is. Collective.
 
     Each rank looks at a share of them.
 
     Returns:
         What the user should read: files of which copies are read.
+
+    Raises:
+        ConfigError: on every rank: a file is missing or damaged.
     """
     names = sorted(content.files)
     own = names[dist.get_rank() :: dist.get_world_size()]
@@ -216,7 +220,7 @@ def _check_whole(folder: Path, content: Manifest, copies: Copies | None) -> list
     return [many] if kept else []
 
 
-def _check_fits(content: Manifest, tensors: Mapping[str, Tensor], path: Path) -> None:
+def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Another model has other tensors: say so before anything is overwritten."""
     for name, value in tensors.items():
         stored = content.tensors.get(name)
@@ -247,7 +251,7 @@ def _take(
     try:
         for name, value in tensors.items():
             if name.startswith("random."):
-                _set_random(name, value)
+                set_random(name, value)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"checkpoint.resume: {path} has no random state: {error}") from None
     for number, optimizer in enumerate(session.optimizers):
@@ -298,7 +302,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     found: dict[str, Any] = {}
     for number in range(len(session.modules)):
         found |= _part(session, number, counted=True)
-    found |= {f"random.{name}": value for name, value in _random(session).items()}
+    found |= {f"random.{name}": value for name, value in random_states(session.mesh).items()}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in found.items() if name not in tensors}
 
@@ -320,11 +324,12 @@ def _part(session: Session, number: int, counted: bool) -> dict[str, Any]:
     copies = {member.tied for member in members if not member.counted}
     for name, entry in session.optimizers[number].local_state_dict()["state"].items():
         if (name not in copies) == counted:
-            found |= {_key(name, kind): value for kind, value in entry.items()}
+            found |= {state_key(name, kind): value for kind, value in entry.items()}
     return found
 
 
-def _key(parameter: str, kind: str) -> str:
+def state_key(parameter: str, kind: str) -> str:
+    """The name in a checkpoint of a kind of optimizer state."""
     return f"optimizer.{parameter}.{kind}"
 
 
@@ -342,14 +347,13 @@ def _optimizer_state(
     state.pop("loss_scaler", None)
     for name, entry in state["state"].items():
         for kind in entry:
-            key = _key(name, kind)
+            key = state_key(name, kind)
             entry[kind] = tensors[key] if key in tensors else values.get(key, entry[kind])
     return state
 
 
-def _random(session: Session) -> dict[str, Tensor]:
+def random_states(mesh: ParallelMesh) -> dict[str, Tensor]:
     """This rank's random states."""
-    mesh = session.mesh
     states = {f"cpu, rank {mesh.rank}": torch.get_rng_state()}
     if accelerator.has_streams(mesh.device):
         device = mesh.device
@@ -357,7 +361,8 @@ def _random(session: Session) -> dict[str, Tensor]:
     return states
 
 
-def _set_random(name: str, value: Tensor) -> None:
+def set_random(name: str, value: Tensor) -> None:
+    """Go on from what :func:`random_states` gave, by its name there."""
     kind = name.removeprefix("random.").partition(",")[0]
     if kind == accelerator.HOST:
         torch.set_rng_state(value)

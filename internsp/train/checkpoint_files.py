@@ -40,7 +40,7 @@ from torch.futures import Future
 
 from internsp.errors import ConfigError, InternspError
 from internsp.optim.slices import Slices
-from internsp.train.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from internsp.train.manifest import Chunk, FileRecord, State, TensorRecord
 
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
@@ -210,7 +210,7 @@ class Reader(StorageReader):
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, copy: Callable[[FileRecord], Any] | None = None
+        self, path: Path, manifest: State, copy: Callable[[FileRecord], Any] | None = None
     ) -> None:
         self.path = path
         self.manifest = manifest

@@ -13,7 +13,7 @@ import math
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -115,34 +115,22 @@ class Position(_Part):
     token: Count
 
 
-class Manifest(_Part):
-    """A checkpoint.
+class State(_Part):
+    """Tensors and values, and the files that hold them.
 
     Attributes:
         format: of the folder; this version reads 2 alone.
-        step: finished optimizer steps.
-        run: id of the run that wrote it.
-        mesh: its degrees, and the ranks of all together.
-        config: its configuration, by section.
-        data: where the run is in its text.
-        loss_scaler: scale and counters, where there is one.
-        values: what the optimizers keep that is no tensor, by name.
+        values: what is no tensor, by name.
         tensors, files: by name.
     """
 
     format: Literal[2] = 2
-    step: Annotated[int, Field(ge=0, lt=1 << 50)]
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    mesh: dict[str, Annotated[int, Field(ge=1, lt=1 << 30)]]
-    config: dict[str, dict[str, JsonValue]]
-    data: Position
-    loss_scaler: dict[str, float] | None
     values: dict[str, JsonValue]
     tensors: dict[str, TensorRecord]
     files: dict[FileName, FileRecord]
 
     @model_validator(mode="after")
-    def _inside(self) -> Manifest:
+    def _inside(self) -> State:
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 record = self.files.get(chunk.file)
@@ -151,8 +139,39 @@ class Manifest(_Part):
         return self
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder.
+class Manifest(State):
+    """A checkpoint.
+
+    Attributes:
+        step: finished optimizer steps.
+        run: id of the run that wrote it.
+        mesh: its degrees, and the ranks of all together.
+        config: its configuration, by section.
+        data: where the run is in its text.
+        loss_scaler: scale and counters, where there is one.
+    """
+
+    step: Annotated[int, Field(ge=0, lt=1 << 50)]
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    mesh: dict[str, Annotated[int, Field(ge=1, lt=1 << 30)]]
+    config: dict[str, dict[str, JsonValue]]
+    data: Position
+    loss_scaler: dict[str, float] | None
+
+
+Kind = TypeVar("Kind", bound=State)
+
+
+@overload
+def read(folder: Path) -> Manifest: ...
+
+
+@overload
+def read(folder: Path, kind: type[Kind]) -> Kind: ...
+
+
+def read(folder: Path, kind: type[State] = Manifest) -> State:
+    """The manifest of a checkpoint's folder, or of another one that holds a state.
 
     Raises:
         ConfigError: there is none, it is damaged, or it is not one; the message names the file.
@@ -180,7 +199,7 @@ def read(folder: Path) -> Manifest:
     try:
         whole = digest_of(document["content"]) == document["sha256"]
         if whole:
-            return Manifest.model_validate(document["content"])
+            return kind.model_validate(document["content"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -190,7 +209,7 @@ def read(folder: Path) -> Manifest:
     raise ConfigError(f"{path} is damaged: its digest is another one")
 
 
-def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def damage(folder: Path, manifest: State, names: Iterable[str]) -> list[str]:
     """What is wrong with the files ``names``, one a line; reads them whole."""
     found = []
     for name in names:

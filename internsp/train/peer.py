@@ -21,7 +21,7 @@ from internsp.errors import ConfigError, InternspError
 from internsp.train import keeper
 from internsp.train.agreement import on_every_rank
 from internsp.train.disk import Keeper
-from internsp.train.manifest import FileRecord, Manifest
+from internsp.train.manifest import FileRecord, State
 
 _START_SECONDS = 20.0
 
@@ -108,13 +108,13 @@ class Copies:
         place = self._places.get(record.sha256)
         return None if place is None else CopiedFile(self._connected(place), record)
 
-    def agree(self, content: Manifest, lost: Iterable[str]) -> list[str]:
+    def agree(self, content: State, lost: Iterable[str]) -> list[str]:
         """Forget the copies that some rank found damaged; the names of files that are left."""
         for digest in lost:
             self._places.pop(digest, None)
         return [name for name, record in content.files.items() if record.sha256 in self._places]
 
-    def settle(self, content: Manifest | None) -> None:
+    def settle(self, content: State | None) -> None:
         """Keep copies of a checkpoint's files and no others, as a run goes on from it, or begins.
 
         Reading is over. Collective.

@@ -10,9 +10,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from internsp.errors import ConfigError
+from internsp.plan.offloaded import COPIED, WRITTEN
+from internsp.plan.printed import make_plan
 from internsp.train import peer
 from internsp.train.checkpoint import load, state_of
 from internsp.train.checkpoint_files import FilePlan
@@ -34,8 +37,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Li
 
 def written(session: Session) -> bytes:
     """The file that this rank would save."""
-    import torch
-
     tensors, _ = state_of(session)
     plan = FilePlan.make(tensors)
     memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
@@ -73,6 +74,8 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
         assert len(held) == 1 == len(set(held) & set(copies.keep)), "equal saves are one copy"
         # The second machine is lost, with its keeper, and with what its rank had on its disk.
         mine = written(session)
+        planned = dict(make_plan(config({"weight": 2}, checkpoint={"peer": True}), 2).memory)
+        assert len(mine) <= planned[WRITTEN] == planned[COPIED] // 2
         if rank == 1:
             launchers[0].kill()
             launchers[0].wait()

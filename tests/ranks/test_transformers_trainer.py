@@ -9,6 +9,7 @@ adapters over a bf16 model to 1e-6).
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -113,11 +114,50 @@ def runs(
         )
     if world == 2 and sequence == 1:
         refused(folder)
+        hostile(rank, folder / "clipped/checkpoint-2")
         newest = str(folder / "clipped/checkpoint-2")
         found["other mesh"] = one(folder / "mesh", 1, 1, resume=newest)
     if world == 4 and sequence == 2:
         refused_where_sequences_are_cut(folder)
     return found if rank == 0 else None
+
+
+def hostile(rank: int, checkpoint: Path) -> None:
+    """No pickle is written for us to read, and none is read: what is wrong is named."""
+    from internsp.train.state_folder import load_state
+
+    names = sorted(path.name for path in checkpoint.rglob("*") if path.is_file())
+    ends = {name.rpartition(".")[2] for name in names}
+    assert ends <= {"safetensors", "json", "bin"}, names
+    assert [name for name in names if name.endswith(".bin")] == ["training_args.bin"]
+    place = checkpoint / "optimizer"
+    for name, words in (
+        ("rank-00001.safetensors", r"rank-00001\.safetensors is damaged: its sha256"),
+        ("manifest.json", r"manifest\.json is damaged: it is not JSON"),
+    ):
+        torch.distributed.barrier()
+        content = (place / name).read_bytes()
+        torch.distributed.barrier()
+        if rank == 0:
+            (place / name).write_bytes(pickle.dumps(Bomb(checkpoint)).ljust(len(content)))
+        torch.distributed.barrier()
+        with pytest.raises(ConfigError, match=words):
+            load_state(place, {})
+        torch.distributed.barrier()
+        if rank == 0:
+            (place / name).write_bytes(content)
+    torch.distributed.barrier()
+    assert not (checkpoint / "executed").exists()
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.folder / "executed",)
 
 
 def refused(folder: Path) -> None:
