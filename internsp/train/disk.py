@@ -11,6 +11,7 @@ Nothing here imports internsp or torch: the process starts in a few hundredths o
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -32,6 +33,7 @@ PARTIAL = ".partial"
 STEP = re.compile(r"step-([0-9]+)(\.replaced)?")
 _AT_ONCE = 1 << 24  # bytes: digested while they are in the processor's cache, then written
 _NETWORK_SECONDS = 60.0
+_ANSWER_SECONDS = 600.0  # of a keeper that reads a copy, which may be large, to its end
 _PATIENCE = 1.0  # seconds between two looks whether the rank still lives
 
 
@@ -198,9 +200,14 @@ class Keeper:
         if "name" in address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.connect("\0" + address["name"])
+            said = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if int.from_bytes(said[4:8], sys.byteorder) != os.getuid():
+                self._socket.close()
+                raise PermissionError(errno.EPERM, f"{address['name']} is another user's")
         else:
             place = address["host"], address["port"]
             self._socket = socket.create_connection(place, timeout=_NETWORK_SECONDS)
+        self._socket.settimeout(_ANSWER_SECONDS)
         self._file = self._socket.makefile("rwb")
         if "key" in address:
             self._file.write(address["key"].encode() + b"\n")

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from internsp.errors import ConfigError
 from internsp.train.disk import MANIFEST, digest_of
 
+FORMAT = 2
 MAX_BYTES = 1 << 30
 """No manifest is larger: a million tensors take a quarter of it."""
 
@@ -198,13 +199,20 @@ def read(folder: Path, kind: type[State] = Manifest) -> State:
         raise ConfigError(f"{path} is not a manifest")
     try:
         whole = digest_of(document["content"]) == document["sha256"]
+        written = document["content"].get("format") if whole else FORMAT
+        if isinstance(written, int) and written != FORMAT:
+            raise ConfigError(
+                f"{path} is of format {written}, this version of internsp reads {FORMAT}"
+            )
         if whole:
             return kind.model_validate(document["content"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{path} is not a manifest: {where}: {first['msg']}") from None
-    except (ValueError, RecursionError) as error:
+    except ConfigError:  # is a ValueError too
+        raise
+    except (ValueError, RecursionError, AttributeError) as error:
         raise ConfigError(f"{path} is not a manifest") from error
     raise ConfigError(f"{path} is damaged: its digest is another one")
 

@@ -17,7 +17,7 @@ from internsp.errors import LACKING, ConfigError, MachineError
 from internsp.train import checkpoint_folder
 from internsp.train.agreement import from_first
 from internsp.train.checkpoint import Resumed
-from internsp.train.disk import discard_partial
+from internsp.train.disk import LATEST, discard_partial
 from internsp.train.run_lock import RunLock
 
 
@@ -51,6 +51,11 @@ class RunFolder:
         checkpoints = self.path / "checkpoints"
         discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
+            latest = checkpoints / LATEST
+            if latest.is_dir() and not latest.is_symlink():  # of a copy that followed links
+                raise ConfigError(
+                    f"{latest} is a folder, not a link to the newest checkpoint: remove it"
+                )
             names, aside = checkpoint_folder.abandon_later(checkpoints, resumed.step)
             if not names:
                 return resumed.run, []

@@ -15,6 +15,7 @@ import pytest
 
 from internsp.errors import ConfigError
 from internsp.train import manifest
+from internsp.train.checkpoint import Resumed
 from internsp.train.checkpoint_folder import abandon_later, candidates, folder_of, partial_of
 from internsp.train.disk import (
     LATEST,
@@ -28,6 +29,7 @@ from internsp.train.disk import (
     write_part,
 )
 from internsp.train.manifest import Manifest, damage, read
+from internsp.train.run_folder import RunFolder
 
 
 def save(folder: Path, step: int, content: str = "new") -> Path:
@@ -243,7 +245,7 @@ HOSTILE = [
     ("step", 10**20),
     ("step", 5.5),
     ("step", True),
-    ("format", 1),
+    ("format", "2"),
     ("run", "x\x1b[2J"),
     ("loss_scaler", {"scale": float("inf")}),
     ("config", []),
@@ -264,6 +266,29 @@ def test_a_hostile_manifest_with_a_right_digest_is_refused_by_name(
         read(tmp_path)
     assert str(refused.value).startswith(f"{path} is not a manifest: ")
     assert "\x1b" not in str(refused.value)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_versions_format_is_told(tmp_path: Path, number: int) -> None:
+    content = {**whole(tmp_path), "format": number, "more": 1}
+    document = {"sha256": digest_of(content), "content": content}
+    (tmp_path / MANIFEST).write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=f"is of format {number}, this version of internsp reads"):
+        read(tmp_path)
+
+
+def test_a_run_goes_on_only_where_latest_can_be_a_link(tmp_path: Path) -> None:
+    found = tmp_path / "checkpoints" / "step-000001"
+    found.mkdir(parents=True)
+    folder = RunFolder(tmp_path, "run", None)
+    resumed = Resumed(step=1, sequences=0, tokens=0, path=found, run="run", notes=[])
+    assert folder._begin(resumed) == ("run", [])
+    (tmp_path / "checkpoints" / "latest").symlink_to("step-000001")
+    assert folder._begin(resumed) == ("run", [])
+    (tmp_path / "checkpoints" / "latest").unlink()
+    (tmp_path / "checkpoints" / "latest").mkdir()  # a copy that followed links
+    with pytest.raises(ConfigError, match=r"latest is a folder, not a link to the newest"):
+        folder._begin(resumed)
 
 
 @pytest.mark.parametrize(
