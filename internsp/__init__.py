@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from internsp.pipeline import SchedulerHook as SchedulerHook
     from internsp.pipeline import SplittableModel as SplittableModel
     from internsp.plan.chunk import Schedule as Schedule
+    from internsp.report.metrics import StepMetrics as StepMetrics
     from internsp.sequence_parts import supports as supports
     from internsp.sp import DistributedAttention as DistributedAttention
     from internsp.sp import PendingExchange as PendingExchange
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from internsp.sp.mixing import Refused as Refused
     from internsp.trace import Clock as Clock
     from internsp.trace import Trace as Trace
+    from internsp.train.trainer import Callback as Callback
+    from internsp.train.trainer import Trainer as Trainer
+    from internsp.train.trainer import train as train
     from internsp.whole import full_params as full_params
     from internsp.whole import iterate_full_params as iterate_full_params
     from internsp.wp.communicator import (
@@ -77,8 +81,10 @@ else:  # hidden from type checkers, to which any name would exist otherwise
         if name.startswith("__") or name not in _homes():
             raise AttributeError(f"module 'internsp' has no attribute {name!r}")
         home = _homes()[name]
-        is_module = home == __name__
-        value = importlib.import_module(f"{home}.{name}" if is_module else home)
+        # `train` is the package too, which can be called: an attribute of two kinds would depend
+        # on what was imported before.
+        is_module = home == __name__ or home.startswith(f"{__name__}.{name}.")
+        value = importlib.import_module(f"{__name__}.{name}" if is_module else home)
         globals()[name] = value if is_module else getattr(value, name)
         return globals()[name]
 

@@ -24,7 +24,7 @@ from internsp.wp.communicator import ISPCommunicator
 
 __all__ = [
     "Model", "build_model", "build_to_load", "build_to_train", "device_type", "first_values",
-    "generate", "llama_config", "llama_parts", "to_parallelize",
+    "generate", "llama_config", "llama_parts", "move_buffers", "to_parallelize",
 ]  # fmt: skip
 
 Model = CausalLM | HFCausalLM
@@ -91,8 +91,7 @@ def first_values(
         return
     if model.unread is not None:
         load_weights(model.model, model.unread)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+    move_buffers(model, device)
     if config.data.pack:
         model.require_documents_apart(device)
 
@@ -159,6 +158,12 @@ def _read_folder(config: Config, modules: Sequence[nn.Module]) -> None:
             rename=lambda name: names.get(name, ""),  # a tied head's second name
         )  # fmt: skip
         assert not missing, f"the folder was checked, and has no values of {missing}"
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put buffers beside the parameters, which ``parallelize`` has moved."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def _zoo(config: Config) -> CausalLM:

@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(command, "resume", None) is not None:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
     around = launched(os.environ, joins=isinstance(command, _Train))
+    os.environ.update(around.variables)
     config, problems = collect(
         command.config, _with_unknown(given, unknown), world_size=around.world_size
     )

@@ -124,7 +124,7 @@ def _section_class(field: FieldInfo) -> type[Section]:
 
 
 def load_config(
-    path: str | Path,
+    path: str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
     *,
     world_size: int | None = None,
@@ -146,19 +146,23 @@ def load_config(
     return config
 
 
-def report(path: str | Path, problems: list[Problem]) -> str:
+def report(path: str | Path | Mapping[str, Any], problems: list[Problem]) -> str:
     """A heading that counts the mistakes, then one mistake a line."""
+    path = "the configuration" if isinstance(path, Mapping) else path
     count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
     return "\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems)])
 
 
 def collect(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, *, world_size: int | None = None
+    path: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    world_size: int | None = None,
 ) -> tuple[Config | None, list[Problem]]:
     """As :func:`load_config`, but returns the mistakes; the config is ``None`` if there are any."""
     problems: list[Problem] = []
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-    data = read_toml(Path(path), problems)
+    data = path if isinstance(path, Mapping) else read_toml(Path(path), problems)
     for section, key, value in _known(data or {}, problems, ""):
         values[section][key] = value
     for section, key, value in _known(_nested(overrides or {}), problems, "--"):

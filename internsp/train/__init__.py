@@ -1,1 +1,24 @@
-"""The trainer: data, loop, metrics, report, checkpoint. The composition root."""
+"""The trainer: data, loop, metrics, report, checkpoint. The composition root.
+
+The package can be called: ``internsp.train(config)`` is :func:`internsp.train.trainer.train`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class _Callable(ModuleType):
+    """A package that is a function besides."""
+
+    def __call__(self, *args: Any, **options: Any) -> Path:
+        """See :func:`internsp.train.trainer.train`."""
+        from internsp.train.trainer import train
+
+        return train(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

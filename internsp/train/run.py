@@ -29,6 +29,7 @@ from internsp.train.disk import steps_in
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
 from internsp.train.numbers import EarlyStop, Spikes, compare_replicas
+from internsp.train.own import Listener, OwnData
 from internsp.train.peer import Copies
 from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
@@ -59,19 +60,23 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
     ours = not dist.is_initialized()
     try:
         with StopRequest() as stop:
-            session = Session.create(config, hooks)
-            with claimed(output, session.mesh.rank == 0) as folder:
-                source = _source(config, folder.path)
-                copies = Copies() if config.checkpoint.peer else None
-                resumed = None if source is None else checkpoint.load(session, source, copies)
-                if copies is not None and resumed is None:
-                    copies.settle(None)
-                folder.begin(resumed)
-                with _log(session, folder.path) as log:
-                    _Run(session, folder, resumed, stop, log, copies).run()
+            run_session(Session.create(config, hooks), output, stop, Listener())
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def run_session(session: Session, output: Path, stop: StopRequest, told: Listener) -> None:
+    """The same with what was made before. The process group stays."""
+    with claimed(output, session.mesh.rank == 0) as folder:
+        source = _source(session.config, folder.path)
+        copies = Copies() if session.config.checkpoint.peer else None
+        resumed = None if source is None else checkpoint.load(session, source, copies)
+        if copies is not None and resumed is None:
+            copies.settle(None)
+        folder.begin(resumed)
+        with _log(session, folder.path) as log:
+            _Run(session, folder, resumed, stop, log, copies, told).run()
 
 
 def _source(config: Config, folder: Path) -> Path | None:
@@ -115,8 +120,10 @@ class _Run:
         stop: StopRequest,
         log: RankLog,
         copies: Copies | None,
+        told: Listener,
     ) -> None:
         self.session, self.log = session, log
+        self.told = told
         self.config = session.config
         self.output = folder.path
         self.id = folder.run
@@ -169,6 +176,7 @@ class _Run:
                 self._report(text, timelines)
             if self.failure is not None:
                 raise self.failure
+            self.told.end()
             if display is not None:
                 display.finish(text, self._files(path), self.interrupted)
         finally:
@@ -215,6 +223,11 @@ class _Run:
         if every:
             self.saver.prepare()
         while not self._finished():
+            if isinstance(self.session.source, OwnData):
+                if not self.session.source.more(self.sequences):
+                    if display is not None:
+                        display.note(f"the program's data ended after step {self.step}")
+                    return None
             self.log.at(self.step + 1)
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
@@ -298,6 +311,7 @@ class _Run:
                 display.note(said)
             if said := self._spikes.look(metrics):
                 display.note(said)
+        self.told.step(metrics)
 
     def _save(self, display: Display | None, last: bool = False) -> Path | None:
         """Save this step; the ``last`` one is waited for, of which the checkpoint is returned."""
@@ -329,6 +343,8 @@ class _Run:
             self.log.write(note)
             if display is not None:
                 display.note(note)
+        if path is not None:
+            self.told.checkpoint(path)
         return path
 
     def _counted(self, metrics: StepMetrics) -> StepMetrics:
@@ -349,7 +365,9 @@ class _Run:
         if display is not None:
             finite = "" if math.isfinite(loss) else ", which is not finite"
             display.note(f"step {metrics.step}: held-out loss {loss:.4f}{finite}")
-        return metrics.model_copy(update={"eval_loss": loss})
+        metrics = metrics.model_copy(update={"eval_loss": loss})
+        self.told.evaluation(metrics)
+        return metrics
 
     def _files(self, path: Path | None) -> Mapping[str, Path]:
         files = {

@@ -22,8 +22,8 @@ def sample(session: Session) -> str:
         Prompt and continuation on rank 0; an empty text elsewhere, or when no bytes are asked for.
     """
     train = session.config.train
-    if not train.sample_bytes:
-        return ""
+    if not train.sample_bytes or session.own.model is not None or session.own.data is not None:
+        return ""  # only what is configured can be built again, or spelled
     mesh = session.mesh
     main = mesh.rank == 0
     first = dist.get_rank(mesh.stage_group) == 0  # of its stage
@@ -43,6 +43,7 @@ def sample(session: Session) -> str:
     model = build_to_load(session.config)
     model.load_state_dict(whole, assign=True)
     tokenizer = session.source.tokenizer
+    assert tokenizer is not None, "only a program's own data has none"
     # A prompt without tokens starts as every document does: after the end of another one.
     begin = tokenizer.encode(train.sample_prompt) or [tokenizer.end_of_document]
     prompt = torch.tensor(begin, dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 from internsp.config import Config
 from internsp.data.batches import DataSource
 from internsp.errors import ConfigError
-from internsp.factory import build_to_train, first_values, to_parallelize
+from internsp.factory import build_to_train, first_values, move_buffers, to_parallelize
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import parallelize
@@ -22,9 +22,12 @@ from internsp.sp.dispatch import fixed_sizes
 from internsp.trace import Trace
 from internsp.train.inputs import open_source
 from internsp.train.optimizers import make_optimizer, names_matched
+from internsp.train.own import Own, OwnData
 from internsp.train.rates import RateFactor
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.streams import device_clock
+
+_NOTHING = Own()
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Session:
         hooks: told of every forward, criterion and backward, with a pipeline or without.
         parameters: elements of the whole model.
         steps: of the run; with ``train.tokens`` about as many, see :func:`steps_of`.
+        own: what the program gave in place of what is configured.
     """
 
     config: Config
@@ -47,12 +51,13 @@ class Session:
     communicators: list[ISPCommunicator]
     optimizers: list[ZeroOptimizer]
     schedules: list[torch.optim.lr_scheduler.LambdaLR]
-    source: DataSource
+    source: DataSource | OwnData
     trace: Trace
     pipeline: Pipeline | None
     hooks: list[SchedulerHook]
     parameters: int
     steps: int
+    own: Own
 
     @property
     def optimizer(self) -> ZeroOptimizer:
@@ -74,8 +79,10 @@ class Session:
         return self.optimizer.grad_norm
 
     @classmethod
-    def create(cls, config: Config, hooks: Iterable[SchedulerHook] = ()) -> Session:
-        """Build everything. Collective.
+    def create(
+        cls, config: Config, hooks: Iterable[SchedulerHook] = (), own: Own = _NOTHING
+    ) -> Session:
+        """Build everything, but for what is the program's ``own``. Collective.
 
         Raises:
             ConfigError: when the text has ids that the model's vocabulary lacks; see ``factory``.
@@ -87,9 +94,13 @@ class Session:
             device_type=None if parallel.device == "auto" else parallel.device,
             timeout_seconds=parallel.timeout_seconds,
         )
-        source = open_source(config, mesh)
+        source: DataSource | OwnData
+        if own.data is None:
+            source = open_source(config, mesh)
+        else:
+            source = OwnData(own.data, config, mesh)
         steps = steps_of(config, source)
-        model: Any = build_to_train(config)
+        model: Any = build_to_train(config) if own.model is None else own.model
         parameters = sum(p.numel() for p in model.parameters())
         names_matched(config, [name for name, _ in to_parallelize(model).named_parameters()])
         trace = Trace(clock=device_clock(mesh.device))
@@ -108,16 +119,20 @@ class Session:
                     trace=trace,
                 )
             ]
-        first_values(config, model, modules, communicators, mesh.device)
+        if own.model is None:
+            first_values(config, model, modules, communicators, mesh.device)
+        else:
+            move_buffers(model, mesh.device)
         scaler = _scaler(config)
-        optimizers = [make_optimizer(config, each, scaler) for each in communicators]
+        make = own.optimizer or (lambda each: make_optimizer(config, each, scaler))
+        optimizers = [make(each) for each in communicators]
         schedules = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
             for optimizer in optimizers
         ]
         return cls(
             config, mesh, modules, communicators, optimizers, schedules, source, trace, pipeline,
-            everyone if pipeline is None else pipeline.hooks, parameters, steps,
+            everyone if pipeline is None else pipeline.hooks, parameters, steps, own,
         )  # fmt: skip
 
 
@@ -153,7 +168,7 @@ def _scaler(config: Config) -> LossScaler | None:
     return None
 
 
-def steps_of(config: Config, source: DataSource) -> int:
+def steps_of(config: Config, source: DataSource | OwnData) -> int:
     """Steps of a run. Of one that ends by ``train.tokens`` the schedule needs their number before
     it begins: as many as the tokens of the first sequences let expect."""
     train = config.train

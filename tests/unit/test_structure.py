@@ -37,7 +37,7 @@ LEVELS = [
     [ZOO],
     ["internsp.factory"],
     ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.data", "internsp.report"],
-    ["internsp.train", "internsp.clients.trainer"],
+    ["internsp.train", "internsp.clients.trainer", "internsp.cli.launch", "internsp.cli.preflight"],
     ["internsp.cli", "internsp"],
 ]  # fmt: skip
 SP_MAY_IMPORT = ("internsp.errors", "internsp.trace", "internsp.mesh", "internsp.sp")

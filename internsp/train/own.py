@@ -1,0 +1,174 @@
+"""What a program gives a run in place of what its configuration says: model, loss, data, optimizer.
+
+And what the run tells the program while it goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from internsp.config import Config
+from internsp.data.batches import Batch
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
+from internsp.report.metrics import StepMetrics
+from internsp.sp import SequenceLayout
+from internsp.wp.communicator import ISPCommunicator
+
+Data = Callable[[ParallelMesh], Iterator[Tensor | tuple[Tensor, list[list[int]] | None]]]
+Loss = Callable[[nn.Module, SequenceLayout], Tensor]
+
+
+@dataclass(frozen=True)
+class Own:
+    """See :class:`internsp.Trainer`, whose arguments these are; ``None``: as configured."""
+
+    model: nn.Module | None = None
+    loss: Loss | None = None
+    optimizer: Callable[[ISPCommunicator], ZeroOptimizer] | None = None
+    data: Data | None = None
+
+    def check(self, config: Config) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ConfigError: a loss without a model, a pipeline of an own model, or one without values.
+        """
+        if self.model is None:
+            if self.loss is not None:
+                raise ConfigError("Trainer: loss is for a model of your own; give model, too")
+            return
+        if config.parallel.pipeline > 1:
+            raise ConfigError(
+                "Trainer: a model of your own is not cut into stages; set parallel.pipeline = 1, "
+                "or use internsp.Pipeline in a loop of your own"
+            )
+        empty = [n for n, p in self.model.named_parameters() if p.is_meta]
+        if empty:
+            raise ConfigError(
+                f"Trainer: {empty[0]} of your model is on the meta device: give it values, the "
+                "same on every rank (torch.manual_seed)"
+            )
+
+
+class OwnData:
+    """Batches of a program's own; in place of a :class:`~internsp.data.batches.DataSource`.
+
+    One ``next`` gives the rows of one micro-batch of this rank's data rank, int64 ids ``[rows, s]``
+    or a pair of them and where documents start in each row. All ranks of a data rank (those that
+    share sequences, or stages) give the same: compared in the first step. A run that goes on passes
+    over what was taken.
+    """
+
+    tokenizer = None
+    fingerprint = "of a program"
+
+    def __init__(self, data: Data, config: Config, mesh: ParallelMesh) -> None:
+        self._config, self._mesh = config, mesh
+        self._batches = data(mesh)
+        self._ready: deque[Batch] = deque()
+        self._taken = 0  # batches
+        self._compared = False
+        self.notes: tuple[str, ...] = ()
+        self.tokens_of_a_sequence = config.data.sequence_length - 1.0
+
+    def more(self, sequences: int) -> bool:
+        """Whether every rank has the next step's batches, ``sequences`` having been taken.
+
+        Collective; blocks.
+
+        Raises:
+            ConfigError: on every rank: ranks that must have the same rows have others, or of
+                another shape.
+        """
+        train = self._config.train
+        begin = sequences // train.global_batch * train.micro_batches
+        for _ in islice(self._batches, max(begin - self._taken, 0)):
+            self._taken += 1
+        mistake = ""
+        for given in islice(self._batches, train.micro_batches - len(self._ready)):
+            batch = Batch(*given) if isinstance(given, tuple) else Batch(given, None)
+            mistake = mistake or self._mistake(batch.ids)
+            self._ready.append(batch)
+            self._taken += 1
+        enough = len(self._ready) == train.micro_batches
+        if not self._compared:
+            self._compare(mistake)
+        count = torch.tensor([float(enough)], device=self._mesh.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MIN)
+        return bool(count.item())
+
+    def train_batch(self, taken: int, rows: slice) -> Batch:
+        """The next micro-batch; :meth:`more` has seen that it is there."""
+        return self._ready.popleft()
+
+    def held_out_batches(self, count: int, *, rows: slice) -> Iterator[Batch]:
+        """None: a callback evaluates."""
+        return iter(())
+
+    def epochs(self, taken: int) -> dict[str, float]:
+        """Unknown."""
+        return {}
+
+    def place_of(self, sequences: int) -> tuple[int, int]:
+        """Unknown."""
+        return 0, 0
+
+    def _mistake(self, ids: Any) -> str:
+        train = self._config.train
+        rows = train.global_batch // (train.micro_batches * self._mesh.data)
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
+            return "data gives no int64 tensor [rows, tokens]"
+        if len(ids) != rows:
+            return (
+                f"data gives {len(ids)} rows where global_batch / (micro_batches x data degree) = "
+                f"{rows}"
+            )
+        return ""
+
+    def _compare(self, mistake: str) -> None:
+        self._compared = True
+        mesh = self._mesh
+        digest = hashlib.sha256()
+        for batch in self._ready if not mistake else ():
+            digest.update(batch.ids.contiguous().numpy().tobytes())
+        everyone: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(everyone, (mesh.data_rank, digest.hexdigest(), mistake))
+        for rank, (_, _, said) in enumerate(everyone):
+            if said:
+                raise ConfigError(f"Trainer: rank {rank}: {said}")
+        first: dict[int, tuple[int, str]] = {}
+        for rank, (place, found, _) in enumerate(everyone):
+            other, wanted = first.setdefault(place, (rank, found))
+            if found != wanted:
+                raise ConfigError(
+                    f"Trainer: data gives ranks {other} and {rank} other rows, which have parts of "
+                    f"the same sequences: make them by mesh.data_rank ({place}), not by the rank"
+                )
+
+
+class Listener:
+    """What a run tells; each method does nothing here. Every rank calls it."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step is over, and its row written."""
+
+    def evaluation(self, metrics: StepMetrics) -> None:
+        """The held-out loss is known; before :meth:`step` tells the same row."""
+
+    def checkpoint(self, path: Path) -> None:
+        """A checkpoint is whole."""
+
+    def end(self) -> None:
+        """The run has ended; on rank 0, its report is written."""

@@ -1,0 +1,282 @@
+"""A run from Python: :func:`train`, as the command does it, and :class:`Trainer`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from internsp import accelerator
+from internsp.cli.environment import launched
+from internsp.cli.launch import start
+from internsp.cli.preflight import check_before_start, check_joined, errors_in_words
+from internsp.config import Config, load_config
+from internsp.errors import ConfigError
+from internsp.mesh import ParallelMesh
+from internsp.optim import ZeroOptimizer
+from internsp.pipeline import SchedulerHook
+from internsp.report.metrics import StepMetrics
+from internsp.train.own import Data, Listener, Loss, Own
+from internsp.train.run import run_session
+from internsp.train.run import train as run_here
+from internsp.train.session import Session
+from internsp.train.stop import StopRequest
+from internsp.wp.communicator import ISPCommunicator
+
+Given = Config | str | Path | Mapping[str, Any]
+"""A configuration, the path of its file, or its sections as dictionaries."""
+
+
+class Callback:
+    """What a program is told of a run. Each method does nothing here; override what you need.
+
+    Called on every rank, by the thread that trains, at the same point on all of them, so that it
+    may communicate.
+    """
+
+    def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """A step is over and its row written. ``trainer.stop()`` makes it the last one."""
+
+    def on_evaluation(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """The held-out loss (``metrics.eval_loss``) is known; before :meth:`on_step` of the row."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """The checkpoint in ``path`` is whole."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """The run has ended, whole or stopped; on rank 0, its report is written."""
+
+
+class Trainer:
+    """A run in this process, which is one of a launcher's (torchrun, ``srun``) or the only one.
+
+    Everything that the configuration describes happens as under ``internsp train``: mesh,
+    checkpoints and resuming, metrics, report. What is given here takes the place of what it says.
+
+    Args:
+        config: a configuration, the path of its file, or a dictionary of its sections.
+        output: folder of the run (``None``: ``runs/<train.name>``).
+        model: with values, the same on every rank; ``None``: what ``[model]`` says, of which
+            otherwise only ``vocab_size`` is read. Without ``loss`` it is called as the zoo's:
+            ``model(input_ids, layout=..., labels=..., loss_chunk=...)`` gives the sum of the token
+            losses and their count. No pipeline.
+        loss: ``loss(model, layout)`` gives the sum of this rank's token losses, never divided, of
+            ``layout.input_ids`` and ``layout.labels`` (-100: none), ``[rows, s]`` each.
+        optimizer: makes a :class:`internsp.ZeroOptimizer` of a communicator; its groups' rates
+            follow ``optimizer.schedule``. The rest of ``[optimizer]`` is unused then.
+        data: called with the mesh; gives batches for this rank's ``mesh.data_rank``, one for each
+            micro-batch: int64 ids ``[train.global_batch / (micro_batches * mesh.data), tokens]``,
+            or a pair of them and where documents start in each row. The same on all ranks of a data
+            rank. The run ends where some rank has none left. ``[data]`` is unused then, and there
+            is no held-out loss.
+        callbacks: told of steps, evaluations, checkpoints and the end.
+        hooks: told of every forward, criterion and backward.
+
+    Raises:
+        ConfigError, MeshError: the configuration is wrong, a launcher's variables are, or
+            ``launch.processes`` asks for more than this process.
+    """
+
+    def __init__(
+        self,
+        config: Given,
+        *,
+        output: str | Path | None = None,
+        model: nn.Module | None = None,
+        loss: Loss | None = None,
+        optimizer: Callable[[ISPCommunicator], ZeroOptimizer] | None = None,
+        data: Data | None = None,
+        callbacks: Iterable[Callback] = (),
+        hooks: Iterable[SchedulerHook] = (),
+    ) -> None:
+        rank, world = _join()
+        self.config = configuration(config, world or 1)
+        if rank is None and not dist.is_initialized() and self.config.launch.processes > 1:
+            raise ConfigError(
+                f"launch.processes = {self.config.launch.processes}: a Trainer runs in this "
+                "process alone; start the program with torchrun or srun, set it to 1, or call "
+                "internsp.train"
+            )
+        self.output = _output(self.config, output)
+        own = Own(model, loss, optimizer, data)
+        own.check(self.config)
+        if rank is not None:
+            check_joined(self.config, self.output, rank)
+        self._callbacks = list(callbacks)
+        self._stop: StopRequest | None = None
+        self._trained = False
+        self.step = 0
+        self._ours = not dist.is_initialized()
+        if rank is None and self._ours:
+            _alone(self.config)
+        try:
+            self._session = Session.create(self.config, hooks, own)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The mesh of the run."""
+        return self._session.mesh
+
+    @property
+    def model(self) -> nn.Module:
+        """The parallel model (of a pipeline: this rank's first chunk)."""
+        module: nn.Module = self._session.modules[0]
+        return module
+
+    @property
+    def communicator(self) -> ISPCommunicator:
+        """What ``parallelize`` returned for :attr:`model`."""
+        return self._session.communicators[0]
+
+    @property
+    def optimizer(self) -> ZeroOptimizer:
+        """The optimizer of :attr:`model`."""
+        return self._session.optimizer
+
+    def train(self) -> Path:
+        """Train to the end. Collective; blocks. Once.
+
+        Returns:
+            The folder of the run.
+
+        Raises:
+            ConfigError: a second call.
+        """
+        if self._trained:
+            raise ConfigError("Trainer: a run is trained once; make another Trainer to go on")
+        self._trained = True
+        with errors_in_words(), StopRequest() as self._stop:
+            run_session(self._session, self.output, self._stop, _Told(self))
+        return self.output
+
+    def stop(self) -> None:
+        """End the run after the current step, on all ranks, with checkpoint and report."""
+        if self._stop is not None:
+            self._stop.requested = True
+
+    def close(self) -> None:
+        """Give up the process group, if it was made here. The model cannot run after it."""
+        if self._ours and dist.is_initialized():
+            dist.destroy_process_group()
+        self._ours = False
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def train(config: Given, *, output: str | Path | None = None) -> Path:
+    """Train as ``internsp train`` does, and return the folder of the run. Blocks.
+
+    Started by a launcher, this process is one of its ranks; otherwise ``launch.processes`` local
+    ones are started (in a script: below ``if __name__ == "__main__":``, as for multiprocessing).
+
+    Args:
+        config: a configuration, the path of its file, or a dictionary of its sections.
+        output: folder of the run (``None``: ``runs/<train.name>``).
+
+    Raises:
+        InternspError: of the configuration, the machine, or the first rank that failed.
+        KeyboardInterrupt, SystemExit: Ctrl-C or a signal has stopped the run, which has saved.
+    """
+    rank, world = _join()
+    made = configuration(config, world)
+    folder = _output(made, output)
+    if rank is None:
+        check_before_start(made, folder)
+        status = start(one_rank, made, folder, preload=["internsp.train.run"])
+    else:
+        check_joined(made, folder, rank)
+        with StopRequest() as stop:
+            one_rank(made, folder)
+        status = 128 + stop.number if stop.number else 0
+    if status:
+        raise KeyboardInterrupt if status == 130 else SystemExit(status)
+    return folder
+
+
+def one_rank(config: Config, output: Path) -> None:
+    """One rank of a run, in a process that a launcher has started."""
+    with errors_in_words():
+        run_here(config, output)
+
+
+def configuration(given: Given, world_size: int | None) -> Config:
+    """``given`` as a checked configuration.
+
+    Raises:
+        ConfigError: all its mistakes.
+    """
+    if not isinstance(given, Config):
+        return load_config(given, world_size=world_size)
+    mistakes = given.check(given.launch.processes if world_size is None else world_size)
+    if mistakes:
+        raise ConfigError("\n  ".join(["the configuration:", *mistakes]))
+    return given
+
+
+def _join() -> tuple[int | None, int | None]:
+    """Rank and world of a launcher that started this process, whose variables torch then reads."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    around = launched(os.environ, joins=True)
+    if around.problems:
+        raise ConfigError("\n  ".join(str(problem) for problem in around.problems))
+    os.environ.update(around.variables)
+    return around.rank, around.world_size
+
+
+def _alone(config: Config) -> None:
+    """A process group of this process."""
+    device = config.parallel.device
+    kind = accelerator.kind() if device == "auto" else device
+    dist.init_process_group(
+        dist.get_default_backend_for_device(torch.device(kind)),
+        store=dist.HashStore(), rank=0, world_size=1,
+        timeout=timedelta(seconds=config.parallel.timeout_seconds),
+    )  # fmt: skip
+
+
+def _output(config: Config, output: str | Path | None) -> Path:
+    return Path("runs") / config.train.name if output is None else Path(output)
+
+
+class _Told(Listener):
+    """Hands what a run tells to the callbacks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._trainer.step = metrics.step
+        for callback in self._trainer._callbacks:
+            callback.on_step(self._trainer, metrics)
+
+    def evaluation(self, metrics: StepMetrics) -> None:
+        for callback in self._trainer._callbacks:
+            callback.on_evaluation(self._trainer, metrics)
+
+    def checkpoint(self, path: Path) -> None:
+        for callback in self._trainer._callbacks:
+            callback.on_checkpoint(self._trainer, path)
+
+    def end(self) -> None:
+        for callback in self._trainer._callbacks:
+            callback.on_end(self._trainer)

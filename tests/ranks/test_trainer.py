@@ -1,0 +1,311 @@
+"""A run from Python: a function, a Trainer with parts of one's own, launchers' variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import internsp
+from internsp.cli.environment import launched
+from internsp.errors import ConfigError
+from internsp.report.metrics import read_metrics
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "tests" / "data"
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"hidden_size": 32, "layers": 2, "heads": 4},
+    "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 32, "held_out": 0.1},
+    "weight_parallel": {"min_shard_elements": 128},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+    "train": {"name": "mine", "steps": 4, "global_batch": 4, "eval_every": 2, "eval_batches": 1,
+              "sample_bytes": 0, "dtype": "float64"},
+    "checkpoint": {"every": 2},
+}  # fmt: skip
+
+
+def sections(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: {**SECTIONS.get(name, {}), **changes.get(name, {})}
+            for name in {**SECTIONS, **changes}}  # fmt: skip
+
+
+class Notes(internsp.Callback):
+    """Every call, in order."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.said: list[str] = []
+        self.stop_after = stop_after
+
+    def on_step(self, trainer: internsp.Trainer, metrics: internsp.StepMetrics) -> None:
+        assert trainer.step == metrics.step
+        self.said.append(f"step {metrics.step}")
+        if metrics.step == self.stop_after:
+            trainer.stop()
+
+    def on_evaluation(self, trainer: internsp.Trainer, metrics: internsp.StepMetrics) -> None:
+        assert metrics.eval_loss is not None
+        self.said.append(f"evaluation {metrics.step}")
+
+    def on_checkpoint(self, trainer: internsp.Trainer, path: Path) -> None:
+        assert (path / "manifest.json").exists()
+        self.said.append(path.name)
+
+    def on_end(self, trainer: internsp.Trainer) -> None:
+        assert trainer.mesh.rank or (trainer.output / "report.html").exists()
+        self.said.append("end")
+
+
+class Tiny(nn.Module):
+    """A model of a program's own: a forward of ids to logits, as anyone writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(50, 16, dtype=torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(2))
+        self.head = nn.Linear(16, 50, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        logits: Tensor = self.head(h)
+        return logits
+
+
+def loss(model: nn.Module, layout: internsp.SequenceLayout) -> Tensor:
+    return nn.functional.cross_entropy(
+        model(layout.input_ids).flatten(0, 1), layout.labels.flatten(), ignore_index=-100,
+        reduction="sum",
+    )  # fmt: skip
+
+
+def rows(step: int, data_rank: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step)
+    whole = torch.randint(0, 50, (4, 9), generator=generator)
+    return whole[data_rank * count : (data_rank + 1) * count]
+
+
+def own_data(mesh: internsp.ParallelMesh) -> Iterator[Tensor]:
+    count = 4 // mesh.data
+    return (rows(step, mesh.data_rank, count) for step in range(3))
+
+
+def own_optimizer(communicator: internsp.ISPCommunicator) -> internsp.ZeroOptimizer:
+    return internsp.ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def with_everything_own(rank: int, world: int, folder: str) -> tuple[list[str], dict[str, Tensor]]:
+    notes = Notes()
+    given = sections(
+        parallel={"weight": 2}, train={"steps": 9, "eval_every": 0},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"],
+                         "prefetch_triggers": ["layers.*"]},
+    )  # fmt: skip
+    trainer = internsp.Trainer(
+        given, output=folder, model=Tiny(), loss=loss, data=own_data, optimizer=own_optimizer,
+        callbacks=[notes],
+    )  # fmt: skip
+    trainer.train()
+    whole = {n: p.full_tensor().detach() for n, p in trainer.model.named_parameters()}
+    with pytest.raises(ConfigError, match="a run is trained once"):
+        trainer.train()
+    return notes.said, whole
+
+
+def test_own_model_loss_data_and_optimizer_step_as_on_one_process(tmp_path: Path) -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        ids = rows(step, 0, 4)
+        logits = model(ids[:, :-1]).flatten(0, 1)
+        nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for said, found in run_ranks(with_everything_own, 2, str(tmp_path / "run")):
+        for name, wanted in model.named_parameters():
+            torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-10)
+        assert said == ["step 1", "step 2", "step-000002", "step 3", "step-000003", "end"]
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def stopped(rank: int, world: int, folder: str) -> list[str]:
+    notes = Notes(stop_after=3 if rank == 1 else 0)
+    internsp.Trainer(sections(parallel={"weight": 2}), output=folder, callbacks=[notes]).train()
+    return notes.said
+
+
+def test_callbacks_are_told_in_order_on_every_rank_and_one_rank_may_stop_all(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(stopped, 2, str(tmp_path / "run"))
+    assert first == second
+    assert first[:4] == ["step 1", "evaluation 2", "step 2", "step-000002"] or first[:4] == [
+        "step 1", "evaluation 2", "step 2", "step 3",
+    ]  # fmt: skip  # a checkpoint is written beside the next step
+    assert first[-1] == "end"
+    assert "step 4" in first, "the step that was under way when it was asked"
+
+
+def apart(rank: int, world: int, folder: str) -> str:
+    def data(mesh: internsp.ParallelMesh) -> Iterator[Tensor]:
+        return (rows(step, 0, 4) + rank for step in range(3))
+
+    given = sections(parallel={"weight": 2, "sequence": 2})
+    with pytest.raises(ConfigError) as caught:
+        internsp.Trainer(given, output=folder, data=data).train()
+    return str(caught.value)
+
+
+def test_ranks_of_a_sequence_that_are_given_other_rows_are_told(tmp_path: Path) -> None:
+    for text in run_ranks(apart, 2, str(tmp_path / "run")):
+        assert "gives ranks 0 and 1 other rows" in text
+        assert "mesh.data_rank" in text
+
+
+SCRIPT = """
+import internsp
+
+if __name__ == "__main__":
+    folder = internsp.train("config.toml")
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    print("steps", len(rows), folder)
+"""
+NOTEBOOK = """
+import internsp
+trainer = internsp.Trainer({"train": {"steps": 2, "sample_bytes": 0, "eval_batches": 0},
+    "model": {"layers": 1, "hidden_size": 32}, "data": {"sequence_length": 32, "source": "text",
+    "paths": ["text"], "held_out": 0}})
+trainer.train()
+ids = __import__("torch").arange(8)[None]
+print("logits", list(trainer.model(ids).shape))
+trainer.close()
+"""
+
+
+def python(folder: Path, code: str, *before: str) -> str:
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
+    (folder / "config.toml").write_text(
+        '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["text"]\n'
+        'sequence_length = 32\nheld_out = 0\n[train]\nname = "mine"\nsteps = 2\nsample_bytes = 0\n'
+        "eval_batches = 0\n[parallel]\nweight = 2\n[launch]\nprocesses = 2\n"
+    )
+    (folder / "script.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, *before, "script.py"], cwd=folder, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "before", "wanted"),
+    [
+        pytest.param(SCRIPT, (), "steps 2 runs/mine", id="script"),
+        pytest.param(
+            SCRIPT,
+            ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+            "steps 2 runs/mine",
+            id="torchrun",
+        ),
+        pytest.param(NOTEBOOK, (), "logits [1, 8, 257]", id="one process, as in a notebook"),
+    ],
+)
+def test_a_program_trains(
+    code: str, before: tuple[str, ...], wanted: str, tmp_path: Path
+) -> None:
+    assert wanted in python(tmp_path, code, *before)
+
+
+@pytest.mark.slow
+def test_the_documents_own_program_runs(tmp_path: Path) -> None:
+    blocks = (ROOT / "docs" / "trainer.md").read_text().split("```python\n")
+    (tmp_path / "script.py").write_text(blocks[2].split("```")[0])
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("4 ")
+    assert done.stdout.endswith("runs/run\n")
+
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[007-010,012],other3",
+}  # fmt: skip
+
+
+def test_srun_gives_ranks_without_torchrun_and_a_batch_script_does_not() -> None:
+    found = launched(SLURM, joins=True)
+    assert (found.rank, found.world_size, found.problems) == (5, 8, ())
+    assert found.variables == {
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu007",
+        "MASTER_PORT": "22387",
+    }  # fmt: skip
+    assert launched({**SLURM, "MASTER_ADDR": "own"}, joins=True).variables["MASTER_ADDR"] == "own"
+    for nodes, first in (("a1,b2", "a1"), ("n[3,5]-ib", "n3-ib"), ("one", "one")):
+        given = {**SLURM, "SLURM_STEP_NODELIST": nodes}
+        assert launched(given, joins=True).variables["MASTER_ADDR"] == first
+    batch = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "77"}
+    assert launched(batch, joins=True) == launched({}, joins=True)
+    torchrun = {**SLURM, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    assert launched(torchrun, joins=True).variables == {}
+
+
+@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_STEP_NODELIST"])
+def test_several_tasks_without_ranks_are_no_runs_of_their_own(missing: str) -> None:
+    found = launched({k: v for k, v in SLURM.items() if k != missing}, joins=True)
+    assert "is set and" in str(found.problems[0])
+
+
+def test_processes_of_mpirun_without_ranks_are_refused() -> None:
+    (problem,) = launched({"OMPI_COMM_WORLD_SIZE": "8"}, joins=True).problems
+    assert "each of these processes would be a run of its own" in str(problem)
+
+
+@pytest.mark.slow
+def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
+    (tmp_path / "config.toml").write_text(
+        '[model]\nlayers = 1\nhidden_size = 32\n[data]\nsource = "text"\npaths = ["a.txt"]\n'
+        'sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_bytes = 0\n'
+        "eval_batches = 0\n[parallel]\nweight = 2\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "internsp", "train", "config.toml"], cwd=tmp_path,
+            env={**os.environ, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank),
+                 "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert len(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")) == 2
+    assert not (tmp_path / "runs" / "run.1").exists()
+
+
+def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"launch": {"processes": 2}}, {}, "start the program with torchrun"),
+        ({}, {"loss": loss}, "loss is for a model of your own"),
+        ({}, {"model": Tiny().to("meta")}, "embed.weight of your model is on the meta device"),
+        ({"train": {"stepz": 3}}, {}, "did you mean train.steps"),
+    ]  # fmt: skip
+    for changes, more, wanted in cases:
+        with pytest.raises(ConfigError, match=wanted):
+            internsp.Trainer(sections(**changes), output=tmp_path / "run", **more)
+    assert not torch.distributed.is_initialized()
+    assert not (tmp_path / "run").exists()
