@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +185,29 @@ def device_type(config: Config) -> str:
 
 
 def generate(
-    model: Model, prompt: Tensor, tokens: int, *, seed: int, stop_id: int, **options: Any
+    model: Model,
+    prompt: Tensor,
+    tokens: int,
+    *,
+    seed: int,
+    stop_id: int,
+    told: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Continue ``prompt`` ``[n]`` by ``tokens`` tokens on one process.
+    """Continue ``prompt`` ``[n]`` by at most ``tokens`` tokens on one process: both.
 
     Args:
-        options: ``temperature`` and ``top_k``.
+        told: called with each token as soon as it is there.
+        options: ``temperature``, ``top_k`` and ``top_p``.
     """
     if isinstance(model, HFCausalLM):
-        return model.generate(prompt, tokens, seed=seed, stop_id=stop_id, **options)
+        return model.generate(prompt, tokens, seed=seed, stop_id=stop_id, told=told, **options)
     generator = torch.Generator().manual_seed(seed)
-    return model_zoo.generate(
-        model, prompt, tokens, generator=generator, stop_id=stop_id, **options
-    )
+    ids = [prompt]
+    for token in model_zoo.stream(
+        model, prompt[None], tokens, generator=generator, stop_id=stop_id, **options
+    ):
+        ids.append(token[0])
+        if told is not None:
+            told(int(token))
+    return torch.cat(ids)

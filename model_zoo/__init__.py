@@ -13,7 +13,7 @@ import torch
 
 from internsp.config import ModelConfig
 from internsp.model_zoo.common import CausalLM, canonical_name
-from internsp.model_zoo.generate import generate
+from internsp.model_zoo.generate import generate, stream
 from internsp.model_zoo.internlm2 import InternLM2
 from internsp.model_zoo.llama import Llama
 
@@ -26,6 +26,7 @@ __all__ = [
     "canonical_name",
     "generate",
     "materialize",
+    "stream",
 ]
 
 FAMILIES: dict[str, type[Llama] | type[InternLM2]] = {"llama": Llama, "internlm2": InternLM2}

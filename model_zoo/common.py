@@ -156,6 +156,7 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         loss_chunk: int = 1024,
         last_only: bool = False,
+        start: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits, or with ``labels`` the summed token loss and the number of valid tokens.
 
@@ -166,6 +167,7 @@ class CausalLM(nn.Module):
             labels: ``[B, s]`` int64, the token to predict at each position, -100 for none.
             loss_chunk: tokens whose logits exist at once while the loss is computed.
             last_only: logits of the last position alone.
+            start: position of the first token, where those before it are cached; without layout.
 
         Returns:
             ``[B, s, vocabulary]`` (``[B, 1, vocabulary]`` with ``last_only``), or a pair of
@@ -175,7 +177,7 @@ class CausalLM(nn.Module):
             LayoutError: ``input_ids`` and ``layout`` have different shapes.
         """
         h: Tensor = self.embed(input_ids)
-        rotary = self.rotary(input_ids, layout, h.dtype)
+        rotary = self.rotary(input_ids, layout, h.dtype, start)
         for block in self.layers:
             h = block(h, rotary, layout)
         h = self.norm(h[:, -1:] if last_only and labels is None else h)
@@ -187,11 +189,15 @@ class CausalLM(nn.Module):
         )
 
     def rotary(
-        self, input_ids: Tensor, layout: SequenceLayout | None, dtype: torch.dtype
+        self,
+        input_ids: Tensor,
+        layout: SequenceLayout | None,
+        dtype: torch.dtype,
+        start: int = 0,
     ) -> RotaryTables:
         """The tables of this forward, made once and handed to every block."""
         if layout is None:
-            steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+            steps = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
             positions = steps.expand(input_ids.shape)
         else:
             positions = layout.positions

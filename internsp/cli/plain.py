@@ -1,4 +1,4 @@
-"""The commands that train nothing: ``init``, ``export``.
+"""The commands that train nothing: ``init``, ``generate``, ``export``.
 
 Their options are their own, and none of a configuration. Nothing here imports torch before the
 command line is known to be right.
@@ -71,7 +71,52 @@ class Export:
             raise MachineError(f"--to: {error}") from error
 
 
-COMMANDS: dict[str, Any] = {"init": Init, "export": Export}
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a text by what a run has learned, on one process, whatever mesh has trained it."""
+
+    run: RunFolder
+    """A run's folder, of which the newest checkpoint is taken, or a checkpoint's."""
+    prompt: str = ""
+    """The text to continue; empty: the beginning of a document."""
+    tokens: int = 200
+    """Tokens at most; a document may end before."""
+    temperature: float = 0.8
+    """0: always the most likely token; above 1: more surprising ones."""
+    top_k: int | None = None
+    """Draw among so many of the most likely tokens."""
+    top_p: float | None = None
+    """Draw among the most likely tokens that together have this probability, from 0 to 1."""
+    seed: int = 0
+    """Of the draw: the same seed gives the same text."""
+    device: str | None = None
+    """cpu, cuda, ...; none: as the run's configuration says."""
+
+    def perform(self) -> list[str]:
+        """Write the text as it comes.
+
+        Raises:
+            ConfigError: an option makes no sense, or there is no whole checkpoint.
+        """
+        wrong = {
+            "tokens": self.tokens < 0,
+            "temperature": not 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k is not None and self.top_k < 1,
+            "top_p": self.top_p is not None and not 0 < self.top_p <= 1,
+        }
+        if mistakes := [name for name, found in wrong.items() if found]:
+            told = [f"--{name}: {getattr(self, name)} is out of range" for name in mistakes]
+            raise ConfigError("\n  ".join(told))
+        from internsp.train.continuation import continuation
+
+        continuation(
+            self.run, self.prompt, self.tokens, _say, temperature=self.temperature,
+            top_k=self.top_k, top_p=self.top_p, seed=self.seed, device=self.device,
+        )  # fmt: skip
+        return [""]
+
+
+COMMANDS: dict[str, Any] = {"init": Init, "generate": Generate, "export": Export}
 
 
 def perform(name: str, words: Sequence[str]) -> int:
@@ -101,6 +146,11 @@ def printed(write: Callable[[], None]) -> None:
         # What is still buffered goes nowhere, or Python would complain of it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _say(text: str) -> None:
+    """Write at once, without an end of line."""
+    printed(lambda: print(text, end=""))
 
 
 def _bundled() -> list[Any]:

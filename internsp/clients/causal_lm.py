@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,51 @@ class HFCausalLM(nn.Module):
             )
 
     def generate(
-        self, prompt: Tensor, tokens: int, *, seed: int, stop_id: int, **options: Any
+        self,
+        prompt: Tensor,
+        tokens: int,
+        *,
+        seed: int,
+        stop_id: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        told: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """The model's own generation: ``prompt`` ``[n]`` and at most ``tokens`` more."""
+        """The model's own generation: ``prompt`` ``[n]`` and at most ``tokens`` more.
+
+        Args:
+            told: called with each token as soon as it is there.
+        """
         self.eval()
+        # No limit is 0: transformers takes None for its own of 50.
+        sampling = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+        given = sampling if temperature else {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             ids: Tensor = self.model.generate(
-                prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=True,
-                max_new_tokens=tokens, eos_token_id=stop_id, pad_token_id=stop_id, **options,
+                prompt[None], attention_mask=torch.ones_like(prompt)[None],
+                do_sample=bool(temperature), max_new_tokens=tokens, eos_token_id=stop_id,
+                pad_token_id=stop_id, streamer=None if told is None else _Streamer(told),
+                **{name: value for name, value in given.items() if value is not None},
             )[0]  # fmt: skip
         return ids
+
+
+class _Streamer:
+    """What transformers' generation hands tokens to: the prompt, then one at a time."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self._told, self._prompt = told, True
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, or the next token."""
+        if not self._prompt:
+            self._told(int(value))
+        self._prompt = False
+
+    def end(self) -> None:
+        """The last token has been put."""
 
 
 def _not_streamed(model: Any, path: Path, dtype: torch.dtype) -> str:

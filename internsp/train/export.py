@@ -55,7 +55,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     """
     if to.exists():
         raise ConfigError(f"--to: there is something at {to} already")
-    folder, content, notes = _newest(run)
+    folder, content, notes = newest(run)
     config = Config.model_validate(readable(content.config))
     hf = config.model.family == "hf"
     if hf and not Path(str(config.model.path)).is_dir():
@@ -84,7 +84,12 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
     return [*notes, f"{folder} (step {content.step}) is now in {to}: {len(parts)} tensors"]
 
 
-def _newest(run: Path) -> tuple[Path, Manifest, list[str]]:
+def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
+    """The newest whole checkpoint of a run's folder, or a checkpoint's, and what was passed over.
+
+    Raises:
+        ConfigError: there is none.
+    """
     folders, named = checkpoint_folder.candidates(run)
     notes: list[str] = []
     for folder in folders:
@@ -162,12 +167,12 @@ def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_Part])
         for part in parts:
             value = torch.zeros(part.shape, dtype=getattr(torch, part.dtype))
             if part.source is not None:
-                value = part.take(_read(folder, content, part.source)).to(value.dtype)
+                value = part.take(read_tensor(folder, content, part.source)).to(value.dtype)
             assert value.shape == part.shape, "planned so"
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _read(folder: Path, content: Manifest, name: str) -> Tensor:
+def read_tensor(folder: Path, content: Manifest, name: str) -> Tensor:
     """A whole tensor of a checkpoint, from its chunks."""
     record = content.tensors[name]
     whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))

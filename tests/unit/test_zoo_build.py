@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from internsp.config import ModelConfig
 from internsp.model_zoo import CausalLM, build, canonical_name, generate, materialize
+from internsp.model_zoo.generate import cached
 
 
 def small(**options: object) -> ModelConfig:
@@ -119,6 +122,31 @@ def test_greedy_generation_takes_the_most_likely_token_of_a_full_forward(model: 
     assert len(ids[:, 3:].unique()) > 4
     assert torch.equal(generate(model, prompt[1], 12, temperature=0), ids[1])
     assert model.training
+
+
+@pytest.mark.parametrize("more", [{"kv_heads": 1}, {"family": "internlm2", "tie_embeddings": True}])
+def test_cached_forwards_give_the_logits_of_one_whole_forward(more: dict[str, Any]) -> None:
+    model = build(small(init_std=0.5, **more), dtype=torch.float64, generator=seeded())
+    ids = torch.randint(0, 40, (2, 23), generator=seeded(3))
+    with torch.no_grad():
+        wanted, found, start = model(ids), [], 0
+        with cached(model):
+            for size in (5, 1, 1, 9, 7):  # also several tokens that continue others
+                found.append(model(ids[:, start : start + size], start=start))
+                start += size
+        torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=0, atol=1e-10)
+        torch.testing.assert_close(model(ids), wanted, rtol=0, atol=0)
+
+
+def test_top_p_draws_among_the_tokens_that_hold_the_probability(model: CausalLM) -> None:
+    prompt = torch.tensor([[4, 9]]).expand(800, 2)
+    drawn = generate(model, prompt, 1, temperature=2.0, top_p=0.5, generator=seeded())[:, 2]
+    chances, order = (model(prompt[:1])[0, -1] / 2.0).softmax(-1).sort(descending=True)
+    count = int((chances.cumsum(-1) - chances < 0.5).sum())
+    assert 1 < count < 20
+    assert set(drawn.tolist()) == set(order[:count].tolist())
+    first = generate(model, prompt[0], 4, top_p=1e-9, generator=seeded())
+    assert torch.equal(first, generate(model, prompt[0], 4, temperature=0))
 
 
 def test_sampling_is_deterministic_with_a_generator_and_differs_between_seeds(

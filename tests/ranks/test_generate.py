@@ -1,0 +1,133 @@
+"""``internsp generate``: text of a run of any mesh, on one process, as it comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from internsp import cli
+from internsp.config import Config
+from internsp.errors import ConfigError
+from internsp.sp import SequenceLayout
+from internsp.train.continuation import _Text, continuation, load_run
+from internsp.train.saver import save
+from internsp.train.session import Session
+from tests.ranks.test_train import config
+from tests.support.ranks import run_ranks
+
+PROMPT = "The first"
+TOKENS = 8
+
+
+def settings() -> list[Config]:
+    train = {"dtype": "float64", "micro_batches": 2}
+    model = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "init_std": 0.4}
+    meshes = [{"weight": 2, "sequence": 2}, {"pipeline": 2}]
+    return [config(train=train, model=model, parallel=mesh) for mesh in meshes]
+
+
+def saved(rank: int, world: int, folder: str) -> list[list[int]]:
+    """The likeliest continuation by whole forwards of the parallel model, where it is whole."""
+    found = []
+    for number, one in enumerate(settings()):
+        session = Session.create(one)
+        save(session, Path(folder) / str(number) / "checkpoints", 1, "run")
+        if session.pipeline is not None:
+            continue
+        ids = list(PROMPT.encode())
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                padded = torch.tensor([ids + [0] * (len(ids) % 2)])  # two ranks
+                layout = SequenceLayout.create(padded, rank=rank, size=2)
+                logits = session.modules[0](layout.input_ids, layout=layout)
+                parts = [torch.zeros_like(logits) for _ in range(2)]
+                torch.distributed.all_gather(parts, logits)
+                ids.append(int(torch.cat(parts, dim=1)[0, len(ids) - 1].argmax()))
+        found.append(ids)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    folder = tmp_path_factory.mktemp("runs")
+    first, _ = run_ranks(saved, 2, str(folder))
+    return folder, first[0]
+
+
+def test_one_process_continues_what_any_mesh_has_saved(runs: tuple[Path, list[int]]) -> None:
+    folder, wanted = runs
+    for number in range(2):  # the same first values on both meshes
+        pieces: list[str] = []
+        text = continuation(
+            folder / str(number), PROMPT, TOKENS, pieces.append, temperature=0, top_k=None,
+            top_p=None, seed=0,
+        )  # fmt: skip
+        assert text == bytes(i for i in wanted if i < 256).decode(errors="replace")
+        assert "".join(pieces) == text
+        assert pieces[0] == PROMPT
+
+
+def test_the_command_writes_the_text_and_the_same_seed_the_same(
+    runs: tuple[Path, list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(runs[0] / "0")
+    texts = []
+    for seed in (1, 1, 2):
+        words = ["--prompt", PROMPT, "--tokens", "20", "--seed", str(seed), "--top_k", "30"]
+        assert cli.main(["generate", run, *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith(PROMPT) and text.endswith("\n") for text in texts)
+    assert cli.main(["generate", run, "--tokens", "-1", "--top_p", "0", "--temperature=-1"]) == 2
+    said = capsys.readouterr().err
+    assert [name in said for name in ("--tokens", "--top_p", "--temperature")] == [True] * 3
+    assert cli.main(["generate", str(runs[0]), "--prompt", "x"]) == 2
+    assert "no whole checkpoint" in capsys.readouterr().err
+
+
+def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
+    from internsp.data.text import load_tokenizer
+
+    tokenizer = load_tokenizer("bytes")
+    pieces: list[str] = []
+    text = _Text(tokenizer, list(b"a"), pieces.append)
+    lengths = []
+    for byte in "bé€".encode():
+        text.add(byte)
+        lengths.append(len("".join(pieces)))
+    text.add(tokenizer.end_of_document)
+    assert (pieces, lengths) == (["b", "é", "€"], [1, 1, 2, 2, 2, 3])
+    text.add("é".encode()[0])
+    assert text.finish() == "bé€\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
+    runs: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Config.model_validate
+
+    def smaller(*given: object) -> Config:
+        made = real(*given)
+        return made.model_copy(update={"model": made.model.model_copy(update={"layers": 1})})
+
+    monkeypatch.setattr(Config, "model_validate", smaller)
+    with pytest.raises(ConfigError, match=r"of another model .*layers\.1"):
+        load_run(runs[0] / "0")
+
+
+@pytest.mark.slow
+def test_text_is_streamed_to_a_pipe_token_by_token(runs: tuple[Path, list[int]]) -> None:
+    words = ["generate", str(runs[0] / "0"), "--prompt", PROMPT, "--tokens", "6"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "internsp", *words], stdout=subprocess.PIPE, cwd=runs[0].parent
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(len(PROMPT))  # there before the end
+    rest = process.communicate(timeout=60)[0]
+    assert first.decode() == PROMPT
+    assert rest.endswith(b"\n")
+    assert process.returncode == 0
