@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +141,7 @@ def cached(model: CausalLM) -> Iterator[None]:
 
     Each forward takes the next tokens, and as ``start`` how many came before.
     """
-    blocks = [block.attention for block in model.layers]
+    blocks: list[Any] = [block.attention for block in model.layers]
     before = [attention.attend for attention in blocks]
     try:
         for attention in blocks:
