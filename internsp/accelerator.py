@@ -28,6 +28,13 @@ def count(device_type: str) -> int:
     return torch.accelerator.device_count() if device_type == kind() else 0
 
 
+def name_of(device: torch.device) -> str:
+    """As its maker calls it; empty where torch does not know."""
+    module = getattr(torch, device.type, None)
+    found = getattr(module, "get_device_name", None)
+    return "" if found is None else str(found(device))
+
+
 def local_device(device_type: str) -> torch.device:
     """This rank's, by ``LOCAL_RANK``; makes it the current one, which communication looks at."""
     device = torch.device(

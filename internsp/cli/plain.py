@@ -1,4 +1,4 @@
-"""The commands that train nothing: ``init``, ``generate``, ``export``.
+"""The commands that train nothing: ``init``, ``generate``, ``export``, ``report``.
 
 Their options are their own, and none of a configuration. Nothing here imports torch before the
 command line is known to be right.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -116,7 +117,43 @@ class Generate:
         return [""]
 
 
-COMMANDS: dict[str, Any] = {"init": Init, "generate": Generate, "export": Export}
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write a run's page again from its files, or one that has several runs side by side."""
+
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
+    """Folders of runs; one alone gets its report.html anew."""
+    to: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The page to write (of several runs; none: compare.html in the current folder)."""
+
+    def perform(self) -> list[str]:
+        """Write the page; returns a table and the page's path.
+
+        Raises:
+            ConfigError: what is given is not the folder of a run.
+            MachineError: the page cannot be written.
+        """
+        from internsp.report.compare import differences, read_runs, table, write_comparison
+        from internsp.report.page import kept
+
+        if not self.runs:
+            raise ConfigError("give the folder of a run, or several")
+        runs = read_runs(self.runs)
+        path = self.to
+        try:
+            if len(runs) == 1:
+                path = path or self.runs[0] / "report.html"
+                kept(self.runs[0]).write(path)
+                return [*_columns(table(runs)), f"wrote {path}"]
+            path = write_comparison(runs, path or Path("compare.html"))
+        except OSError as error:
+            raise MachineError(f"{path}: {error.strerror}") from error
+        return [*_columns(table(runs)), "", *_columns(differences(runs)), f"wrote {path}"]
+
+
+COMMANDS: dict[str, Any] = {
+    "init": Init, "generate": Generate, "export": Export, "report": Report,
+}  # fmt: skip
 
 
 def perform(name: str, words: Sequence[str]) -> int:
@@ -146,6 +183,19 @@ def printed(write: Callable[[], None]) -> None:
         # What is still buffered goes nowhere, or Python would complain of it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with their cells below each other; on a narrow terminal, a cell a line."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if sum(widths) + 2 * len(widths) <= max(shutil.get_terminal_size().columns, 40):
+        cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+        return ["  ".join(row).rstrip() for row in cells]
+    names, *content = rows
+    lines: list[str] = []
+    for first, *others in content:
+        lines += [first, *(f"  {n}: {c}" for n, c in zip(names[1:], others, strict=True))]
+    return lines
 
 
 def _say(text: str) -> None:

@@ -527,6 +527,8 @@ class TrainConfig(Section):
     """Tokens of the sample generated at the end; 0: none."""
     sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "
     """Text that the sample continues; empty: it begins a document."""
+    peak_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """TFLOP/s of a device at most, for MFU; none: what is known of it, for 16-bit training."""
     profile: bool = False
     """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
     max_skipped_steps: Count = 10

@@ -59,6 +59,12 @@ class StepMetrics(BaseModel):
     epochs: dict[str, float] | None = None
     """How often the training text was gone through, up to this step: of a mixture's texts by name,
     of one text alone under an empty name."""
+    tflops: float | None = None
+    """Model TFLOP/s of one device, by the formula of :mod:`internsp.report.flops`."""
+    hardware_tflops: float | None = None
+    """The same with what is computed again."""
+    mfu: float | None = None
+    """``tflops`` over the device's peak, where that is known or given."""
     run: str | None = None
     """Id of the run."""
 

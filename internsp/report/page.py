@@ -7,6 +7,8 @@ mode, and stays below about 1.5 MB however long the run was.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import re
@@ -15,19 +17,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from internsp.config.sizes import human
+from internsp.errors import ConfigError
 from internsp.report.charts import Series, drawable, line_chart, number
 from internsp.report.lanes import PHASES, draw_timeline
-from internsp.report.metrics import StepMetrics
+from internsp.report.metrics import StepMetrics, read_metrics
 from internsp.report.tables import COORDINATES, communication_rows, mesh_grids, waiting
 from internsp.report.timeline import step_times
 from internsp.trace import Event
 
 _MAX_TEXT = 100_000
+_KEPT = ("title", "mesh", "ranks", "memory", "sample", "notes", "schedule", "advice")
+_EVENT = tuple(field.name for field in dataclasses.fields(Event))
 
 # Control characters, which HTML does not allow, and lone surrogates, which UTF-8 cannot hold.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -64,6 +70,15 @@ class Report:
     schedule: str = ""
     advice: Sequence[str] = ()
 
+    def keep(self, path: Path) -> None:
+        """Write what the page says beyond configuration and metrics as JSON, for :func:`kept`."""
+        said = {name: getattr(self, name) for name in _KEPT}
+        said["timeline"] = {
+            rank: [[getattr(event, name) for name in _EVENT] for event in events]
+            for rank, events in self.timeline.items()
+        }
+        path.write_text(json.dumps(said), encoding="utf-8")
+
     def write(self, path: str | Path) -> Path:
         """Write the page, replacing an older one as a whole; blocks until it is on disk.
 
@@ -87,7 +102,7 @@ class Report:
     def render(self) -> str:
         """The page as text."""
         waits, blocks = waiting(self.timeline)
-        page = _template().render(
+        page = template("report.html.j2").render(
             run=self,
             lead=_lead(self.metrics, self.mesh),
             cards=_cards(self.metrics, self.timeline),
@@ -101,11 +116,47 @@ class Report:
             stages=mesh_grids(self.ranks),
             coordinates=["rank", *(c for c in COORDINATES if any(c in row for row in self.ranks))],
         )
-        return _FORBIDDEN.sub("\ufffd", page)
+        return clean(page)
+
+
+def kept(folder: Path) -> Report:
+    """The report of a run from its folder: configuration, metrics, and what was kept beside them.
+
+    A run that was killed has kept nothing: its page has no step's timeline and no memory.
+
+    Raises:
+        ConfigError: it is not the folder of a run, or its ``report.json`` is damaged.
+    """
+    if not (folder / "metrics.jsonl").is_file() or not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} is not the folder of a run: no metrics.jsonl or config.toml")
+    text = (folder / "config.toml").read_text()
+    said: dict[str, Any] = {
+        "title": folder.name, "mesh": {}, "ranks": [], "memory": [], "timeline": {},
+        "notes": ["The run has left no report.json: it was killed, or is still going on."],
+    }  # fmt: skip
+    path = folder / "report.json"
+    if path.is_file():
+        try:
+            said = json.loads(path.read_text())
+            said = {name: said[name] for name in (*_KEPT, "timeline")}
+            said["timeline"] = {
+                int(rank): [Event(*event) for event in events]
+                for rank, events in said["timeline"].items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged: {error}") from None
+    metrics = read_metrics(folder / "metrics.jsonl")
+    return Report(config_toml=text, metrics=metrics, **said)
+
+
+def clean(page: str) -> str:
+    """Without what HTML and UTF-8 do not allow."""
+    return _FORBIDDEN.sub("\ufffd", page)
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """One of ``templates/``."""
     environment = Environment(
         loader=PackageLoader("internsp.report"),
         autoescape=True,
@@ -117,7 +168,7 @@ def _template() -> Template:
         "ms": lambda seconds: f"{seconds * 1e3:.2f}",
         "human": human,
     }
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _lead(metrics: Sequence[StepMetrics], mesh: Mapping[str, int]) -> str:
@@ -155,6 +206,10 @@ def _cards(
     if flying > 0:
         hidden = sum(t.hidden for t in traced) / flying
         cards["of communication hidden (traced step)"] = f"{hidden:.0%}"
+    if tflops := [m.tflops for m in metrics if m.tflops is not None]:
+        cards["model TFLOP/s of a device (median)"] = f"{statistics.median(tflops):,.3g}"
+    if used := [m.mfu for m in metrics if m.mfu is not None]:
+        cards["MFU (median)"] = f"{statistics.median(used):.1%}"
     peak = max(m.peak_memory_bytes for m in metrics)
     if peak > 0:
         cards["peak memory"] = human(peak)
@@ -162,14 +217,16 @@ def _cards(
 
 
 @dataclass(frozen=True)
-class _Chart:
+class Chart:
+    """A drawing with what stands around it."""
+
     title: str
     drawing: Markup
     legend: Mapping[str, str] = field(default_factory=dict)
     caption: str = ""
 
 
-def _charts(metrics: Sequence[StepMetrics]) -> list[_Chart]:
+def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
     if not metrics:
         return []
     loss = [Series("loss", [(m.step, m.loss) for m in metrics], "s1")]
@@ -181,15 +238,15 @@ def _charts(metrics: Sequence[StepMetrics]) -> list[_Chart]:
     norm = Series("gradient norm", [(m.step, m.grad_norm) for m in metrics], "s4")
     rates = Series("learning rate", [(m.step, m.lr) for m in metrics], "s2", noisy=False)
     return [
-        _Chart(
+        Chart(
             "Loss (nats per token)",
             line_chart(loss, label="loss over the steps"),
             {"s1": "training", "s2": "held-out"} if held_out else {},
             f"Steps without a finite loss: {broken:,}." if broken else "",
         ),
-        _Chart("Throughput (tokens/s)", line_chart([rate], label="tokens a second", zero=True)),
-        _Chart("Gradient norm, before clipping", line_chart([norm], label="gradient norm")),
-        _Chart("Learning rate", line_chart([rates], label="learning rate", zero=True)),
+        Chart("Throughput (tokens/s)", line_chart([rate], label="tokens a second", zero=True)),
+        Chart("Gradient norm, before clipping", line_chart([norm], label="gradient norm")),
+        Chart("Learning rate", line_chart([rates], label="learning rate", zero=True)),
     ]
 
 

@@ -423,6 +423,7 @@ class _Run:
             advice=advise(timeline, setting),
         )
         report.write(self.output / "report.html")
+        report.keep(self.output / "report.json")
 
     def _notes(self) -> list[str]:
         stopped = f"The run was stopped before its last step{self.why}."

@@ -15,6 +15,7 @@ from internsp import accelerator
 from internsp.data.batches import Batch, rows_of
 from internsp.errors import ConfigError, OrderError
 from internsp.plan.simulate import simulate
+from internsp.report.flops import flops_per_token, peak_tflops
 from internsp.report.metrics import StepMetrics
 from internsp.sp import SequenceLayout
 from internsp.sp.dispatch import FIXED
@@ -84,6 +85,7 @@ class StepRunner:
         self._saves = saves
         seconds = time.perf_counter() - start
         self._check_order(config.train.micro_batches)
+        rates = self._flops(tokens / seconds)
         metrics = StepMetrics(
             step=number + 1,
             loss=total / tokens,
@@ -98,6 +100,7 @@ class StepRunner:
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
             skipped_steps=session.optimizer.skipped_steps,
+            **rates,
         )
         return Stepped(metrics, asked > 0, save > 0, saved)
 
@@ -122,6 +125,17 @@ class StepRunner:
         (loss_sum,) = self._sum(total, stages=True)
         (tokens,) = self._sum(float(count))
         return loss_sum / tokens if tokens else None
+
+    def _flops(self, tokens_per_second: float) -> dict[str, float]:
+        """What this step's rate is in operations; of a program's own model nothing is known."""
+        session = self.session
+        if session.own.model is not None:
+            return {}
+        each = flops_per_token(session.config, session.parameters)
+        model, hardware = (f * tokens_per_second / session.mesh.world_size / 1e12 for f in each)
+        found = {"tflops": model, "hardware_tflops": hardware}
+        peak = peak_tflops(session.config, accelerator.name_of(session.mesh.device))
+        return found if peak is None else {**found, "mfu": model / peak}
 
     def _mode(self, training: bool) -> None:
         for module in self.session.modules:

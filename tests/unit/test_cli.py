@@ -69,7 +69,7 @@ def test_mistakes_of_the_file_and_the_options_are_one_report_with_status_2(capsy
     ("words", "expected"),
     [
         (["trian", "good.toml"], "internsp: unknown command trian; did you mean train?\n"),
-        (["good.toml"], "there are train, plan, init, generate and export\n"),
+        (["good.toml"], "there are train, plan, init, generate, export and report\n"),
         (["train", "goood.toml"], "no such file; did you mean good.toml?"),
         (["train", "good.toml", "extra"], "unexpected argument: extra"),
         (["train", "good.toml", "--parallel.weight", "3"], "3 does not divide the 1 rank"),
@@ -86,7 +86,7 @@ def test_each_mistake_is_named_with_status_2(words, expected, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "Expected one of {train, plan, init, generate, export}"),
+        ([], "Expected one of {train, plan, init, generate, export, report}"),
         (["train"], "CONFIG.toml"),
         (["train", "good.toml", "--train.steps"], "--train.steps"),
     ],

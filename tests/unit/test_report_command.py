@@ -1,0 +1,108 @@
+"""``internsp report``: a page made again from a run's files, and runs side by side."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from internsp import cli
+from internsp.report.compare import differences, read_runs, table
+from internsp.report.metrics import MetricsWriter, StepMetrics
+from internsp.report.page import Report, kept
+from internsp.trace import Event
+
+
+def made(folder: Path, losses: list[float], lr: float, rate: float = 100.0) -> Path:
+    """The files of a run."""
+    writer = MetricsWriter(folder / "metrics.jsonl")
+    for step, loss in enumerate(losses, start=1):
+        writer.write(StepMetrics(
+            step=step, loss=loss, grad_norm=1.0, lr=lr, tokens=10, step_seconds=0.1,
+            tokens_per_second=rate, exposed_comm_seconds=0.02, gathered_bytes=1, reduced_bytes=1,
+            peak_memory_bytes=1 << 20, mfu=0.41,
+        ))  # fmt: skip
+    writer.close()
+    text = f'[optimizer]\nlr = {lr}\n[train]\nname = "{folder.name}"\nsteps = 9\n'
+    (folder / "config.toml").write_text(text)
+    return folder
+
+
+def report(folder: Path) -> Report:
+    run = kept(folder)
+    return Report(
+        title=folder.name, config_toml=run.config_toml, metrics=run.metrics,
+        mesh={"world": 2, "weight": 2}, ranks=[{"rank": 0, "weight": 0}, {"rank": 1, "weight": 1}],
+        memory=[("weights", 4096)], notes=["A note."], sample="some text", advice=["More."],
+        timeline={0: [Event("FORWARD", "", "", "forward", 0.0, 1.0, 0),
+                      Event("AG", "layers.0", "wq", "forward", 0.1, 0.4, 64)], 1: []},
+    )  # fmt: skip
+
+
+def test_a_page_made_again_is_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "a", [3.0, 2.0], 1e-3)
+    whole = report(run)
+    whole.keep(run / "report.json")
+    assert cli.main(["report", str(run)]) == 0
+    assert (run / "report.html").read_text() == whole.render()
+    assert f"wrote {run}/report.html" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_has_a_page_of_what_it_wrote(tmp_path: Path) -> None:
+    run = made(tmp_path / "a", [3.0, 2.0], 1e-3)
+    assert cli.main(["report", str(run), "--to", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "it was killed, or is still going on" in page
+    assert "No step was traced" in page
+    assert "41.0%" in page, "MFU"
+    assert not (run / "report.html").exists()
+
+
+def test_runs_side_by_side_have_a_table_curves_and_the_settings_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(tmp_path / "a", [3.0, 2.0], 1e-3)
+    second = made(tmp_path / "b", [3.0, 1.0, float("nan")], 2e-3, rate=200.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["report", str(first), str(second)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].split()[:5] == ["a", "2", "2.0000", "-", "100"]
+    assert out[2].split()[:5] == ["b", "3", "nan", "-", "200"]
+    assert ["optimizer.lr", "0.001", "0.002"] in [line.split() for line in out]
+    assert not [line for line in out if "train.name" in line]
+    assert out[-1] == "wrote compare.html"
+    page = Path("compare.html").read_text()
+    assert len(re.findall(r'class="line[^"]*s2"', page)) >= 1
+    assert "Settings that differ" in page
+    assert "<td>0.002</td>" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_narrow_terminal_has_a_cell_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    runs = [str(made(tmp_path / name, [3.0], 1e-3)) for name in "ab"]
+    assert cli.main(["report", *runs, "--to", str(tmp_path / "c.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  loss: 3.0000" in lines
+    assert max(len(line) for line in lines if not line.startswith("wrote")) <= 40
+
+
+def test_folders_of_one_name_are_told_apart_and_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [made(tmp_path / part / "run", [2.0], 1e-3) for part in "xy"]
+    assert [row[0] for row in table(read_runs(runs))[1:]] == [str(run) for run in runs]
+    assert differences(read_runs(runs)) == [["setting", *map(str, runs)]]
+    for words, wanted in (
+        ([str(tmp_path)], "is not the folder of a run"),
+        ([str(runs[0]), str(runs[0])], "given twice"),
+    ):
+        assert cli.main(["report", *words]) == 2
+        assert wanted in capsys.readouterr().err
+    (runs[0] / "report.json").write_text('{"title": 3}')
+    assert cli.main(["report", str(runs[0])]) == 2
+    assert "report.json is damaged" in capsys.readouterr().err
