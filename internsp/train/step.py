@@ -100,9 +100,8 @@ class StepRunner:
             peak_memory_bytes=peak_memory_bytes(session.mesh.device),
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
             skipped_steps=session.optimizer.skipped_steps,
-            **rates,
         )
-        return Stepped(metrics, asked > 0, save > 0, saved)
+        return Stepped(metrics.model_copy(update=rates), asked > 0, save > 0, saved)
 
     @torch.no_grad()
     def evaluate(self) -> float | None:

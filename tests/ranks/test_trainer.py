@@ -107,8 +107,7 @@ def with_everything_own(rank: int, world: int, folder: str) -> tuple[list[str], 
     notes = Notes()
     given = sections(
         parallel={"weight": 2}, train={"steps": 9, "eval_every": 0},
-        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"],
-                         "prefetch_triggers": ["layers.*"]},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "trigger": "qkv"},
     )  # fmt: skip
     trainer = internsp.Trainer(
         given, output=folder, model=Tiny(), loss=loss, data=own_data, optimizer=own_optimizer,
