@@ -261,6 +261,13 @@ def _train(config: Config) -> Iterator[Problem]:
     if train.early_stop and not (train.eval_every and train.eval_batches):
         text = "there is nothing to stop by: evaluations are off until the end"
         yield Problem(("train.early_stop", "train.eval_every", "train.eval_batches"), text)
+    if train.torch_profile is not None and train.torch_profile[0] > train.torch_profile[1]:
+        first, last = train.torch_profile
+        text = f"the first step, {first}, comes after the last, {last}"
+        yield Problem(("train.torch_profile",), text)
+    if train.memory_snapshot and train.torch_profile is None:
+        text = "needs the steps: set train.torch_profile"
+        yield Problem(("train.memory_snapshot", "train.torch_profile"), text)
     size = len(config.train.name.encode())
     if size > 200:  # of the 255 bytes that most file systems take
         text = f"{size} bytes are too long for the name of a folder; use at most 200"

@@ -68,7 +68,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FIXED: "seed dtype",
         Rule.TAKEN: "steps tokens global_batch",
         Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
-        "peak_tflops "
+        "peak_tflops torch_profile memory_snapshot deterministic "
         "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},

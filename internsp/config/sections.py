@@ -531,6 +531,12 @@ class TrainConfig(Section):
     """TFLOP/s of a device at most, for MFU; none: what is known of it, for 16-bit training."""
     profile: bool = False
     """Write the step that the report shows as a Chrome/Perfetto trace, a file a rank."""
+    torch_profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    """Steps, first and last, over which torch's profiler writes a trace, a file a rank."""
+    memory_snapshot: bool = False
+    """Write CUDA's allocations over the same steps, a file a rank."""
+    deterministic: bool = False
+    """Take deterministic kernels only; an operation that has none ends the run."""
     max_skipped_steps: Count = 10
     """Stop after so many steps in a row whose gradients were not finite; none of them is taken."""
     compare_replicas: Natural = 0

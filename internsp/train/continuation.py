@@ -9,7 +9,7 @@ import torch
 
 from internsp.config import Config
 from internsp.config.resume import readable
-from internsp.data.text import Tokenizer, load_tokenizer
+from internsp.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.errors import ConfigError
 from internsp.factory import Model, build_to_load, device_type, generate
 from internsp.train.export import newest, read_tensor

@@ -98,9 +98,9 @@ class OwnData:
             self._taken += 1
         mistake = ""
         for given in islice(self._batches, train.micro_batches - len(self._ready)):
-            batch = Batch(*given) if isinstance(given, tuple) else Batch(given, None)
-            mistake = mistake or self._mistake(batch.ids)
-            self._ready.append(batch)
+            ids, boundaries = given if isinstance(given, tuple) else (given, None)
+            mistake = mistake or self._mistake(ids)
+            self._ready.append(Batch(ids, boundaries, [] if mistake else [[] for _ in ids]))
             self._taken += 1
         enough = len(self._ready) == train.micro_batches
         if not self._compared:

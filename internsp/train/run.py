@@ -28,6 +28,7 @@ from internsp.train.checkpoint import Resumed
 from internsp.train.disk import steps_in
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
+from internsp.train.modes import Profiles, deterministic
 from internsp.train.numbers import EarlyStop, Spikes, compare_replicas
 from internsp.train.own import Listener, OwnData
 from internsp.train.peer import Copies
@@ -75,7 +76,7 @@ def run_session(session: Session, output: Path, stop: StopRequest, told: Listene
         if copies is not None and resumed is None:
             copies.settle(None)
         folder.begin(resumed)
-        with _log(session, folder.path) as log:
+        with _log(session, folder.path) as log, deterministic(session.config.train.deterministic):
             _Run(session, folder, resumed, stop, log, copies, told).run()
 
 
@@ -137,6 +138,11 @@ class _Run:
         self.stop = stop
         self.main = session.mesh.rank == 0
         self.runner = StepRunner(session)
+        train = session.config.train
+        self.profiles = Profiles(
+            train.torch_profile, train.memory_snapshot, folder.path / "traces",
+            session.mesh.rank, session.mesh.device,
+        )  # fmt: skip
         self.events: list[Event] = []
         self.interrupted = False
         self.asked = False  # to save, by SAVE, which has not been done yet
@@ -185,6 +191,7 @@ class _Run:
             if writer is not None:
                 writer.close()
             self.saver.close()
+            self.profiles.close()
 
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
         for note in self.notes:
@@ -231,12 +238,16 @@ class _Run:
             self.log.at(self.step + 1)
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
+            self.profiles.before(self.step + 1)
             done = self.runner.step(
                 self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
             )
             self.interrupted, self.asked = done.interrupted, self.asked or done.save
             self.sequences += train.global_batch
             self.tokens += done.metrics.tokens
+            for path in self.profiles.after(self.step + 1):
+                if display is not None:
+                    display.note(f"profile {path}")
             metrics = self._counted(done.metrics)
             if self.step % train.log_every == 0:
                 self.log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, "

@@ -90,7 +90,7 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
 
 
 def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
-    from internsp.data.text import load_tokenizer
+    from internsp.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer("bytes")
     pieces: list[str] = []

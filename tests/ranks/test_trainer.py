@@ -201,7 +201,7 @@ def python(folder: Path, code: str, *before: str) -> str:
     (folder / "script.py").write_text(code)
     done = subprocess.run(
         [sys.executable, *before, "script.py"], cwd=folder, capture_output=True, text=True,
-        timeout=120,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -232,7 +232,7 @@ def test_the_documents_own_program_runs(tmp_path: Path) -> None:
     blocks = (ROOT / "docs" / "trainer.md").read_text().split("```python\n")
     (tmp_path / "script.py").write_text(blocks[2].split("```")[0])
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("4 ")
@@ -290,7 +290,7 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], texts
     assert len(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")) == 2
     assert not (tmp_path / "runs" / "run.1").exists()

@@ -1,0 +1,81 @@
+"""Determinism and profiles of a run: on while it trains, off afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import internsp
+from internsp.config import load_config
+from internsp.errors import ConfigError
+from tests.ranks.test_trainer import Tiny, loss, rows, sections
+from tests.support.ranks import run_ranks
+
+
+def data(mesh: internsp.ParallelMesh) -> Iterator[Tensor]:
+    return (rows(step, mesh.data_rank, 4 // mesh.data) for step in range(3))
+
+
+def trainer(folder: Path, train: dict[str, Any], own_loss: Any = loss) -> internsp.Trainer:
+    given = sections(
+        train={"eval_every": 0, **train}, checkpoint={"save": False, "every": 0},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "trigger": "qkv"},
+        parallel={"weight": 2},
+    )  # fmt: skip
+    return internsp.Trainer(given, output=folder, model=Tiny(), loss=own_loss, data=data)
+
+
+def without_a_deterministic_kernel(model: nn.Module, layout: internsp.SequenceLayout) -> Tensor:
+    torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    return loss(model, layout)
+
+
+def modes(rank: int, world: int, folder: str) -> list[bool]:
+    found = []
+    for number, asked in enumerate((False, True)):
+        run = trainer(Path(folder) / str(number), {"deterministic": asked},
+                      without_a_deterministic_kernel)  # fmt: skip
+        if asked:
+            with pytest.raises(RuntimeError, match="does not have a deterministic"):
+                run.train()
+        else:
+            run.train()
+        found.append(torch.are_deterministic_algorithms_enabled())
+    return found
+
+
+def test_an_operation_without_a_deterministic_kernel_ends_a_deterministic_run_alone(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(modes, 2, str(tmp_path)) == [[False, False]] * 2
+
+
+def profiled(rank: int, world: int, folder: str) -> None:
+    trainer(Path(folder), {"torch_profile": [2, 2]}).train()
+
+
+def test_torchs_profiler_writes_the_chosen_steps_of_every_rank(tmp_path: Path) -> None:
+    run_ranks(profiled, 2, str(tmp_path))
+    for rank in range(2):
+        content = json.loads((tmp_path / "traces" / f"torch-rank{rank}.json").read_text())
+        names = [event.get("name", "") for event in content["traceEvents"]]
+        # Three linear layers, of one step: its forward alone.
+        assert names.count("aten::linear") == 3
+
+
+@pytest.mark.parametrize(
+    ("train", "wanted"),
+    [
+        ({"torch_profile": [5, 3]}, "the first step, 5, comes after the last, 3"),
+        ({"memory_snapshot": True}, "set train.torch_profile"),
+    ],
+)
+def test_profiles_that_cannot_be_are_refused(train: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        load_config({"train": train})
