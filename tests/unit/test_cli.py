@@ -112,6 +112,15 @@ def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
     assert "--resume PATH" in done.stdout
 
 
+def test_a_shell_completes_commands_and_options(tmp_path):
+    path = tmp_path / "internsp"
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--tyro-write-completion", "bash", str(path)])
+    assert caught.value.code in (0, None)
+    text = path.read_text()
+    assert all(word in text for word in ("generate", "--optimizer.schedule", "inverse_sqrt"))
+
+
 def test_version_is_one_line(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("internsp ")
