@@ -33,14 +33,15 @@ def load_run(run: Path) -> tuple[Model, Config, list[str]]:
     model = build_to_load(config)
     saved = {name for name in content.tensors if name.startswith("model.")}
     weights = {n.removeprefix("model."): read_tensor(folder, content, n) for n in sorted(saved)}
-    try:
-        missing = model.load_state_dict(weights, assign=True, strict=False)
-    except RuntimeError as error:
-        raise ConfigError(f"{folder}: {error}") from None
+    shapes = {n: v.shape for n, v in model.state_dict().items()}
+    wrong = [n for n, v in weights.items() if n in shapes and v.shape != shapes[n]]
+    missing = model.load_state_dict(
+        {n: v for n, v in weights.items() if n not in wrong}, assign=True, strict=False
+    )
     shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - {
         n for n, _ in model.named_parameters()
     }
-    if lost := [*(set(missing.missing_keys) - shared), *missing.unexpected_keys]:
+    if lost := [*wrong, *(set(missing.missing_keys) - shared), *missing.unexpected_keys]:
         raise ConfigError(
             f"{folder} is of another model than its [model] describes ({min(lost)}): a program "
             "gave its own, which only it can build"

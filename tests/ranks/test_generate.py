@@ -86,7 +86,7 @@ def test_the_command_writes_the_text_and_the_same_seed_the_same(
     said = capsys.readouterr().err
     assert [name in said for name in ("--tokens", "--top_p", "--temperature")] == [True] * 3
     assert cli.main(["generate", str(runs[0]), "--prompt", "x"]) == 2
-    assert "no whole checkpoint" in capsys.readouterr().err
+    assert "no checkpoint at" in capsys.readouterr().err
 
 
 def test_characters_are_given_whole_as_soon_as_their_bytes_are_there() -> None:
