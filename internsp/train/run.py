@@ -222,6 +222,15 @@ class _Run:
             display.note(note)
         return display, writer
 
+    def _out_of_data(self, display: Display | None) -> bool:
+        """Whether a program's own data has ended."""
+        source = self.session.source
+        if not isinstance(source, OwnData) or source.more(self.sequences):
+            return False
+        if display is not None:
+            display.note(f"the program's data ended after step {self.step}")
+        return True
+
     def _loop(self, display: Display | None, writer: MetricsWriter | None) -> StepMetrics | None:
         """All steps; the last one's metrics, neither evaluated nor written yet."""
         train, trace = self.config.train, self.session.trace
@@ -230,11 +239,8 @@ class _Run:
         if every:
             self.saver.prepare()
         while not self._finished():
-            if isinstance(self.session.source, OwnData):
-                if not self.session.source.more(self.sequences):
-                    if display is not None:
-                        display.note(f"the program's data ended after step {self.step}")
-                    return None
+            if self._out_of_data(display):
+                return None
             self.log.at(self.step + 1)
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
