@@ -39,6 +39,10 @@ class _Plan:
     """The configuration; internsp init --config documented writes one of every key."""
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """SVG file for a picture of a pipeline's schedule."""
+    longest: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """Memory of a rank ("80 GiB"): print the longest sequence that fits, and by what."""
+    host_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
+    """With --longest: host memory of a rank; without: as much as is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +102,12 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
             from internsp.plan.printed import print_plan
 
             size = around.world_size or config.launch.processes
+            if command.longest is not None:
+                from internsp.plan.longest import print_longest
+
+                wanted, host = command.longest, command.host_memory
+                printed(lambda: print_longest(config, size, wanted, host))
+                return 0
             printed(lambda: print_plan(config, size, picture=command.picture))
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)

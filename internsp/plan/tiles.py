@@ -38,7 +38,12 @@ def tiles_of(config: Config, data: int) -> int:
     parallel, train = config.parallel, config.train
     rows = train.global_batch // (train.micro_batches * data)
     tokens = max(rows, 1) * config.data.sequence_length // parallel.sequence
-    return max(tokens // max(config.model.hidden_size, LEAST_TOKENS), 1)
+    return max(tokens // tile_tokens(config), 1)
+
+
+def tile_tokens(config: Config) -> int:
+    """Tokens of a tile that the plan chooses, at least."""
+    return max(config.model.hidden_size, LEAST_TOKENS)
 
 
 def resolved(config: Config, data: int) -> ActivationCheckpointConfig:

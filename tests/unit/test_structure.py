@@ -36,7 +36,8 @@ LEVELS = [
     ["internsp.pipeline"],
     [ZOO],
     ["internsp.factory"],
-    ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.data", "internsp.report"],
+    ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.plan.activations",
+     "internsp.plan.longest", "internsp.data", "internsp.report"],
     ["internsp.train", "internsp.clients.trainer", "internsp.cli.launch", "internsp.cli.preflight"],
     ["internsp.cli", "internsp"],
 ]  # fmt: skip
