@@ -355,7 +355,8 @@ class Runs:
                 found.lost += max(off, 0)
                 found.repeated += max(-off, 0)
                 found.wrong.append(f"{where}: step {step} began at row {begin}")
-        wanted = {"config.toml", "metrics.jsonl", "report.html", "checkpoints", "logs"}
+        wanted = {"config.toml", "metrics.jsonl", "report.html", "report.json",
+                  "checkpoints", "logs"}  # fmt: skip
         extra = {p.name for p in output.iterdir()} - wanted
         extra |= {p.name for p in (output / "checkpoints").iterdir() if not _whole_name(p)}
         if extra:
