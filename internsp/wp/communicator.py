@@ -146,6 +146,8 @@ class EmbeddingWeightParallelCommunicator(WPCommunicator):
         """See :meth:`WPCommunicator.unshard`."""
         follow(weight)
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
+        if not self._chunk.inside and phase == FORWARD:  # the model was not entered, which looks
+            self._chunk.forget_older(self.unit)
         self._chunk.perform(self._queue.use(self.unit, weight, phase))
         return self._chunk.pool.view(weight)
 
@@ -263,7 +265,6 @@ class ISPCommunicator(WPCommunicator):
         self._graphs = 0  # made by forwards since a backward ended
         self._forward: int | None = None  # in whose graph the backward that runs is, if known
         self._forward_open = False  # begun, and not come to its end
-        self._inside = False  # the model's forward runs
         self._task = -1
         self._nested = False  # that task may be an inner one
         self._recomputed = False  # whether the open block has recomputed in this backward
@@ -433,7 +434,7 @@ class ISPCommunicator(WPCommunicator):
         self.recovery.lookout.begin()
         if self.learning is not None:
             self.learning.begin_forward()
-        self._forward_open = self._inside = True
+        self._forward_open = self.state.inside = True
         self._next = 0
         self._count_forward()
         self._autocast.enter_model()
@@ -448,7 +449,7 @@ class ISPCommunicator(WPCommunicator):
         """What runs now, in words; empty at rest."""
         if self.whole_in:
             return f"inside {self.whole_in}"
-        if self._inside:
+        if self.state.inside:
             return "in the model's forward"
         if graph_task() != NO_TASK:
             return "in a backward"
@@ -486,7 +487,7 @@ class ISPCommunicator(WPCommunicator):
 
     def leave_forward(self) -> None:
         """The model's forward is left, at its end or by an exception: then it stays open."""
-        self._inside = False
+        self.state.inside = False
 
     def end_forward(self) -> None:
         """The model's forward is over."""
@@ -717,7 +718,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _require_rest(self, what: str) -> None:
         self.recover()
-        if self._inside or graph_task() != NO_TASK:
+        if self.state.inside or graph_task() != NO_TASK:
             raise OrderError(f"{what}() belongs between two passes: a forward or backward runs")
         if not any(unit.groups for unit in self.units()):
             raise StructureError(f"{what}(): a communicator of your own gathers by itself")
@@ -861,16 +862,16 @@ class ISPCommunicator(WPCommunicator):
 
     def _check_order(self, unit: Unit) -> None:
         order = self.queue.blocks
-        if not self._inside:  # blocks run by themselves, without the model's forward
+        if not self.state.inside:  # blocks run by themselves, without the model's forward
             self.recover()
             self._next %= len(order)
             if unit.block < self._next or not self._next:
                 self.recovery.lookout.begin()
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
-            self._forget_older(unit)
+            self.state.forget_older(unit)
             for beside in self.root():  # where weights lie that blocks share
-                self._forget_older(beside.unit)
+                self.state.forget_older(beside.unit)
         elif self.learning is not None:
             self.learning.come_to(unit)
         expected = order[self._next] if self._next < len(order) else None
@@ -900,16 +901,6 @@ class ISPCommunicator(WPCommunicator):
             "(weight_parallel.blocks), or set weight_parallel.unexpected_order = 'learn' for an "
             "order that never changes, 'gather' for one that does"
         )
-
-    def _forget_older(self, unit: Unit) -> None:
-        """Of a block that runs by itself: what has changed since it was gathered is gathered anew.
-
-        Decided by the versions of this rank, as all that a plain loop over blocks can be.
-        """
-        for weight in unit.weights:
-            if weight.shown != weight.tag():
-                self.queue.contents.pop(weight, None)
-                self.queue.sliced.pop(weight, None)
 
     def _ensure_callback(self) -> None:
         """A gradient is ready though no output of the model was hooked: finish at this task's end.

@@ -56,6 +56,7 @@ class Chunk:
             runs.
         streams: whether a use must be told to the slot's streams.
         at_next_pass: called when a pass gathers nothing more: a pipeline prefetches for the next.
+        inside: the chunk's forward runs; what is used outside it is a part run by itself.
     """
 
     collectives: Collectives
@@ -75,6 +76,7 @@ class Chunk:
     handles: dict[ShardedParameter, Handle] = field(default_factory=dict)
     began: Callable[[], None] = lambda: None
     at_next_pass: Callable[[], None] = lambda: None
+    inside: bool = False
 
     def __post_init__(self) -> None:
         self.streams = any(slot.streams.active for slot in self.pool.slots)
@@ -109,6 +111,16 @@ class Chunk:
                 self.at_next_pass()
             else:
                 self._reduce(action)
+
+    def forget_older(self, unit: Unit) -> None:
+        """Of a part that runs by itself: what has changed since it was gathered is gathered anew.
+
+        Decided by the versions of this rank, as all that a plain loop over parts can be.
+        """
+        for weight in unit.weights:
+            if weight.shown != weight.tag():
+                self.queue.contents.pop(weight, None)
+                self.queue.sliced.pop(weight, None)
 
     def finish_reductions(self, last: bool = False) -> None:
         """Wait for every reduction in flight; ``last``: see :meth:`Reductions.finish`."""

@@ -70,7 +70,7 @@ def test_real_commands_end_with_a_status_that_says_whose_mistake_it_was(tmp_path
     done = command(tmp_path, "train", "run.toml", "--output", "good")
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "good").iterdir()) == [
-        "checkpoints", "config.toml", "metrics.jsonl", "report.html",
+        "checkpoints", "config.toml", "logs", "metrics.jsonl", "report.html", "report.json",
     ]  # fmt: skip
     # Found by a rank: beyond what is looked at before ranks start.
     large = rows * (6_000_000 // len("\n".join(rows)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import OrderError
 from internsp.optim import ZeroOptimizer
+from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, VOCABULARY, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -155,3 +157,23 @@ def test_blocks_run_by_themselves_read_what_a_step_has_made_of_a_shared_weight()
                     x = layer(x)
             found.append(x)
         torch.testing.assert_close(found[0], found[1], atol=1e-12, rtol=0.0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@ranks(2)
+def test_parts_beside_the_blocks_run_by_themselves_read_what_a_step_has_made(tied: bool) -> None:
+    twin = Twin(partial(Tiny, tied=tied), mesh_of(2))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin.plain, twin.ours)]
+    for step in range(3):
+        everyone, mine = twin.batch()
+        twin.plain(*everyone).backward()
+        twin.ours(*mine).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients):
+                found, wanted = (m.embed(mine[0]) for m in (twin.ours, twin.plain))
+                close(found, wanted, f"step {step}: the embedding, gradients {gradients}")
+                found, wanted = (m.head(wanted) for m in (twin.ours, twin.plain))
+                close(found, wanted, f"step {step}: the head, gradients {gradients}")
