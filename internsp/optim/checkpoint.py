@@ -52,8 +52,10 @@ def collect(
             values = live[name] if live else torch.zeros_like(segment.tensor, dtype=dtype)
             entry[name] = Slices.of(segment.region, values)
         for name, value in names[key].values.items():
-            first = value.clone() if isinstance(value, Tensor) else value  # it may be written to
-            entry[name] = live.get(name, first)
+            if name in live:
+                entry[name] = live[name]
+            else:  # a copy, which may be written to
+                entry[name] = value.clone() if isinstance(value, Tensor) else value
         if bucket.has_master:
             entry[MASTER] = Slices.of(segment.region, segment.tensor)
         state[name_in_model(segment.member)] = entry

@@ -70,10 +70,14 @@ class Region:
 
     def cut(self, values: Tensor) -> dict[tuple[int, ...], Tensor]:
         """The boxes of ``values`` (1-D, the range) by their offsets: views."""
-        parts = [
-            values[place : place + math.prod(sizes)].view(sizes) for _, sizes, place in self.boxes
-        ]
-        moved = [part.movedim(0, self.dim) if part.dim() else part for part in parts]
+        if len(self.boxes) == 1:  # the usual case, without the cut of each save's copy
+            parts = [values.view(self.boxes[0][1])]
+        else:
+            parts = [
+                values[place : place + math.prod(sizes)].view(sizes)
+                for _, sizes, place in self.boxes
+            ]
+        moved = [part.movedim(0, self.dim) for part in parts] if self.dim else parts
         return dict(zip(self.offsets, moved, strict=True))
 
 

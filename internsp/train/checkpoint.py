@@ -57,21 +57,35 @@ class Resumed:
 
 
 def manifest_of(
-    session: Session, step: int, sequences: int, tokens: int, run: str
+    session: Session,
+    step: int,
+    sequences: int,
+    tokens: int,
+    run: str,
+    scaler: dict[str, float] | None,
 ) -> dict[str, Any]:
-    """What a checkpoint says of itself, as JSON, but for what it holds. On rank 0."""
-    scaler = session.optimizer.loss_scaler
+    """What a checkpoint says of itself, as JSON, but for what it holds. On rank 0, also later.
+
+    Args:
+        scaler: the loss scale and its counters (:func:`scale_of`) after ``step`` steps.
+    """
     return Manifest(
         step=step,
         run=run,
         mesh=session.mesh.shape.degrees(),
         config=session.config.model_dump(mode="json"),
         data=_position(session, sequences, tokens),
-        loss_scaler=None if scaler is None else scaler.state_dict(),
+        loss_scaler=scaler,
         values={},
         tensors={},
         files={},
     ).model_dump(mode="json")
+
+
+def scale_of(session: Session) -> dict[str, float] | None:
+    """The loss scale and its counters, as they are now; ``None`` where nothing is scaled."""
+    scaler = session.optimizer.loss_scaler
+    return None if scaler is None else scaler.state_dict()
 
 
 def _position(session: Session, sequences: int, tokens: int) -> Position:

@@ -15,7 +15,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from internsp.optim.finite import NotFinite
 from internsp.optim.slices import Slices
 from internsp.train import checkpoint_folder
 from internsp.train.agreement import from_first, on_every_rank, plain_errors
-from internsp.train.checkpoint import manifest_of, parameter_of, state_of
+from internsp.train.checkpoint import manifest_of, parameter_of, scale_of, state_of
 from internsp.train.checkpoint_files import FilePlan
 from internsp.train.peer import Copies
 from internsp.train.session import Session
@@ -45,7 +45,7 @@ class _Save:
     Attributes:
         step: finished steps.
         values: what this rank keeps that is no tensor.
-        content: of the manifest, as far as it is known from the start.
+        content: makes that of the manifest, on rank 0; called while training goes on.
         committing: whether every rank's file is durable.
         digests: of all files, then.
     """
@@ -54,7 +54,7 @@ class _Save:
     final: Path
     partial: Path
     values: dict[str, Any]
-    content: dict[str, Any]
+    content: Callable[[], dict[str, Any]]
     committing: bool = False
     digests: list[str] = field(default_factory=list)
 
@@ -135,9 +135,8 @@ class Saver:
         folder = checkpoint_folder.partial_of(final, f"{self._token}-{self._attempts}")
         tensors, values = state_of(self._session)
         plan.fill(writer.memory, tensors)
-        content = {}
-        if self._session.mesh.rank == 0:
-            content = manifest_of(self._session, step, sequences, tokens, self._run)
+        about = (step, sequences, tokens, self._run, scale_of(self._session))
+        content = partial(manifest_of, self._session, *about)
         self._save = _Save(step, final, folder, values, content)
         # A buffer may hold what is not finite: a mask.
         plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]
@@ -214,7 +213,7 @@ class Saver:
         ]
         save.digests = [record["sha256"] for _, record, _, _ in found]
         if rank == 0:
-            content = save.content
+            content = save.content()
             content["files"] = {name: record for name, record, _, _ in found}
             content["values"] = {k: v for _, _, values, _ in found for k, v in values.items()}
             settings = self._session.config.checkpoint
