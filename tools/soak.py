@@ -40,7 +40,7 @@ from tools.bench.report import markdown_rows, say
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- tools/soak.py: begin -->", "<!-- tools/soak.py: end -->"
-BATCH, EVERY, TIMEOUT = 24, 50, 20
+BATCH, EVERY, TIMEOUT = 12, 50, 20
 MESHES: tuple[tuple[int, dict[str, int]], ...] = (
     (1, {}),
     (2, {"weight": 2}),
@@ -64,7 +64,7 @@ FAULTS: dict[str, tuple[str, int]] = {
 }
 POLITE = {"SIGTERM", "SIGHUP", "Ctrl-C"}
 _LOOK, _LIMIT = 0.5, 180.0  # seconds: between two looks, for a segment to begin or to end
-_SETTLED, _RANGE = 300, 80  # steps: of a segment before the fit begins, and that it needs
+_SETTLED, _RANGE = 1000, 500  # steps: of a segment before the fit begins, and that it needs
 _TORCHS = "torchinductor_"  # an empty folder that torch itself leaves
 
 

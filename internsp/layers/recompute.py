@@ -38,7 +38,9 @@ def checkpoint_block(
         recomputed: called when a recompute is over and the block's backward proper begins.
         group: where what a call keeps goes (:mod:`internsp.layers.offload`); ``None``: it stays.
     """
-    inner = block.forward if recomputed is None else _telling(block.forward, recomputed)
+    inner = _WrittenBuffers(block).once(block.forward)
+    if recomputed is not None:
+        inner = _telling(inner, recomputed)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -124,6 +126,49 @@ def _versions(inputs: Any) -> list[tuple[Tensor, int]]:
     if not torch.is_grad_enabled():
         return []
     return [(given, given._version) for given in tensors(inputs) if not given.is_inference()]
+
+
+class _WrittenBuffers:
+    """Buffers that a block's forward writes: tokens that an expert got, running statistics.
+
+    A recompute runs the forward once more, which must not count twice. A value that the forward
+    both reads and writes is, in the recompute, the one after the forward, as in torch's checkpoint.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = list(block.modules())
+        self._writing: list[nn.Module] = []  # those whose buffers a forward was seen to write
+
+    def once(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """``inner``, which in a recompute writes into copies of them."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not in_backward():
+                before = [
+                    (module, name, value, value._version)
+                    for module in self._modules
+                    for name, value in module._buffers.items()
+                    if value is not None and not value.is_inference()
+                ]
+                try:
+                    return inner(*args, **kwargs)
+                finally:
+                    for module, name, value, version in before:
+                        same = module._buffers.get(name) is value and value._version == version
+                        if not same and module not in self._writing:
+                            self._writing.append(module)
+            # All of a module's: no counter shows what a batch norm does to its statistics.
+            held: list[dict[str, Any]] = [dict(module._buffers) for module in self._writing]
+            for module, buffers in zip(self._writing, held, strict=True):
+                for name, value in buffers.items():  # what autograd saves of one must not change
+                    module._buffers[name] = None if value is None else value.detach().clone()
+            try:
+                return inner(*args, **kwargs)
+            finally:  # torch's early stop leaves by an exception
+                for module, buffers in zip(self._writing, held, strict=True):
+                    module._buffers.update(buffers)
+
+        return forward
 
 
 def _telling(inner: Callable[..., Any], recomputed: Callable[[], object]) -> Callable[..., Any]:

@@ -104,3 +104,37 @@ def test_the_reentrant_form_loses_no_gradient_in_silence() -> None:
     torch.testing.assert_close(backward(), wanted)
     inside = [torch.ones(3)]
     raises(StructureError, partial(block, x, inside), "a Nesting returns tensors inside of a tuple")
+
+
+class Counting(nn.Module):
+    """A router that counts the tokens of its experts, in place and by a new tensor; statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.router = nn.Linear(4, 3)
+        self.out = nn.Linear(3, 4)
+        self.register_buffer("tokens", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(self.norm(x)) + self.table
+        self.tokens += torch.bincount(logits.argmax(1), minlength=3)
+        self.seen = self.seen + len(x)
+        return x + self.out(logits.tanh())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_forward_counts_in_buffers_is_counted_once(reentrant: bool) -> None:
+    found = {}
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        block: Any = Counting()
+        if checkpointed:
+            checkpoint_block(block, reentrant)
+        for _ in range(3):
+            block(torch.randn(5, 4, requires_grad=True)).square().sum().backward()
+        found[checkpointed] = dict(block.named_buffers())
+    assert found[False]["tokens"].sum() == 15
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=0)
