@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from internsp import accelerator
@@ -33,6 +34,10 @@ from internsp.train.finite import require_finite
 from internsp.train.manifest import Manifest, Position, State
 from internsp.train.peer import Copies
 from internsp.train.session import Session
+
+OWN, _RANK = "buffers.", ", rank "
+OWN_BYTES = 2**20
+"""Of a buffer of which every rank's own values are saved, at most."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,10 @@ def load(session: Session, path: Path, copies: Copies | None = None) -> Resumed:
     same_ranks = content.mesh["world"] == session.mesh.world_size
     if not same_ranks:
         tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
+    left = {k: k for k in tensors if k.startswith(OWN)}
+    if content.mesh == session.mesh.shape.degrees():  # each rank is again what it was
+        left = {name: _shared_name(name) for name in left}
+    tensors = {k: v for k, v in tensors.items() if k not in left.values()}
     on_every_rank(lambda: check_fits(content, tensors, chosen))
     with plain_errors(f"checkpoint {chosen} could not be read"):
         for part in (tensors, *repeated):
@@ -316,6 +325,7 @@ def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
     found: dict[str, Any] = {}
     for number in range(len(session.modules)):
         found |= _part(session, number, counted=True)
+    found |= _own_buffers(found, session.mesh.rank)
     found |= {f"random.{name}": value for name, value in random_states(session.mesh).items()}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in found.items() if name not in tensors}
@@ -340,6 +350,26 @@ def _part(session: Session, number: int, counted: bool) -> dict[str, Any]:
         if (name not in copies) == counted:
             found |= {state_key(name, kind): value for kind, value in entry.items()}
     return found
+
+
+def _own_buffers(found: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """Buffers again, under names of this rank alone: the tokens of an expert, statistics.
+
+    They may differ between ranks; under the shared name only one rank's is saved.
+    """
+    return {
+        f"{OWN}{name.removeprefix('model.')}{_RANK}{rank}": value
+        for name, value in found.items()
+        if name.startswith("model.")
+        and isinstance(value, Tensor)
+        and not isinstance(value, Parameter | DTensor)
+        and value.nbytes <= OWN_BYTES
+    }
+
+
+def _shared_name(name: str) -> str:
+    """The name of all ranks for a name that :func:`_own_buffers` has made."""
+    return f"model.{name.removeprefix(OWN).rpartition(_RANK)[0]}"
 
 
 def state_key(parameter: str, kind: str) -> str:

@@ -139,6 +139,55 @@ def test_own_model_loss_data_and_optimizer_step_as_on_one_process(tmp_path: Path
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
 
 
+class Counting(Tiny):
+    """Every rank counts the tokens of its own rows, and a later step depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16, dtype=torch.float64)
+        self.register_buffer("counts", torch.zeros(256))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.training:
+            self.counts += torch.bincount(ids.flatten(), minlength=256)
+        rare = (self.counts / self.counts.sum()).argsort()[:50].double() / 256
+        return super().forward(ids) + rare
+
+
+def local_loss(model: nn.Module, layout: internsp.SequenceLayout) -> Tensor:
+    return nn.functional.cross_entropy(
+        model(layout.input_ids).flatten(0, 1), layout.labels.flatten() % 50, reduction="sum"
+    )
+
+
+def counting(
+    rank: int, world: int, folder: str, steps: int, weight: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    given = sections(
+        parallel={"weight": weight}, train={"steps": steps, "eval_every": 0},
+        weight_parallel={"min_shard_elements": 16, "blocks": ["layers.*"], "trigger": "qkv"},
+        checkpoint={"every": 2, "resume": "auto"},
+    )  # fmt: skip
+    trainer = internsp.Trainer(given, output=folder, model=Counting(), loss=local_loss)
+    trainer.train()
+    model: Any = trainer.model
+    return model.counts, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+def test_a_resumed_rank_has_its_own_buffers_again(tmp_path: Path) -> None:
+    wanted = run_ranks(counting, 2, str(tmp_path / "whole"), 4, 2)
+    assert not torch.equal(wanted[0][0], wanted[1][0]), "each rank has rows of its own"
+    for weight in (2, 1):  # the same mesh, and another
+        folder = str(tmp_path / f"resumed {weight}")
+        run_ranks(counting, 2, folder, 2, 2)
+        found = run_ranks(counting, 2, folder, 4, weight)
+        same = [
+            torch.equal(one, other) and all(torch.equal(mine[n], its[n]) for n in mine)
+            for (one, mine), (other, its) in zip(found, wanted, strict=True)
+        ]
+        assert all(same) == (weight == 2)
+
+
 def stopped(rank: int, world: int, folder: str) -> list[str]:
     notes = Notes(stop_after=3 if rank == 1 else 0)
     given = sections(parallel={"weight": 2}, train={"steps": 9})
