@@ -2,6 +2,7 @@
 # make test     makes .venv with what tests need, then lint, types, all tests and coverage
 # make quick    the tests that are not marked slow, without coverage
 # make lint     ruff and mypy only
+# make docs     the site of the documentation, in site/; the network is not asked
 #
 # Only Python 3.11 or newer with pip is assumed. A second call finds the stamp and starts at once.
 
@@ -21,7 +22,7 @@ STAMPS := $(VENV)/stamps
 # One test at a time to whoever is free: some take a minute, most a moment.
 WORKERS = --numprocesses $(JOBS) $(if $(filter-out 0,$(JOBS)),--dist load --maxschedchunk 1)
 
-.PHONY: train test quick lint clean
+.PHONY: train test quick lint docs clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -42,6 +43,10 @@ quick: lint
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "site/index.html; with its search: $(BIN)/python -m http.server --directory site"
 
 # The CPU build of torch, never the CUDA one with its gigabytes: from the sources pip is set up with
 # if they have it, else from PyTorch's own index; where torch has no "+cpu" builds (macOS) the plain
@@ -65,5 +70,9 @@ $(STAMPS)/test: $(STAMPS)/torch pyproject.toml
 	$(PIP) --editable '.[test]'
 	touch $(STAMPS)/train $@
 
+$(STAMPS)/docs: $(STAMPS)/torch pyproject.toml
+	$(PIP) --editable '.[docs]'
+	touch $(STAMPS)/train $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build site *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache

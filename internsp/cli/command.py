@@ -19,7 +19,7 @@ import tyro
 from internsp import __version__
 from internsp.cli import plain
 from internsp.cli.environment import Launched, launched
-from internsp.cli.plain import printed
+from internsp.cli.plain import printed, readable_in_part
 from internsp.config import Config, collect, report, schemas, sections
 from internsp.config.errors import Problem, Schema, in_words, is_tables, items_of
 from internsp.config.names import nearest
@@ -58,6 +58,8 @@ class _Train:
 
 
 _COMMANDS = {"train": _Train, "plan": _Plan}
+_COMPLETIONS = ("--tyro-write-completion", "--tyro-print-completion")
+_SHELLS = ("bash", "zsh")  # that tyro completes for without another package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"internsp {__version__}")
         return 0
-    command, unknown = _parse(words)
+    with readable_in_part():
+        command, unknown = _parse(words)
     given = {name: getattr(command, name) for name in sections()}
     if getattr(command, "resume", None) is not None:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
@@ -177,7 +180,9 @@ def _run(config: Config, output: Path) -> None:
 
 
 def _unknown_command(words: Sequence[str]) -> str | None:
-    """What is wrong with the command's name, in one line."""
+    """What is wrong with the command's name, or with the shell to complete for, in one line."""
+    if words[:1] and words[0] in _COMPLETIONS and words[1:2] and words[1] not in _SHELLS:
+        return f"{words[0]}: no completion for {words[1]}; there is one for {' and '.join(_SHELLS)}"
     if not words or words[0].startswith("-") or words[0] in _COMMANDS:
         return None
     *others, last = known = [*_COMMANDS, *plain.COMMANDS]

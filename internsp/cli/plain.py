@@ -10,7 +10,8 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,8 @@ class Init:
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The folder to write it into; it may exist."""
     config: Annotated[str, tyro.conf.arg(metavar="NAME")] = "demo"
-    """demo (two processes), single (one), pipeline_demo (four), or documented (every key)."""
+    """demo (two processes), single (one), pipeline_demo (four), long_demo (long sequences over
+    two), or documented (every key)."""
 
     def perform(self) -> list[str]:
         """Write the file; returns what to print.
@@ -162,9 +164,10 @@ def perform(name: str, words: Sequence[str]) -> int:
     Raises:
         SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
     """
-    command = tyro.cli(
-        COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
-    )
+    with readable_in_part():
+        command = tyro.cli(
+            COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
+        )
     try:
         lines = command.perform()
         printed(lambda: print(*lines, sep="\n"))
@@ -174,15 +177,32 @@ def perform(name: str, words: Sequence[str]) -> int:
     return 0
 
 
-def printed(write: Callable[[], None]) -> None:
-    """Write to standard output, whose disk may be full (rich ends where its reader has gone)."""
+@contextmanager
+def readable_in_part() -> Iterator[None]:
+    """Ends the command with status 0 where the reader of its output has gone (``| head``)."""
     try:
-        write()
-        sys.stdout.flush()
+        try:
+            yield
+        finally:  # after a SystemExit, too: --help
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _silence()
+        raise SystemExit(0) from None
+
+
+def printed(write: Callable[[], None]) -> None:
+    """Write to standard output, whose disk may be full and whose reader may go."""
+    try:
+        with readable_in_part():
+            write()
     except OSError as error:
-        # What is still buffered goes nowhere, or Python would complain of it once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         raise MachineError(f"standard output: {error.strerror}") from error
+
+
+def _silence() -> None:
+    """What is still buffered goes nowhere, or Python would complain of it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

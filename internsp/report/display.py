@@ -193,8 +193,12 @@ class Display:
             return
         # A log in an ASCII locale must not end the run.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:  # nor must `| head`, which has seen enough
+            with open(os.devnull, "w") as nothing:  # what is still buffered goes there, too
+                os.dup2(nothing.fileno(), self._stream.fileno())
 
 
 class _Panel(Progress):

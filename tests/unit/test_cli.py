@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,11 @@ from internsp.errors import MeshError
 from internsp.failure.outcome import ChildError
 from internsp.train.stop import StopRequest
 
+COMPLETE = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+_tyro_internsp; printf '%s\\n' "${COMPREPLY[@]}"
+"""
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -112,13 +118,43 @@ def test_help_shows_every_section_with_defaults_and_does_not_load_torch():
     assert "--resume PATH" in done.stdout
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_shell_completes_commands_and_options(tmp_path):
     path = tmp_path / "internsp"
     with pytest.raises(SystemExit) as caught:
         cli.main(["--tyro-write-completion", "bash", str(path)])
     assert caught.value.code in (0, None)
-    text = path.read_text()
-    assert all(word in text for word in ("generate", "--optimizer.schedule", "inverse_sqrt"))
+
+    def completed(*words):
+        done = subprocess.run(
+            ["bash", "-c", COMPLETE, "bash", path, "internsp", *words],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        return done.stdout.split()
+
+    assert {"train", "plan", "init", "generate", "export", "report"} <= set(completed(""))
+    assert completed("gen") == ["generate"]
+    assert completed("train", "--optimizer.sch") == ["--optimizer.schedule"]
+    assert completed("generate", "--te") == ["--temperature"]
+
+
+def test_a_shell_without_completion_is_refused_in_one_line(capsys):
+    assert cli.main(["--tyro-write-completion", "tcsh", "x"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("no completion for tcsh; there is one for bash and zsh\n")
+
+
+@pytest.mark.parametrize("words", ["train --help", "report --help"])
+def test_a_reader_that_has_seen_enough_of_the_help_ends_it_in_silence(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = f"import sys; from internsp import cli; sys.exit(cli.main({words.split()}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, text=True,
+        stdout=writing, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_version_is_one_line(capsys):

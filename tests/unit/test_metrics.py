@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 
 import pytest
 
@@ -191,3 +192,13 @@ def test_durations_and_small_curves():
     assert sparkline([0.0, 7.0, math.nan, 3.0], 60) == "▁█ ▄"
     assert sparkline([float(i // 10) for i in range(80)], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([math.nan], 8) == " "
+
+
+def test_a_reader_that_has_seen_enough_does_not_end_the_run() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w", encoding="utf-8") as stream:
+        display = Display(10, log_every=1, stream=stream, environ={})
+        os.close(reading)  # as `| head` does
+        display.start()
+        display.update(step(1))
+        display.finish()

@@ -1,0 +1,109 @@
+"""The tutorial, read literally: its files are written, its commands run, its output compared.
+
+Every page has a folder of its own. Of a ``console`` block the lines that begin with ``$`` are
+commands, and what stands below is a part of what they print: in this order, each shown line a line
+of it (several commands' outputs may mix: a shown line need not follow at once). ``...`` stands for
+any text, a decimal number for one within five percent, and one of MiB for half to twice as many.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in (ROOT / "docs" / "tutorial").glob("*.md") if path.stem != "index")
+BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VARIES = re.compile(r"\.\.\.|\d+\.\d+(?:e[+-]\d+)?|\d+(?= MiB)")
+
+
+def commands(console: str) -> list[tuple[str, list[str]]]:
+    """Each command of a block, and the lines shown below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in console.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def says(shown: str, printed: str) -> bool:
+    """Whether a printed line is what a page shows."""
+    figures = [(m.group(), shown[m.end() :]) for m in VARIES.finditer(shown)]
+    wanted = "".join(
+        re.escape(text) + (mark and ("(.*)" if mark == "..." else r"([\d.e+-]+)"))
+        for text, mark in zip(VARIES.split(shown), [*(f for f, _ in figures), ""], strict=True)
+    )
+    match = re.fullmatch(wanted, printed.rstrip())
+    return match is not None and all(
+        figure == "..." or close(float(figure), found, 2.0 if rest.startswith(" MiB") else 1.05)
+        for (figure, rest), found in zip(figures, match.groups(), strict=True)
+    )
+
+
+def close(shown: float, found: str, factor: float) -> bool:
+    """Whether two figures differ by no more than a factor, or a unit of the third digit."""
+    return shown / factor - 1e-3 <= float(found) <= shown * factor + 1e-3
+
+
+def missing(shown: list[str], printed: str) -> str | None:
+    """The first shown line that does not come in its turn."""
+    lines = iter(printed.splitlines())
+    for line in shown:
+        if line != "..." and not any(says(line, one) for one in lines):
+            return line
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in launched}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    ran = 0
+    for language, title, body in BLOCK.findall(page.read_text()):
+        if title:
+            (tmp_path / title).write_text(body)
+        for command, shown in commands(body) if language == "console" else ():
+            done = subprocess.run(
+                command, shell=True, cwd=tmp_path, env=environment, timeout=240, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            assert done.returncode == 0, f"$ {command}\n{done.stdout}"
+            absent = missing(shown, done.stdout)
+            assert absent is None, f"$ {command}\nhas not printed: {absent}\n{done.stdout}"
+            ran += 1
+    assert ran >= 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("loss 2.179", "loss 2.180", True),
+        ("loss 2.179", "loss 2.379", False),
+        ("loss 2.179, norm 0.40", "loss 2.179, norm 0.50", False),
+        ("step 20", "step 21", False),
+        ("memory 117 MiB", "memory 150 MiB", True),
+        ("memory 117 MiB", "memory 300 MiB", False),
+        ("step ... of run 4", "step 17 of run 4", True),
+        ("loss 5.5451  lr ...", "loss 5.5456  lr 1e-5", True),
+        ("loss 5.5451  lr ...", "loss 5.8456  lr 1e-5", False),
+        ("rank 1 was killed", "rank 0 was killed", False),
+    ],
+)
+def test_lines_are_compared_by_their_figures(shown: str, printed: str, same: bool) -> None:
+    assert says(shown, printed) is same
+
+
+def test_lines_are_found_in_their_order_alone() -> None:
+    assert missing(["a", "...", "c"], "a\nb\nc") is None
+    assert missing(["c", "a"], "a\nb\nc") == "a"
+    assert commands("$ one\na\nb\n$ two\n") == [("one", ["a", "b"]), ("two", [])]

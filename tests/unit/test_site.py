@@ -1,0 +1,112 @@
+"""The site of the documentation is built, strictly and without the network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import internsp
+from tools.docs import pages
+from tools.docs.docstrings import in_markdown
+
+ROOT = Path(__file__).parents[2]
+# mkdocs, where any connection is an error.
+OFFLINE = """
+import socket, sys
+def refuse(*args): raise OSError(f"the site asked the network: {args[1:]}")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+from mkdocs.__main__ import cli
+cli()
+"""
+# What a browser fetches by itself; a link waits for a click.
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'> ]*)"
+    r"|(?:url\(|@import )[\"']?((?:https?:)?//[^\"') ]*)"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, "build", "--strict", "--site-dir", str(out)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_document_is_a_page_and_links_lead_somewhere(site: Path) -> None:
+    """Links within pages and to anchors are mkdocs' own to check: a wrong one ends the build."""
+    for document in (ROOT / "docs").rglob("*.md"):
+        assert (site / document.relative_to(ROOT / "docs")).with_suffix(".html").is_file()
+    for page in ("index.html", "changes.html", "wp.html", "configuration.html"):
+        assert "<h1" in (site / page).read_text()
+    home = (site / "index.html").read_text()
+    assert 'href="trainer.html"' in home
+    own = (site / "own_loop.html").read_text()
+    assert 'href="source/model_zoo/llama.py.html"' in own
+    assert "DistributedAttention" in (site / "source/model_zoo/llama.py.html").read_text()
+
+
+def test_every_public_name_has_a_place_in_the_api(site: Path) -> None:
+    ids = {
+        one
+        for page in (site / "api").glob("*.html")
+        for one in re.findall(r'id="(internsp[\w.]*)"', page.read_text())
+    }
+    for name in internsp.__all__:
+        if isinstance(getattr(internsp, name), types.ModuleType) and name != "train":
+            assert any(one.startswith(f"internsp.{name}.") for one in ids), name
+        else:  # the function `train` by its module: the package has the name, too
+            assert {f"internsp.{name}", f"internsp.train.trainer.{name}"} & ids, name
+    assert {"internsp.ZeroOptimizer.step", "internsp.train.trainer.train"} <= ids
+    assert not [one for one in ids if re.search(r"\._[a-z]", one)], "what is private is not shown"
+
+
+def test_a_browser_fetches_nothing_from_elsewhere(site: Path) -> None:
+    found = {
+        (path.name, *match)
+        for path in site.rglob("*")
+        if path.suffix in (".html", ".css")
+        for match in FETCHED.findall(path.read_text())
+    }
+    assert found == set()
+    assert FETCHED.search('<link rel="stylesheet" href="https://fonts.example/x.css">')
+    assert FETCHED.search("<script src=//cdn.example/x.js>")
+    assert 'class="mermaid"' not in (site / "architecture.html").read_text()
+
+
+def test_a_public_name_without_a_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internsp, "_homes", lambda: {"Nowhere": "internsp.nowhere"})
+    with pytest.raises(LookupError, match=r"no page for internsp\.Nowhere"):
+        pages.api_pages()
+
+
+def test_links_are_rewritten_outside_of_code_alone() -> None:
+    text = "[a](../internsp/errors.py) [b](plan.md#units) [c](https://x.org) [d](no.md)\n"
+    text += "```\n[a](../internsp/errors.py)\n```\n"
+    sources: set[str] = set()
+    found = pages.rewritten(text, "docs/x.md", "x.md", sources)
+    assert found.splitlines()[0] == (
+        "[a](source/internsp/errors.py.md) [b](plan.md#units) [c](https://x.org) [d](no.md)"
+    )
+    assert found.splitlines()[2] == "[a](../internsp/errors.py)"
+    assert sources == {"internsp/errors.py"}
+    found = pages.rewritten("[p](../../docs/plan.md)", "internsp/wp/README.md", "wp.md", sources)
+    assert found == "[p](plan.md)"
+
+
+def test_docstrings_become_markdown() -> None:
+    text = "Of :class:`X`::\n\n    code\n\nArgs:\n    k, v: ``[B]``,\n        both.\n    w: one.\n"
+    assert in_markdown(text) == (
+        "Of `X`:\n\n    code\n\nArgs:\n    k: ``[B]``,\n        both.\n    v: ``[B]``,\n"
+        "        both.\n    w: one.\n"
+    )

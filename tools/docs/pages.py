@@ -1,0 +1,185 @@
+"""Pages of the documentation's site that are made of other files: a hook of mkdocs (mkdocs.yml).
+
+The documents are written for a reader of the repository: they link to each other and to sources by
+path. Here the README becomes the first page, each public name gets its place in the API's pages,
+and a file that some page links to becomes a page of its own, so that a link leads to the same text
+on the site, which asks nothing of the network.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+import internsp
+
+ROOT = Path(__file__).parents[2]
+
+# Documents outside of docs/, each with its page.
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGES.md": "changes.md",
+    "internsp/wp/README.md": "wp.md",
+}
+CONFIGURATION = "configs/documented.toml"
+
+# Pages of the API: the title, and from which modules its names are imported.
+SUBJECTS = {
+    "parallelize": ("A model becomes parallel", (
+        "internsp.parallel", "internsp.mesh", "internsp.load", "internsp.whole",
+        "internsp.sequence_parts")),
+    "optimizer": ("The optimizer", ("internsp.optim",)),
+    "sequences": ("Cut sequences", ("internsp.sp",)),
+    "pipelines": ("Pipelines", ("internsp.pipeline",)),
+    "runs": ("Runs from Python", ("internsp.train", "internsp.report")),
+    "configuration": ("Configuration", ("internsp.config",)),
+    "communicators": ("Weights and communicators", ("internsp.wp", "internsp.layers")),
+    "looking": ("Plans and traces", ("internsp.plan", "internsp.trace")),
+    "errors": ("Errors", ("internsp.errors",)),
+    "model_zoo": ("The model zoo", ("internsp.model_zoo",)),
+}  # fmt: skip
+
+LINK = re.compile(r"(!?\[[^\]]*\]\()(?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?(?=\))")
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def home_of(name: str) -> str:
+    """The module that a public name is imported from, or that it is."""
+    home = internsp._homes()[name]
+    return f"internsp.{name}" if home == "internsp" else home
+
+
+def subject_of(name: str) -> str:
+    """The page of a public name.
+
+    Raises:
+        LookupError: no page has a name of its module: say which in `SUBJECTS`.
+    """
+    home = home_of(name)
+    for subject, (_, modules) in SUBJECTS.items():
+        if any(f"{home}.".startswith(f"{module}.") for module in modules):
+            return subject
+    raise LookupError(f"tools/docs/pages.py: no page for internsp.{name}, which {home} has")
+
+
+def api_pages() -> dict[str, str]:
+    """Markdown of each page of the API, by path: every public name once."""
+    found: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
+    for name in internsp._homes():
+        found[subject_of(name)].append(name)
+    return {f"api/{subject}.md": _api_page(subject, names) for subject, names in found.items()}
+
+
+def _api_page(subject: str, names: list[str]) -> str:
+    title, modules = SUBJECTS[subject]
+
+    def place(name: str) -> int:  # pages begin with the first module's names
+        home = f"{home_of(name)}."
+        return next(i for i, module in enumerate(modules) if home.startswith(f"{module}."))
+
+    parts = [f"# {title}"]
+    for name in sorted(names, key=place):
+        # Of two things of one name, the package and the function, griffe takes the package.
+        path = f"{home_of(name)}.{name}" if name == "train" else f"internsp.{name}"
+        options = (
+            "show_root_heading: false" if home_of(name) == path else "heading: internsp." + name
+        )
+        parts.append(f"::: {path}\n    options:\n      {options}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _source_page(path: str) -> str:
+    text = (ROOT / path).read_text()
+    longest = max((len(run) for run in re.findall(r"~{3,}", text)), default=2)
+    fence = "~" * (longest + 1)
+    language = {".py": "python", ".toml": "toml"}.get(Path(path).suffix, "text")
+    return (
+        f"---\nsearch:\n  exclude: true\nhide: [toc, navigation]\n---\n# {path}\n\n"
+        f"{fence} {language}\n{text}{fence}\n"
+    )
+
+
+def outside_fences(change: Callable[[str], str], text: str) -> str:
+    """``text`` with ``change`` made where it is no code block."""
+    parts, end = [], 0
+    for block in FENCE.finditer(text):
+        parts += [change(text[end : block.start()]), block.group()]
+        end = block.end()
+    return "".join([*parts, change(text[end:])])
+
+
+def page_of(target: str) -> str | None:
+    """The page that a path in the repository has on the site; ``None``: there is no such file."""
+    if target in ELSEWHERE:
+        return ELSEWHERE[target]
+    if target == CONFIGURATION:
+        return "configuration.md"
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    return f"source/{target}.md" if (ROOT / target).is_file() else None
+
+
+def rewritten(text: str, document: str, page: str, sources: set[str]) -> str:
+    """Links of a document as its page needs them.
+
+    Args:
+        text: the document, or a part of it.
+        document: its path in the repository.
+        page: the path of its page.
+        sources: receives the files outside of docs/ that it links to.
+    """
+    folder = posixpath.dirname(document)
+
+    def link(found: re.Match[str]) -> str:
+        start, path, anchor = found.groups()
+        target = posixpath.normpath(posixpath.join(folder, path))
+        to = page_of(target)
+        if to is None:
+            return found.group()  # mkdocs warns of it
+        if to.startswith("source/"):
+            sources.add(target)
+        return f"{start}{get_relative_url(to, page)}{anchor or ''}"
+
+    return outside_fences(lambda part: LINK.sub(link, part), text)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Puts the pages of the API into the navigation."""
+    reference = next(part["Reference"] for part in config.nav or [] if "Reference" in part)
+    python = next(part for part in reference if isinstance(part, dict) and "Python" in part)
+    python["Python"] = list(api_pages())
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made, and rewrites the links of all."""
+    made = api_pages()
+    made["configuration.md"] = (
+        "# Configuration\n\nEvery key with its default, as `internsp init DIR --config documented` "
+        f"writes it.\n\n```toml\n{(ROOT / CONFIGURATION).read_text()}```\n"
+    )
+    sources: set[str] = set()
+    documents = {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
+    for document, page in {**documents, **ELSEWHERE}.items():
+        made[page] = rewritten((ROOT / document).read_text(), document, page, sources)
+    for source in sorted(sources):
+        made[f"source/{source}.md"] = _source_page(source)
+    for page, text in made.items():
+        if page in files.src_uris:
+            files.remove(files.src_uris[page])
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_context(context: dict[str, Any], *, page: Page, **_: Any) -> dict[str, Any]:
+    """Pages have no address of their own in the repository's host: none is known to them."""
+    page.edit_url = None
+    return context
