@@ -39,7 +39,7 @@ def check_before_start(config: Config, output: Path) -> None:
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
-    for check in (_peer, _output, _temporary, _memory, _device, _text):
+    for check in (_peer, _writers, _output, _temporary, _memory, _device, _text):
         try:
             found += check(config, output)
         except InternspError as error:  # raised by what the run itself would call
@@ -59,7 +59,9 @@ def check_joined(config: Config, output: Path, rank: int) -> None:
     """
     for error in device_mistakes(config, os.environ):
         raise error
-    for error in [*_peer(config, output), *_output(config, output)] if rank == 0 else ():
+    if rank:
+        return
+    for error in [*_peer(config, output), *_writers(config, output), *_output(config, output)]:
         raise error
 
 
@@ -69,6 +71,13 @@ def _peer(config: Config, output: Path) -> Iterator[InternspError]:
 
         if why := mistake():
             yield ConfigError(why)
+
+
+def _writers(config: Config, output: Path) -> Iterator[InternspError]:
+    if config.report.writers:
+        from internsp.report.writers import missing_packages
+
+        yield from missing_packages(config)
 
 
 def as_machine_error(error: OSError, what: str) -> InternspError:

@@ -27,6 +27,7 @@ def combinations(config: Config) -> Iterator[Problem]:
     yield from _pipeline(config)
     yield from _optimizer(config)
     yield from _train(config)
+    yield from _report(config)
 
 
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
@@ -272,6 +273,16 @@ def _train(config: Config) -> Iterator[Problem]:
     if size > 200:  # of the 255 bytes that most file systems take
         text = f"{size} bytes are too long for the name of a folder; use at most 200"
         yield Problem(("train.name",), text)
+
+
+def _report(config: Config) -> Iterator[Problem]:
+    report, fields = config.report, type(config.report).model_fields
+    if len(set(report.writers)) < len(report.writers):
+        yield Problem(("report.writers",), "one is given twice")
+    for key in ("wandb_mode", "wandb_project", "wandb_entity"):
+        if "wandb" not in report.writers and getattr(report, key) != fields[key].default:
+            text = 'unused without "wandb" in report.writers; add it, or leave this out'
+            yield Problem((f"report.{key}", "report.writers"), text)
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:

@@ -42,6 +42,7 @@ from internsp.config.sections import (
     ParameterGroup,
     PipelineConfig,
     PlanRule,
+    ReportConfig,
     Section,
     TrainConfig,
     WeightParallelConfig,
@@ -63,6 +64,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")

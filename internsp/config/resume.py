@@ -72,6 +72,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},
+    "report": {Rule.FREE: "writers wandb_mode wandb_project wandb_entity"},
     "launch": {Rule.FREE: "processes threads"},
 }
 

@@ -21,6 +21,7 @@ from internsp.report.chrome import write_chrome_trace
 from internsp.report.display import Display
 from internsp.report.metrics import MetricsWriter, StepMetrics, read_metrics
 from internsp.report.page import Report
+from internsp.report.writers import Writers
 from internsp.trace import Event
 from internsp.train import checkpoint
 from internsp.train.agreement import from_first, on_every_rank
@@ -151,6 +152,7 @@ class _Run:
         self.trusted = True  # replicas are not known to differ
         self._spikes, self._early_stop = Spikes(self.config), EarlyStop(self.config)
         self.skipped_before = 0  # steps of the run that this one goes on
+        self.writers: Writers | None = None  # of other programs' files, on rank 0
         self.failure: Exception | None = None  # of all ranks together, or after the last step
 
     def run(self) -> None:
@@ -183,11 +185,16 @@ class _Run:
             if self.failure is not None:
                 raise self.failure
             self.told.end()
+            files = self._files(path)
+            if self.writers is not None:
+                self.writers.close()
             if display is not None:
-                display.finish(text, self._files(path), self.interrupted)
+                display.finish(text, files, self.interrupted)
         finally:
             if display is not None:
                 display.close()
+            if self.writers is not None:
+                self.writers.close(well=False)
             if writer is not None:
                 writer.close()
             self.saver.close()
@@ -196,8 +203,18 @@ class _Run:
     def _open(self) -> tuple[Display | None, MetricsWriter | None]:
         for note in self.notes:
             self.log.write(note)
-        if not self.main:
-            return None, None
+        display, writer = self._open_first() if self.main else (None, None)
+        if self.config.report.writers:
+            try:
+                from_first(lambda: self._open_writers(display))
+            except BaseException:
+                if display is not None:
+                    display.close()
+                raise
+        return display, writer
+
+    def _open_first(self) -> tuple[Display, MetricsWriter]:
+        """What rank 0 has."""
         (self.output / "config.toml").write_text(self.config.to_toml())
         writer = MetricsWriter(
             self.output / "metrics.jsonl",
@@ -221,6 +238,15 @@ class _Run:
         for note in self.notes:
             display.note(note)
         return display, writer
+
+    def _open_writers(self, display: Display | None) -> None:
+        def told(text: str) -> None:
+            self.log.write(text)
+            if display is not None:
+                display.note(text)
+
+        rows = read_metrics(self.output / "metrics.jsonl")
+        self.writers = Writers(self.config, self.output, self.id, rows, self.done, told)
 
     def _out_of_data(self, display: Display | None) -> bool:
         """Whether a program's own data has ended."""
@@ -322,6 +348,8 @@ class _Run:
     ) -> None:
         if writer is not None:
             writer.write(metrics)
+        if self.writers is not None:
+            self.writers.write(metrics)
         if display is not None:
             display.update(metrics)
             if said := remark(self.session, metrics.step, metrics.loss):
@@ -386,11 +414,12 @@ class _Run:
         self.told.evaluation(metrics)
         return metrics
 
-    def _files(self, path: Path | None) -> Mapping[str, Path]:
-        files = {
+    def _files(self, path: Path | None) -> Mapping[str, Path | str]:
+        files: dict[str, Path | str] = {
             "config": self.output / "config.toml",
             "metrics": self.output / "metrics.jsonl",
             "report": self.output / "report.html",
+            **(self.writers.files if self.writers is not None else {}),
         }
         return files if path is None else {**files, "checkpoint": path}
 

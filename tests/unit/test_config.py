@@ -86,7 +86,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         "[modle]: unknown section; did you mean [model]?",
         "model.layerz: unknown key; did you mean model.layers?",
         "[whatever]: unknown section; sections: model, data, parallel, pipeline, "
-        "weight_parallel, activation_checkpoint, optimizer, train, checkpoint, launch",
+        "weight_parallel, activation_checkpoint, optimizer, train, checkpoint, report, launch",
         "optimizer.learning_rate: unknown key; did you mean optimizer.lr?",
         "train.lr: unknown key; did you mean optimizer.lr?",
         '--train.steps: expected a whole number, got "x"',

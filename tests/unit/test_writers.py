@@ -1,0 +1,214 @@
+"""Writers for other programs: what is chosen wrongly is refused, what fails later costs no run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from internsp.cli.preflight import check_before_start
+from internsp.config import Config, load_config
+from internsp.errors import ConfigError, MissingDependencyError
+from internsp.report import writers
+from internsp.report.metrics import StepMetrics
+from internsp.report.writers import Writers, named
+from tests.support.metrics import step
+
+
+def chosen(*names: str, **report: Any) -> Config:
+    return Config.model_validate({"report": {"writers": list(names), **report}})
+
+
+class Kept:
+    """A writer that keeps what it gets, and does ``at`` its third row something else."""
+
+    place = "here"
+
+    def __init__(self, at: Callable[[], object] = lambda: None) -> None:
+        self.rows: list[int] = []
+        self.ends: list[bool] = []
+        self.at = at
+
+    def begin(self) -> None:
+        self.rows.append(0)
+
+    def write(self, row: StepMetrics) -> None:
+        if row.step == 3:
+            self.at()
+        self.rows.append(row.step)
+
+    def close(self, well: bool) -> None:
+        self.ends.append(well)
+
+
+def opened(
+    monkeypatch: pytest.MonkeyPatch, **made: Kept
+) -> tuple[Writers, list[str]]:
+    monkeypatch.setattr(writers, "_made", lambda name, *_: made[name])
+    monkeypatch.setattr(writers, "missing_packages", lambda _: ())
+    told: list[str] = []
+    return Writers(chosen(*made), Path(), "run", [], 0, told.append), told
+
+
+def _fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_writer_that_fails_is_told_once_and_the_other_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken, whole = Kept(_fail), Kept()
+    both, told = opened(monkeypatch, tensorboard=broken, wandb=whole)
+    assert both.files == {"tensorboard": "here", "wandb": "here"}
+    for number in (1, 2, 3):
+        both.write(step(number))
+    both._open["tensorboard"]._thread.join(10)
+    for number in (4, 5):
+        both.write(step(number))
+    both.close()
+    both.close(well=False)
+    assert told == [
+        "report.writers: tensorboard failed (OSError: [Errno 28] No space left on device); the run "
+        "goes on without it"
+    ]
+    assert (broken.rows, broken.ends) == ([0, 1, 2], [False])
+    assert (whole.rows, whole.ends) == ([0, 1, 2, 3, 4, 5], [True])
+
+
+def test_a_writer_that_is_stuck_holds_up_neither_a_step_nor_the_end_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writers, "_MOST_ROWS", 4)
+    monkeypatch.setattr(writers, "_SECONDS", 0.2)
+    for count, why in ((3, "it has not ended in 0 s"), (9, "it has not taken the last 4 rows")):
+        go_on = threading.Event()
+        one, told = opened(monkeypatch, wandb=Kept(go_on.wait))
+        for number in range(1, count + 1):
+            one.write(step(number))
+            if number == 3:  # the thread has it in hand, so that the next four wait
+                while one._open["wandb"]._rows.qsize():
+                    pass
+        one.close()
+        go_on.set()
+        assert told == [f"report.writers: wandb failed ({why}); the run goes on without it"]
+
+
+def test_a_writer_that_cannot_be_opened_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_made", lambda *_: _fail())
+    told: list[str] = []
+    none = Writers(chosen("tensorboard"), Path(), "run", [], 0, told.append)
+    none.write(step(1))
+    none.close()
+    assert len(told) == 1
+    assert none.files == {}
+
+
+def test_every_number_of_a_row_has_a_name() -> None:
+    row = step(7, eval_loss=2.5, epochs={"": 0.5, "code": 1.5}, run="x")
+    found = named(row)
+    assert found["train/loss"] == row.loss
+    assert found["eval/held-out"] == 2.5
+    assert (found["epochs/text"], found["epochs/code"]) == (0.5, 1.5)
+    plain = {"step", "run", "eval_loss", "epochs"}
+    assert {n.removeprefix("train/") for n in found if n.startswith("train/")} == {
+        key for key in row.model_dump(exclude_none=True) if key not in plain
+    }
+
+
+def test_a_missing_package_is_found_before_a_run_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wandb").mkdir()  # which programs of W&B leave behind: no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(MissingDependencyError) as caught:
+        check_before_start(chosen("tensorboard", "wandb"), Path("out"))
+    assert caught.value.exit_status == 3
+    for name in ("tensorboard", "wandb"):
+        assert f"pip install 'internsp[{name}]'" in str(caught.value)
+    with pytest.raises(MissingDependencyError):
+        Writers(chosen("wandb"), Path("out"), "run", [], 0, print)
+
+
+@pytest.mark.parametrize(
+    ("report", "wanted"),
+    [
+        ({"writers": ["tensorbord"]}, 'report.writers: expected .*"tensorboard", "wandb", got'),
+        ({"writers": ["wandb", "wandb"]}, "report.writers: one is given twice"),
+        ({"wandb_mode": "online"}, 'report.wandb_mode.*unused without "wandb" in report.writers'),
+        ({"writers": ["wandb"], "wandb_mode": "dryrun"}, 'report.wandb_mode: expected .*"dryrun"'),
+    ],
+)
+def test_a_choice_that_makes_no_sense_is_refused(report: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        load_config({"report": report})
+
+
+class _Server(types.ModuleType):
+    """Stands for wandb: a run of which the server has three steps; nobody may be logged in."""
+
+    class errors:
+        class UsageError(Exception):
+            pass
+
+        class AuthenticationError(Exception):
+            pass
+
+    def __init__(self, logged_in: bool) -> None:
+        super().__init__("wandb")
+        self.sent: list[int] = []
+        self.given: dict[str, Any] = {}
+        self.logged_in = logged_in
+        self.starting_step, self.dir, self.url = 4, "a/files", "https://there"
+
+    def Settings(self, **given: Any) -> dict[str, Any]:  # noqa: N802 - as there
+        return given
+
+    def init(self, **given: Any) -> _Server:
+        if not self.logged_in:
+            raise self.errors.UsageError("No API key configured.")
+        self.given = given
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.sent.append(step)
+
+    def finish(self, exit_code: int) -> None:
+        self.sent.append(-exit_code)
+
+
+def test_a_server_is_asked_only_when_online_is_said_and_gets_no_step_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = _Server(logged_in=True)
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    monkeypatch.setattr(writers, "missing_packages", lambda _: ())
+    told: list[str] = []
+    config = chosen("wandb", wandb_mode="online", wandb_project="mine", wandb_entity="us")
+    one = Writers(config, tmp_path, "id", [step(1), step(2)], 2, told.append)
+    for number in (3, 4, 5):  # it goes on from a checkpoint of step 2
+        one.write(step(number))
+    one.close()
+    given = [server.given[key] for key in ("mode", "id", "resume", "project", "entity")]
+    assert given == ["online", "id", "allow", "mine", "us"]
+    assert server.sent == [4, 5, 0]
+    assert told == [
+        "Weights & Biases: https://there",
+        "Weights & Biases has steps up to 3 already: those points stay",
+    ]
+
+
+def test_who_is_not_logged_in_is_told_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", _Server(logged_in=False))
+    monkeypatch.setattr(writers, "missing_packages", lambda _: ())
+    with pytest.raises(ConfigError, match=r'No API key .* report\.wandb_mode = "offline"'):
+        Writers(chosen("wandb", wandb_mode="online"), tmp_path, "id", [], 0, print)
