@@ -88,6 +88,24 @@ class StepMetrics(BaseModel):
         return self.exposed_comm_seconds / self.comm_seconds if self.comm_seconds > 0 else 0.0
 
 
+_EVALUATION = {"eval_loss": "held-out"}
+
+
+def named(row: StepMetrics) -> dict[str, float]:
+    """Every number of a row but its step, as ``train/...``, ``eval/...`` and ``epochs/...``."""
+    found: dict[str, float] = {}
+    for key, value in row:
+        if value is None or key in ("step", "run"):
+            continue
+        if isinstance(value, dict):
+            found |= {f"{key}/{name or 'text'}": each for name, each in value.items()}
+        elif key in _EVALUATION:
+            found[f"eval/{_EVALUATION[key]}"] = value
+        else:
+            found[f"train/{key}"] = value
+    return found
+
+
 class MetricsWriter:
     """Appends one JSON line a step and flushes it, so that a killed run keeps what it reported.
 

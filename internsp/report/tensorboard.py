@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from internsp.config import Config
-from internsp.report.metrics import StepMetrics
-from internsp.report.writers import flat, named
+from internsp.report.metrics import StepMetrics, named
 
 
 class TensorBoard:
@@ -27,7 +27,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(path), purge_step=done + 1)
         self._writer.add_text("config", _as_code(config.to_toml()), 0)
         numbers = (bool, int, float, str)
-        settings = {k: v if isinstance(v, numbers) else str(v) for k, v in flat(config).items()}
+        settings = {k: v if isinstance(v, numbers) else str(v) for k, v in _flat(config).items()}
         experiment, started, _ = hparams(settings, {"train/loss": None, "eval/held-out": None})
         files = self._writer.file_writer
         assert files is not None, "made by the constructor"
@@ -51,3 +51,9 @@ class TensorBoard:
 def _as_code(text: str) -> str:
     """As Markdown shows it unchanged."""
     return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """The configuration by ``section.key``, in types of JSON."""
+    dumped = config.model_dump(mode="json")
+    return {f"{s}.{key}": value for s, keys in dumped.items() for key, value in keys.items()}

@@ -12,8 +12,7 @@ from typing import Any
 
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.report.metrics import StepMetrics
-from internsp.report.writers import named
+from internsp.report.metrics import StepMetrics, named
 
 _SECONDS = 60.0  # that a server may take, at the beginning and at the end
 

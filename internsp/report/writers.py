@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from internsp.config import Config
 from internsp.errors import InternspError, MissingDependencyError
 from internsp.report.metrics import StepMetrics
 
-_EVALUATION = {"eval_loss": "held-out"}
 _MOST_ROWS = 20_000  # that wait for a program
 _SECONDS = 90.0  # that one may take for what is left at the end
 
@@ -34,33 +33,12 @@ class Writer(Protocol):
         ...
 
     def write(self, row: StepMetrics) -> None:
-        """One row, under the names of :func:`named`. Handed over before it returns."""
+        """Hand one row over, under the names of :func:`internsp.report.metrics.named`."""
         ...
 
     def close(self, well: bool) -> None:
         """No more comes; ``well``: the run has not failed."""
         ...
-
-
-def named(row: StepMetrics) -> dict[str, float]:
-    """Every number of a row but its step, as ``train/...``, ``eval/...`` and ``epochs/...``."""
-    found: dict[str, float] = {}
-    for key, value in row:
-        if value is None or key in ("step", "run"):
-            continue
-        if isinstance(value, dict):
-            found |= {f"{key}/{name or 'text'}": each for name, each in value.items()}
-        elif key in _EVALUATION:
-            found[f"eval/{_EVALUATION[key]}"] = value
-        else:
-            found[f"train/{key}"] = value
-    return found
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """The configuration by ``section.key``, in types of JSON."""
-    dumped = config.model_dump(mode="json")
-    return {f"{s}.{key}": value for s, keys in dumped.items() for key, value in keys.items()}
 
 
 def missing_packages(config: Config) -> Iterator[MissingDependencyError]:

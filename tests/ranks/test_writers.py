@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from internsp.report.metrics import StepMetrics, read_metrics
-from internsp.report.writers import named
+from internsp.report.metrics import StepMetrics, named, read_metrics
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("tensorboard")
@@ -199,8 +198,7 @@ def test_one_folder_for_wandb_has_every_row_once_with_the_configuration(drawn: D
     assert [row.step.num for row in rows] == list(range(1, 9))  # type: ignore[attr-defined]
     for row, wanted in zip(rows, drawn.rows, strict=True):
         values = {  # type: ignore[attr-defined]
-            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
-            for item in row.item
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row.item
         }
         assert {k: v for k, v in values.items() if k[0] != "_"} == named(wanted)
     (run,) = (record for kind, record in everything if kind == "run")

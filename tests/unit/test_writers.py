@@ -15,8 +15,8 @@ from internsp.cli.preflight import check_before_start
 from internsp.config import Config, load_config
 from internsp.errors import ConfigError, MissingDependencyError
 from internsp.report import writers
-from internsp.report.metrics import StepMetrics
-from internsp.report.writers import Writers, named
+from internsp.report.metrics import StepMetrics, named
+from internsp.report.writers import Writers
 from tests.support.metrics import step
 
 
@@ -46,9 +46,7 @@ class Kept:
         self.ends.append(well)
 
 
-def opened(
-    monkeypatch: pytest.MonkeyPatch, **made: Kept
-) -> tuple[Writers, list[str]]:
+def opened(monkeypatch: pytest.MonkeyPatch, **made: Kept) -> tuple[Writers, list[str]]:
     monkeypatch.setattr(writers, "_made", lambda name, *_: made[name])
     monkeypatch.setattr(writers, "missing_packages", lambda _: ())
     told: list[str] = []
