@@ -3,8 +3,8 @@
 Kinds for weights: ``AG`` (gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS`` (reduction
 launched), ``FINISH``, ``EX`` (exchange between replicas launched); for sequences ``A2A``, and
 ``RING`` (keys and values that arrive along a ring, and gradients that come home); for the optimizer
-``STEP`` and ``PUBLISH``; for the timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a
-block's recompute is over).
+``STEP``, ``PUBLISH`` and ``MATRIX`` (matrices to or from the ranks that step them); for the
+timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute is over).
 """
 
 from __future__ import annotations

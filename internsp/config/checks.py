@@ -230,18 +230,23 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer, fields = config.optimizer, type(config.optimizer).model_fields
-    if optimizer.momentum and optimizer.name == "adamw":
-        text = 'adamw has no momentum; set optimizer.betas, or optimizer.name = "sgd"'
+    name, rest = optimizer.name, optimizer.rest_name
+    if optimizer.momentum and name in ("adamw", "adafactor"):
+        hint = "set optimizer.betas, or " if name == "adamw" else "set "
+        text = f'{name} has no momentum; {hint}optimizer.name = "sgd"'
         yield Problem(("optimizer.momentum", "optimizer.name"), text)
-    elif optimizer.name not in OPTIMIZERS:
+    unused = {"betas": rest != "adamw", "eps": rest != "adamw", "momentum": True}
+    if name not in OPTIMIZERS:
         for key in ("betas", "eps", "momentum"):
-            if getattr(optimizer, key) != fields[key].default:
+            if unused[key] and getattr(optimizer, key) != fields[key].default:
                 text = "of adamw and sgd alone; a class takes it in optimizer.options"
                 yield Problem((f"optimizer.{key}", "optimizer.name"), text)
+    yield from _rest(config)
     if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
         text = f'unused with schedule = "{optimizer.schedule}"; set it to "wsd"'
         yield Problem(("optimizer.decay_steps", "optimizer.schedule"), text)
     pairs = [(optimizer.lr, optimizer.weight_decay)]
+    pairs += [(optimizer.rest_lr or 0.0, optimizer.weight_decay)]
     for group in optimizer.groups:
         pairs.append((
             optimizer.lr if group.lr is None else group.lr,
@@ -255,6 +260,26 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             )
             yield Problem(("optimizer.weight_decay", "optimizer.lr"), text)
             return
+
+
+def _rest(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    name, rest = optimizer.name, optimizer.rest_name
+    if optimizer.rest_lr is not None and rest == name:
+        text = f'{name} steps all parameters: set optimizer.rest = "adamw", or optimizer.lr'
+        yield Problem(("optimizer.rest_lr", "optimizer.rest"), text)
+    if optimizer.whole_matrix is not None and name in OPTIMIZERS:
+        known = name in ("adafactor", "muon")
+        if optimizer.whole_matrix != known:
+            text = f"{name} {'needs' if known else 'does not need'} whole matrices; leave it out"
+            yield Problem(("optimizer.whole_matrix", "optimizer.name"), text)
+    for number, group in enumerate(optimizer.groups, start=1):
+        if group.optimizer not in (None, name, rest):
+            both = f"{name} (optimizer.name)" + (f" or {rest} (optimizer.rest)" * (rest != name))
+            text = f"group {number}: {group.optimizer} is neither: give {both}"
+            if rest == name:
+                text = f'group {number}: optimizer.name is {name}; set optimizer.rest, too'
+            yield Problem(("optimizer.groups", "optimizer.rest"), text)
 
 
 def _train(config: Config) -> Iterator[Problem]:

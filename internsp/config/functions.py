@@ -16,7 +16,7 @@ from internsp.errors import ConfigError
 
 _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
 """Those that have names."""
 
 

@@ -59,8 +59,8 @@ _SAID: dict[str, dict[Rule, str]] = {
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.
     "optimizer": {
-        Rule.FIXED: "name options loss_scale_init",
-        Rule.TAKEN: "lr betas eps weight_decay momentum groups max_grad_norm schedule "
+        Rule.FIXED: "name options rest whole_matrix loss_scale_init",
+        Rule.TAKEN: "lr rest_lr betas eps weight_decay momentum groups max_grad_norm schedule "
         "warmup_steps decay_steps min_lr_ratio loss_scale_growth_interval",
     },
     # The order of the data depends on the seed; the batch takes as much of it as it likes.
@@ -164,8 +164,12 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
     ]
     values["weight_parallel.plan"] = [rule for rule in rules if len(rule) > 1]
     unused = ["pipeline.schedule"] if stages == 1 else []
-    sgd = values["optimizer.name"] == "sgd"
-    unused += ["optimizer.betas", "optimizer.eps"] if sgd else ["optimizer.momentum"]
+    name = values["optimizer.name"]
+    rest = values["optimizer.rest"] = values["optimizer.rest"] or {"muon": "adamw"}.get(name, name)
+    if values["optimizer.momentum"] is None:
+        values["optimizer.momentum"] = {"muon": 0.95}.get(name, 0.0)
+    unused += ["optimizer.betas", "optimizer.eps"] if rest != "adamw" else []
+    unused += [] if name in ("sgd", "muon") else ["optimizer.momentum"]
     if "float16" not in (values["train.dtype"], values["weight_parallel.compute_dtype"]):
         unused += ["optimizer.loss_scale_init", "optimizer.loss_scale_growth_interval"]
     return {key: None if key in unused else value for key, value in values.items()}

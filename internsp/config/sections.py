@@ -459,11 +459,13 @@ class ParameterGroup(Section):
     """Highest learning rate; none: optimizer.lr. The schedule is that of all."""
     weight_decay: Rate | None = None
     """Weight decay; none: optimizer.weight_decay, and 0 for norms and biases."""
+    optimizer: OptimizerName | None = None
+    """Which of optimizer.name and optimizer.rest steps them; none: as without this group."""
 
     @model_validator(mode="after")
     def _says_something(self) -> ParameterGroup:
-        if not self.match or (self.lr is None and self.weight_decay is None):
-            raise ValueError("needs match, and lr or weight_decay")
+        if not self.match or (self.lr, self.weight_decay, self.optimizer) == (None, None, None):
+            raise ValueError("needs match, and lr, weight_decay or optimizer")
         return self
 
 
@@ -471,21 +473,27 @@ class OptimizerConfig(Section):
     """The optimizer and its schedule, which begins with a linear warm-up."""
 
     name: OptimizerName = "adamw"
-    """Optimizer that runs on the shards: adamw, sgd, or a class "package.module:Class"."""
+    """Optimizer of the shards: adamw, sgd, adafactor, muon, or a class "package.module:Class"."""
+    rest: Literal["adamw"] | None = None
+    """Optimizer of all but the blocks' matrices; none: name's own, and adamw where that is muon."""
+    rest_lr: Rate | None = None
+    """Highest learning rate of optimizer.rest; none: optimizer.lr."""
+    whole_matrix: bool | None = None
+    """Whether a step of the class needs whole matrices; none: if it is muon or adafactor."""
     options: Annotated[tuple[Option, ...], Field(strict=False, max_length=100)] = ()
     """More arguments of the class, each a text "name = value", as TOML."""
     lr: Rate = 3e-4
     """Highest learning rate, reached after the warm-up."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    """Decay of adamw's first and second moment."""
+    """Decay of adamw's first and second moment, also where that is optimizer.rest."""
     eps: Tiny = 1e-8
     """Added to adamw's denominator."""
     weight_decay: Rate = 0.1
     """Weight decay (decoupled in adamw); norms and biases have none."""
-    momentum: Beta = 0.0
-    """Momentum of sgd."""
+    momentum: Beta | None = None
+    """Momentum; none: 0 of sgd, 0.95 of muon."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False, max_length=1000)] = ()
-    """Parameters with a rate or decay of their own, each a table [[optimizer.groups]]."""
+    """Parameters with settings of their own, each a table [[optimizer.groups]]."""
     max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] | None = 1.0
     """Clip the global gradient norm to this; none: do not clip."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
@@ -500,6 +508,18 @@ class OptimizerConfig(Section):
     """First loss scale, for float16; it never leaves the range from 1 to 2**24."""
     loss_scale_growth_interval: Count = 1000
     """Steps without overflow after which the loss scale doubles."""
+
+    @property
+    def rest_name(self) -> str:
+        """The optimizer of all but the blocks' matrices."""
+        return self.rest or ("adamw" if self.name == "muon" else self.name)
+
+    @property
+    def momentum_used(self) -> float:
+        """The momentum, of sgd or muon."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.name == "muon" else 0.0
 
 
 class TrainConfig(Section):

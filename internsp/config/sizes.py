@@ -41,8 +41,12 @@ def elements(config: Config) -> int:
 
 
 def moments(config: Config) -> int:
-    """Values that the optimizer keeps for each element of a weight; of a class by place: two."""
-    return int(config.optimizer.momentum > 0) if config.optimizer.name == "sgd" else 2
+    """Values that the optimizer keeps for each element of a weight; of a class by place: two.
+
+    adafactor's, of rows and columns, are none; of muon's weights these are the blocks' matrices.
+    """
+    known = {"sgd": int(config.optimizer.momentum_used > 0), "muon": 1, "adafactor": 0}
+    return known.get(config.optimizer.name, 2)
 
 
 def too_large(config: Config, world_size: int) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ _WIDTH = 240  # bytes of the first line, its end included
 _STEP_AT, _STEP_WIDTH = 24, 12
 _LAUNCH_AT = _STEP_AT + _STEP_WIDTH
 _SPELLED = {"AG": "all-gather", "RS": "reduce-scatter", "EX": "sum between replicas",
-            "PUBLISH": "all-gather of new values"}
+            "PUBLISH": "all-gather of new values", "MATRIX": "matrices to or from their owners"}
 _LINE = re.compile(r"process (\d+) *step (\d+|-) *(?:, last collective: (.+?))? *$")
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from internsp.autograd import compiled
 from internsp.errors import GradientError, StructureError
@@ -55,17 +56,44 @@ def require_no_gradient_hooks(
     return look
 
 
+# What is in none of them is taken to step DTensor as it would the whole.
+_NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
+
+
 def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:
     """Before an optimizer's step.
 
     Raises:
-        StructureError: it lays all parameters in one vector, which shards cannot be.
+        StructureError: it lays all parameters in one vector, which shards cannot be, or works on a
+            whole matrix.
     """
-    if not isinstance(optimizer, torch.optim.LBFGS):
+    if not isinstance(optimizer, _NOT_BY_ELEMENT):
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        _refuse_whole(optimizer, [p for p in ours if id(p) in stepped])
+        return
     if any(id(parameter) in stepped for parameter in ours):
         raise StructureError(
             "torch.optim.LBFGS lays all parameters in one vector, which parameters sharded over "
             "ranks cannot be: use an optimizer that works parameter by parameter (AdamW, SGD, ...)"
         )
+
+
+def _refuse_whole(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]) -> None:
+    """Muon would sum its products over ranks in bf16: other numbers on each mesh, and, with
+    replicas, not surely the same on all of them. Adafactor's statistics fail within ``DTensor``."""
+    adafactor = isinstance(optimizer, torch.optim.Adafactor)
+    for parameter in stepped:
+        cut = any(
+            isinstance(placement, Shard) and parameter.device_mesh.size(dim) > 1  # type: ignore[attr-defined]
+            for dim, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
+        )
+        if adafactor or cut:
+            name = type(optimizer).__name__
+            raise StructureError(
+                f"{name} steps whole matrices, and parameters (one of shape "
+                f"{list(parameter.shape)}) are sharded over ranks: its numbers would not be those "
+                "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
+                f"one rank: internsp.ZeroOptimizer(communicator, torch.optim.{name}, ...)"
+            )

@@ -14,6 +14,7 @@ parameters, so that each keeps its own settings, its own step count and its own 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from internsp.mesh import ParallelMesh, WeightAxis
-from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.methods import Method
 from internsp.optim.slices import Region
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
@@ -84,12 +85,13 @@ class Publication(Ready):
 @dataclass(eq=False)
 class Bucket:
     """One unit's parameters of one kind (dtype, axis, tensor parallel or not, what is offloaded,
-    tied to which other stages' weights or to none).
+    tied to which other stages' weights or to none, by which optimizer they are stepped).
 
     Moves their storage into ``flat`` when made.
 
     Attributes:
         axis: whose ZeRO group cuts it.
+        method: the class of its optimizer.
         small: whether they are replicated: their gradient is summed over all ranks already.
         tensor: whether tensor ranks hold different values of them.
         flat: their storage, padded to a multiple of the ZeRO degree.
@@ -101,11 +103,13 @@ class Bucket:
             the state (optimizer); ``gradient`` (gradients).
         link: copies that.
         sum: what ``gradient`` is a part of, where that is offloaded.
-        inner: the optimizer of the segments; ``None`` when the slice is all padding.
+        inner: the optimizer of the segments; ``None`` when the slice is all padding, or where the
+            step needs whole matrices (:mod:`internsp.optim.matrices`).
     """
 
     name: str
     axis: WeightAxis
+    method: Method
     small: bool
     tensor: bool
     flat: Tensor
@@ -119,6 +123,7 @@ class Bucket:
     sum: HostSum | None = None
     gradient: Tensor | None = None
     inner: torch.optim.Optimizer | None = None
+    place: dict[Member, int] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)
     slabs: dict[str, Tensor] = field(default_factory=dict)
     """Offloaded state by its name, like ``master``."""
@@ -130,6 +135,7 @@ class Bucket:
         members: list[Member],
         place: dict[Member, int],
         mesh: ParallelMesh,
+        method: Method,
         link: HostLink | None = None,
     ) -> Bucket:
         """Lay ``members`` (of one kind) out and move their storage. No message."""
@@ -157,14 +163,18 @@ class Bucket:
         small, tensor = not isinstance(members[0], ShardedParameter), _tensor(members[0])
         segments = _segments(offsets, master, mesh, place)
         return cls(
-            name, axis, small, tensor, flat, offsets, gaps, owned, master, segments, offload, link,
-            total,
+            name, axis, method, small, tensor, flat, offsets, gaps, owned, master, segments,
+            offload, link, total, place=place,
         )  # fmt: skip
 
     @property
     def weights(self) -> list[ShardedParameter]:
         """Those that are cut (:class:`internsp.wp.reductions.Parcel`)."""
         return [member for member in self.offsets if isinstance(member, ShardedParameter)]
+
+    def group_of(self, member: Member) -> int:
+        """The index of a member's settings."""
+        return self.place[member]
 
     @property
     def counted(self) -> bool:
@@ -213,11 +223,11 @@ class Bucket:
         """Where it is computed."""
         return self.master.device if self.link is None else self.link.device
 
-    def make_inner(self, cls: OptimizerClass, settings: list[dict[str, Any]]) -> None:
+    def make_inner(self, settings: list[dict[str, Any]]) -> None:
         """Make the optimizer of this rank's segments with the settings of their groups."""
         self.groups = sorted({segment.group for segment in self.segments})
-        if self.groups:
-            self.inner = cls(
+        if self.groups and not self.method.whole:
+            self.inner = self.method.cls(
                 [
                     {**settings[g], "params": [s.tensor for s in self.segments if s.group == g]}
                     for g in self.groups
@@ -266,15 +276,24 @@ class Bucket:
         """One step of the inner optimizer with ``factor`` times the gradient."""
         if self.inner is None:
             return
+        self.scale(factor)
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
-        if factor != 1.0:
-            self.gradient.mul_(factor)
         for segment in self.segments:
             if segment.member in used:  # an unused one is skipped, as torch skips grad None
                 segment.tensor.grad = self.gradient[segment.start : segment.stop]
         self.inner.step()
         for segment in self.segments:
             segment.tensor.grad = None
+        self.round_off()
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradient."""
+        assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
+        if factor != 1.0:
+            self.gradient.mul_(factor)
+
+    def round_off(self) -> None:
+        """Give 16-bit values what their new masters are."""
         if self.has_master:
             self.owned.copy_(self.master)
 
@@ -366,8 +385,15 @@ def _valid(member: Member) -> int:
     return member.storage.numel()
 
 
-def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> list[Bucket]:
-    """All buckets in the order in which forward needs them: small, embedding, blocks, head."""
+def make_buckets(
+    communicator: ISPCommunicator, place: dict[Member, int], methods: Sequence[Method]
+) -> list[Bucket]:
+    """All buckets in the order in which forward needs them: small, embedding, blocks, head.
+
+    Args:
+        place: the group of each parameter.
+        methods: of each group.
+    """
     units: list[tuple[str, list[Member]]] = [("small", list(communicator.replicated.members))]
     if communicator.embedding is not None:
         units.append((communicator.embedding.unit.name, list(communicator.embedding.unit.weights)))
@@ -386,10 +412,13 @@ def make_buckets(communicator: ISPCommunicator, place: dict[Member, int]) -> lis
         placed.update(trained)
         mesh = communicator.mesh
         # Slices of a weight that other stages have too must end where theirs do: it goes alone.
-        kinds = [(m.dtype, _axis(m, mesh), _tensor(m), m.offload, m.tied) for m in trained]
+        kinds = [
+            (m.dtype, _axis(m, mesh), _tensor(m), m.offload, m.tied, methods[place[m]])
+            for m in trained
+        ]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             link = communicator.state.link
-            buckets.append(Bucket.create(name, same, place, mesh, link))
+            buckets.append(Bucket.create(name, same, place, mesh, kind[-1], link))
     assert len(placed) == len(place), "assign() takes none that is not this communicator's"
     return buckets

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from internsp.errors import LayoutError
 from internsp.optim.bucket import Bucket, Segment
-from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.matrices import Matrix, MatrixSteps
 from internsp.optim.slices import Slices
-from internsp.optim.whole_state import MASTER, Names
+from internsp.optim.state_names import Names
+from internsp.optim.whole_state import MASTER
 from internsp.wp.tied import name_in_model
 
 StateDict = dict[str, Any]
@@ -29,23 +30,29 @@ USED = "used"
 
 def collect(
     buckets: Sequence[Bucket],
-    cls: OptimizerClass,
+    steps: MatrixSteps,
     settings: Sequence[StateDict],
     names: dict[tuple[int, torch.dtype], Names],
 ) -> StateDict:
     """This rank's state: ``{parameter's name: {kind: Slices, or a value of the whole}}``.
 
-    Tensors are the live ones, not copies. No message.
+    Tensors are the live ones, not copies. No message. State of whole-matrix steps is their owner's.
 
     Args:
+        steps: of whole matrices.
         names: what was found out before, by group and dtype; added to.
     """
     state: StateDict = {}
     for bucket, segment in _segments(buckets):
+        if bucket.inner is None:
+            if bucket.has_master:
+                masters = Slices.of(segment.region, segment.tensor)
+                state.setdefault(name_in_model(segment.member), {})[MASTER] = masters
+            continue
         key = segment.group, bucket.master.dtype
         if key not in names:
-            names[key] = Names(bucket.master, cls, settings[segment.group])
-        assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
+            like = bucket.master.new_zeros(2)
+            names[key] = Names(like, bucket.method.cls, settings[segment.group])
         live = bucket.inner.state.get(segment.tensor, {})
         entry: StateDict = {USED: torch.tensor(bool(live), dtype=torch.uint8)}
         for name, dtype in names[key].slices.items():
@@ -59,10 +66,27 @@ def collect(
         if bucket.has_master:
             entry[MASTER] = Slices.of(segment.region, segment.tensor)
         state[name_in_model(segment.member)] = entry
+    for matrix in steps.own:
+        _collect_matrix(matrix, steps.names(matrix, settings), state)
     return state
 
 
-def restore(buckets: Sequence[Bucket], state: StateDict) -> None:
+def _collect_matrix(matrix: Matrix, names: Names, state: StateDict) -> None:
+    entry = state.setdefault(name_in_model(matrix.member), {})
+    live, like = matrix.state, matrix.bucket.master
+    entry[USED] = torch.tensor(bool(live), dtype=torch.uint8)
+    for name, dtype in names.slices.items():
+        values = live[name] if live else like.new_zeros(matrix.shape, dtype=dtype)
+        made = matrix.slices(values)
+        if name in entry:  # of another matrix of the stack
+            made = Slices(made.shape, values, {**entry[name].parts, **made.parts})
+        entry[name] = made
+    for name, first in names.values.items():
+        value = live.get(name, first.clone() if isinstance(first, Tensor) else first)
+        entry[name] = matrix.slices(value) if isinstance(value, Tensor) and value.dim() else value
+
+
+def restore(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> None:
     """Take what :func:`collect` gave on this mesh, refilled or not. Values are copied.
 
     Raises:
@@ -71,13 +95,20 @@ def restore(buckets: Sequence[Bucket], state: StateDict) -> None:
     segments = list(_segments(buckets))
     for bucket, segment in segments:
         _check(bucket, segment, state.get(name_in_model(segment.member)))
+    for matrix in steps.own:
+        _check_matrix(matrix, state.get(name_in_model(matrix.member)))
+    for matrix in steps.own:
+        _restore_matrix(matrix, state[name_in_model(matrix.member)])
     for bucket, segment in segments:
+        if bucket.inner is None and not bucket.has_master:
+            continue
         entry = dict(state[name_in_model(segment.member)])
-        used = bool(entry.pop(USED))
         if bucket.has_master:
             _fill(segment.tensor, entry[MASTER], segment)
         entry.pop(MASTER, None)
-        assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
+        if bucket.inner is None:
+            continue
+        used = bool(entry.pop(USED))
         bucket.inner.state.pop(segment.tensor, None)
         if used:
             bucket.inner.state[segment.tensor] = {
@@ -92,16 +123,48 @@ def _segments(buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Segment]]:
 
 def _check(bucket: Bucket, segment: Segment, entry: StateDict | None) -> None:
     name = segment.member.name
-    wanted = {USED, *([MASTER] if bucket.has_master else [])}
+    wanted = {*([] if bucket.inner is None else [USED]), *([MASTER] if bucket.has_master else [])}
+    if not wanted:
+        return
     if entry is None or not wanted <= entry.keys():
         raise LayoutError(f"the optimizer state has no {sorted(wanted)} of {name}")
     here = _places(Slices.of(segment.region, segment.tensor))
     for kind, value in entry.items():
+        if bucket.inner is None and kind != MASTER:
+            continue  # the owner's
         if isinstance(value, Slices) and (there := _places(value)) != here:
             raise LayoutError(
                 f"the optimizer state has {kind} of {name} at {there}, this rank has {here}: save "
                 "and load it through torch.distributed.checkpoint, which gives each rank its own"
             )
+
+
+def _check_matrix(matrix: Matrix, entry: StateDict | None) -> None:
+    name = matrix.member.name
+    if entry is None or USED not in entry:
+        raise LayoutError(f"the optimizer state has no [{USED!r}] of {name}")
+    for kind, value in entry.items():
+        if kind == MASTER or not isinstance(value, Slices):
+            continue
+        box = matrix.box if value.shape == matrix.member.parameter.shape else (0,) * value.dim()
+        if box not in value.parts:
+            raise LayoutError(
+                f"the optimizer state has {kind} of {name} at {_places(value)}, not where this "
+                "rank's matrix begins: save and load it through torch.distributed.checkpoint, "
+                "which gives each rank its own"
+            )
+
+
+def _restore_matrix(matrix: Matrix, entry: StateDict) -> None:
+    own: StateDict = {}
+    for kind, value in entry.items():
+        if isinstance(value, Slices) and kind != MASTER:
+            boxed = value.shape == matrix.member.parameter.shape
+            part = value.parts[matrix.box if boxed else (0,) * value.dim()]
+            own[kind] = (part.view(matrix.shape) if boxed else part).detach().clone()
+        elif kind not in (MASTER, USED):
+            own[kind] = value.detach().clone() if isinstance(value, Tensor) else value
+    matrix.take(own if bool(entry[USED]) else {})
 
 
 def _places(slices: Slices) -> list[list[str]]:

@@ -13,42 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from internsp.errors import LayoutError
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
-from internsp.optim.elementwise import OptimizerClass
+from internsp.optim.matrices import MatrixSteps
+from internsp.optim.state_names import Names, State
 from internsp.wp.host import OPTIMIZER
 from internsp.wp.unfinished import Member
 from internsp.wp.values import like_storage, own_part
 
-State = dict[str, Any]
 MASTER = "master"
-
-
-def first_state(like: Tensor, cls: OptimizerClass, settings: dict[str, Any]) -> State:
-    """The state that a first step would make for ``like``, from a step of a stand-in."""
-    stand_in = torch.zeros_like(like)
-    stand_in.grad = torch.zeros_like(stand_in)
-    inner = cls([{**settings, "params": [stand_in]}])
-    inner.step()
-    return inner.state.get(stand_in, {})
-
-
-class Names:
-    """What the state of a group's parameters consists of, the same on all ranks.
-
-    Attributes:
-        slices: names of what has an element for each of the parameter's, with dtypes.
-        values: names of the rest, as they are before the first step.
-    """
-
-    def __init__(self, like: Tensor, cls: OptimizerClass, settings: State) -> None:
-        first = first_state(like.new_zeros(2), cls, settings)
-        self.slices = {n: v.dtype for n, v in first.items() if _is_slice(v)}
-        self.values = {n: v for n, v in first.items() if n not in self.slices}
-        if "step" in self.values:  # nothing was stepped yet
-            step = self.values["step"]
-            self.values["step"] = torch.zeros_like(step) if isinstance(step, Tensor) else 0
 
 
 def _is_slice(value: Any) -> bool:
@@ -57,7 +33,7 @@ def _is_slice(value: Any) -> bool:
 
 def collect(
     buckets: Sequence[Bucket],
-    cls: OptimizerClass,
+    steps: MatrixSteps,
     settings: Sequence[State],
     place: dict[Member, int],
     mesh: ParallelMesh,
@@ -65,28 +41,50 @@ def collect(
     """Every parameter's state, unused ones' as before a first step. Collective; blocks.
 
     Args:
+        steps: of whole matrices.
         place: the group of each parameter.
     """
-    values = _values(buckets, mesh)
+    values = _values(buckets, steps, mesh)
+    spread, of_whole = steps.spread(settings), names_of_whole(steps, settings)
     found: dict[Member, State] = {}
     for bucket in buckets:
-        groups = {place[member] for member in bucket.offsets}
-        names = {group: Names(bucket.master, cls, settings[group]) for group in groups}
-        dtypes = {n: d for each in names.values() for n, d in each.slices.items()}
-        gathered = {n: bucket.gathered(_slice(bucket, n, d)) for n, d in dtypes.items()}
+        if bucket.method.whole:
+            names = {member: of_whole[member] for member in bucket.offsets}
+            gathered = {n: bucket.gathered(own) for n, own in spread.get(bucket, {}).items()}
+        else:
+            like, cls = bucket.master.new_zeros(2), bucket.method.cls
+            by_group = {
+                group: Names(like, cls, settings[group])
+                for group in {place[member] for member in bucket.offsets}
+            }
+            names = {member: by_group[place[member]] for member in bucket.offsets}
+            dtypes = {n: d for each in by_group.values() for n, d in each.slices.items()}
+            gathered = {n: bucket.gathered(_slice(bucket, n, d)) for n, d in dtypes.items()}
         if bucket.has_master:
             gathered[MASTER] = bucket.gathered(bucket.master)
         if OPTIMIZER in bucket.offload:
             gathered = {n: {m: v.cpu() for m, v in of.items()} for n, of in gathered.items()}
         for member in bucket.offsets:
-            own = names[place[member]]
+            own = names[member]
             kept = [*own.slices, *([MASTER] if bucket.has_master else [])]
             state: State = {name: member.wrap(gathered[name][member]) for name in kept}
             for name, first in own.values.items():
                 value = values.get(member.name, {}).get(name, first)
                 state[name] = value.clone() if isinstance(value, Tensor) else value
+                if bucket.method.whole and _is_slice(value):  # of rows, of columns
+                    state[name] = _replicated(member, state[name].to(mesh.device))
             found[member] = state
     return found
+
+
+def names_of_whole(steps: MatrixSteps, settings: Sequence[State]) -> dict[Member, Names]:
+    """Of each parameter that is stepped whole."""
+    return {matrix.member: steps.names(matrix, settings) for matrix in steps.matrices}
+
+
+def _replicated(member: Member, value: Tensor) -> DTensor:
+    mesh = member.parameter.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _slice(bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
@@ -99,13 +97,14 @@ def _slice(bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _live(bucket: Bucket) -> Iterator[tuple[Segment, State]]:
-    for segment in bucket.segments:
-        assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
+    for segment in bucket.segments if bucket.inner is not None else ():
+        assert bucket.inner is not None, "the line above"
         yield segment, bucket.inner.state.get(segment.tensor, {})
 
 
-def _values(buckets: Sequence[Bucket], mesh: ParallelMesh) -> dict[str, State]:
-    """State without elements (a step's number), which no rank without a slice of it knows."""
+def _values(buckets: Sequence[Bucket], steps: MatrixSteps, mesh: ParallelMesh) -> dict[str, State]:
+    """State without elements (a step's number), which no rank without a slice of it knows, and what
+    owners of whole matrices have of rows and columns."""
     mine = {
         segment.member.name: {
             n: v.cpu() if isinstance(v, Tensor) else v for n, v in state.items() if not _is_slice(v)
@@ -114,6 +113,12 @@ def _values(buckets: Sequence[Bucket], mesh: ParallelMesh) -> dict[str, State]:
         for segment, state in _live(bucket)
         if state
     }
+    for matrix in steps.own:
+        mine[matrix.member.name] = {
+            n: v.cpu() if isinstance(v, Tensor) else v
+            for n, v in matrix.state.items()
+            if not (_is_slice(v) and v.shape == matrix.shape)
+        }
     everyone: list[dict[str, State]] = [mine]
     if mesh.shape.stage_size > 1:
         everyone = [{}] * mesh.shape.stage_size
@@ -124,28 +129,79 @@ def _values(buckets: Sequence[Bucket], mesh: ParallelMesh) -> dict[str, State]:
     return found
 
 
-def restore(buckets: Sequence[Bucket], states: dict[Member, State]) -> None:
+def restore(
+    buckets: Sequence[Bucket],
+    steps: MatrixSteps,
+    settings: Sequence[State],
+    states: dict[Member, State],
+) -> None:
     """Take this rank's slices of ``states``; values are copied. Where there is none, forget it.
 
-    No message, except for ``DTensor`` that are placed otherwise.
+    No message, except for ``DTensor`` that are placed otherwise, and state of whole-matrix steps,
+    which goes to its owners. All ranks call it.
 
     Raises:
         LayoutError: state of another shape.
     """
+    of_whole = names_of_whole(steps, settings)
+    _check_shapes(of_whole, states)
+    slices: dict[Bucket, dict[str, Tensor]] = {}
     for bucket in buckets:
         for member in bucket.offsets:
             state = dict(states.get(member, {}))
+            names = of_whole.get(member)
             parts = {
                 name: like_storage(member, own_part(member, value, f"{name} of {member.name}"))
                 for name, value in state.items()
-                if _is_slice(value)
+                if _is_slice(value) and (names is None or name in names.slices or name == MASTER)
             }
             master = parts.pop(MASTER, None)
             if master is not None and bucket.has_master:
                 bucket.put(bucket.master, member, master.to(bucket.master.dtype))
+            for name, dtype in names.slices.items() if names is not None else ():
+                of = slices.setdefault(bucket, {})
+                if name not in of:
+                    of[name] = torch.zeros_like(bucket.master, dtype=dtype)
+                if name in parts:
+                    bucket.put(of[name], member, parts[name].to(of[name]))
             for segment, _ in _live(bucket):
                 if segment.member is member:
                     _take(bucket, segment, state, parts)
+
+    for matrix, whole in steps.bring(slices, settings).items():
+        state, names = states.get(matrix.member, {}), of_whole[matrix.member]
+        own: State = dict(whole)
+        for name in names.values:
+            if name in state:
+                value = state[name]
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()
+                if isinstance(value, Tensor):
+                    value = value.detach().clone()
+                    value = value.to(matrix.bucket.device) if value.dim() else value
+                own[name] = value
+        matrix.take(own if _stepped(state.get("step"), own) else {})
+
+
+def _stepped(step: Any, own: State) -> bool:
+    """What no step has used has no state, as its first step may differ from later ones."""
+    values = [v for v in own.values() if _is_slice(v)]
+    return step != 0 and (step is not None or any(bool(value.any()) for value in values))
+
+
+def _check_shapes(names: dict[Member, Names], states: dict[Member, State]) -> None:
+    """The same on all ranks, before any message."""
+    for member, own in names.items():
+        for name, first in own.values.items():
+            given = states.get(member, {}).get(name)
+            if not (isinstance(first, Tensor) and first.dim() and given is not None):
+                continue
+            shape = list(given.shape) if isinstance(given, Tensor) else None
+            if shape != list(first.shape):
+                raise LayoutError(
+                    f"{name} of {member.name} is of shape {list(first.shape)}, the given state has "
+                    f"{shape}"
+                )
 
 
 def _take(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tensor]) -> None:
@@ -153,9 +209,7 @@ def _take(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tenso
     bucket.inner.state.pop(segment.tensor, None)
     reach = slice(segment.offset, segment.offset + segment.tensor.numel())
     own: State = {n: bucket.kept(segment, n, part.view(-1)[reach]) for n, part in parts.items()}
-    step = state.get("step")
-    # What no step has used has no state, as its first step may differ from later ones.
-    if step == 0 or (step is None and not any(bool(part.any()) for part in own.values())):
+    if not _stepped(state.get("step"), own):
         return
     for name, value in state.items():
         if name not in own and name != MASTER:
@@ -164,15 +218,20 @@ def _take(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tenso
 
 
 class States:
-    """``optimizer.state``: by parameter, this rank's slices of its state (1-D; ``None``: unused).
+    """``optimizer.state``: by parameter, this rank's slices of its state (1-D; ``None``: unused),
+    or all that an owner of a whole matrix has of it.
 
     Names are there before the first step, as torch's state dict helpers would else make a step.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], names: dict[int, Names], place: dict[Member, int]
+        self,
+        buckets: Sequence[Bucket],
+        steps: MatrixSteps,
+        settings: Sequence[State],
+        place: dict[Member, int],
     ) -> None:
-        self._names, self._place = names, place
+        self._steps, self._settings, self._place = steps, settings, place
         self._held = {id(m.parameter): (m, bucket) for bucket in buckets for m in bucket.offsets}
 
     def __len__(self) -> int:
@@ -183,8 +242,15 @@ class States:
 
     def __getitem__(self, parameter: Tensor) -> State:
         member, bucket = self._held[id(parameter)]
-        names = self._names[self._place[member]]
+        matrices = [m for m in self._steps.matrices if m.member is member]
+        if matrices:
+            names = self._steps.names(matrices[0], self._settings)
+        else:
+            settings = self._settings[self._place[member]]
+            names = Names(bucket.master.new_zeros(2), bucket.method.cls, settings)
         found: State = dict.fromkeys((*names.slices, *names.values))
+        for matrix in matrices:
+            found |= matrix.state
         for segment, state in _live(bucket):
             if segment.member is member:
                 found |= state

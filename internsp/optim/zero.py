@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from torch import Tensor
 from internsp.failure.recovery import unbroken
 from internsp.optim import checkpoint, streamed, whole_state
 from internsp.optim.bucket import Bucket, Publication, make_buckets
-from internsp.optim.elementwise import OptimizerClass, default_settings, require_elementwise
+from internsp.optim.elementwise import OptimizerClass
 from internsp.optim.finite import NotFinite, broken_gradients
 from internsp.optim.groups import ParamGroups, assign, members
 from internsp.optim.guarded import guard_parameter
+from internsp.optim.matrices import MatrixSteps
+from internsp.optim.methods import methods_of, require_steppable
 from internsp.optim.norm import clip_factor, squared_norm
 from internsp.optim.reduction import Reducer
 from internsp.optim.scaler import LossScaler
+from internsp.optim.state_names import Names
 from internsp.optim.tied import ZeroGradients
-from internsp.optim.whole_state import Names, States
+from internsp.optim.whole_state import States
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.host import OPTIMIZER
@@ -46,9 +50,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Args:
         communicator: what ``parallelize`` returned. Storage of its parameters moves.
         optimizer_class: ``torch.optim.AdamW``, ``SGD``, ... ; called with ``lr`` and ``defaults``.
+            One whose step needs a whole parameter (``torch.optim.Muon``, ``Adafactor``, or what is
+            declared) steps on one rank, to which the others send their parts of it, one matrix
+            after another, while the one before is stepped (:mod:`internsp.optim.matrices`).
         lr: learning rate (``None``: the class's own default).
+        whole_matrix: whether a step of ``optimizer_class`` needs a whole parameter; ``None``: if it
+            is Muon or Adafactor. Checked by experiment, as far as one shows it.
         max_grad_norm: gradients are clipped to this global norm; ``None``: not clipped.
-        param_groups: as for torch; ``None`` puts every trainable parameter into one group.
+        param_groups: as for torch; ``None`` puts every trainable parameter into one group. A group
+            may have an ``"optimizer"`` of its own, a class, with that one's settings (and
+            ``"whole_matrix"``): Muon for matrices of blocks, AdamW for the rest. ``defaults`` are
+            not for it, but for ``lr``. Of a 3-D parameter Muon steps each matrix by itself.
         loss_scaler: for fp16. A step that is skipped lowers its scale.
         skip_not_finite: a step whose gradients are not finite on some rank is skipped on all of
             them, with or without clipping: parameters and state stay as they are, the gradients
@@ -70,8 +82,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         unfinished: whether there are gradients that no step has taken.
 
     Raises:
-        TypeError: the class is not elementwise (Muon, Adafactor, LBFGS, SparseAdam, ...).
-        ValueError: wrong parameter groups, or a second optimizer for the same communicator.
+        TypeError: the class is not elementwise and not declared, or declared and elementwise; or it
+            is neither (LBFGS, SparseAdam).
+        ValueError: wrong parameter groups, or a second optimizer for the same communicator, or a
+            parameter of which no whole matrix can be stepped (offloaded, tensor parallel, ...).
     """
 
     def __init__(
@@ -85,6 +99,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         skip_not_finite: bool = True,
+        whole_matrix: bool | None = None,
         **defaults: Any,
     ) -> None:
         if not communicator.collects_itself:
@@ -94,13 +109,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if lr is not None:
             defaults["lr"] = lr
-        require_elementwise(optimizer_class, communicator.mesh.device, defaults)
         groups, place = assign(communicator, param_groups)
-        super().__init__(groups, default_settings(optimizer_class, defaults))
+        device = communicator.mesh.device
+        methods = methods_of(groups, optimizer_class, whole_matrix, defaults, device)
+        for member, index in place.items():
+            require_steppable(member, methods[index])
+        super().__init__(groups, {})
         self._sealed = True
         self._place = place
         self._communicator = communicator
-        self._class = optimizer_class
         self.max_grad_norm = max_grad_norm
         self.loss_scaler = loss_scaler
         self.skip_not_finite = skip_not_finite or loss_scaler is not None
@@ -112,9 +129,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._used: set[Member] = set()
         self._kinds: dict[tuple[int, torch.dtype], Names] = {}  # of state, by group
         with torch.no_grad():
-            self._buckets = make_buckets(communicator, place)
+            self._buckets = make_buckets(communicator, place, methods)
             for bucket in self._buckets:
-                bucket.make_inner(optimizer_class, self._settings())
+                bucket.make_inner(self._settings())
+            self._matrices = MatrixSteps(communicator, self._buckets, self._settings())
         if communicator.state.link is not None:
             communicator.state.link.trim()  # of where the shards were
         self._reducer = Reducer(communicator, self._buckets, reduce_dtype)
@@ -212,9 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it."""
-        settings, like = self._settings(), torch.zeros(2, device=self._communicator.mesh.device)
-        names = {i: Names(like, self._class, s) for i, s in enumerate(settings)}
-        return States(self._buckets, names, self._place)
+        return States(self._buckets, self._matrices, self._settings(), self._place)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -242,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets:
                 bucket.adopt()
             states = whole_state.collect(
-                self._buckets, self._class, self._settings(), self._place, communicator.mesh
+                self._buckets, self._matrices, self._settings(), self._place, communicator.mesh
             )
         index = {id(p): i for i, p in enumerate(self._parameters())}
         groups, start = self._settings(), 0
@@ -283,7 +299,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for name, p in zip(names, self._parameters(), strict=True)
         }
         self._communicator.publish()
-        whole_state.restore(self._buckets, states)
+        with unbroken([self._communicator.recovery], "the optimizer's load_state_dict()"):
+            whole_state.restore(self._buckets, self._matrices, self._settings(), states)
         self._continue(saved, state_dict)
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -297,7 +314,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             state: dict[str, Any] = {
                 "state": checkpoint.collect(
-                    self._buckets, self._class, self._settings(), self._kinds
+                    self._buckets, self._matrices, self._settings(), self._kinds
                 ),
                 "param_groups": self._settings(),
             }
@@ -321,7 +338,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state has {len(saved)} parameter groups, this optimizer has "
                 f"{len(self.param_groups)}"
             )
-        checkpoint.restore(self._buckets, state_dict["state"])
+        checkpoint.restore(self._buckets, self._matrices, state_dict["state"])
         self._continue(saved, state_dict)
 
     def _continue(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
@@ -340,6 +357,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             flat = self._communicator.replicated.flat
             sums += flat.numel() * flat.element_size()
         state = sum(b.state_nbytes() for b in self._buckets if OPTIMIZER not in b.offload)
+        state += self._matrices.state_nbytes()
         return [("gradient sums", sums), ("optimizer state", state)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -355,9 +373,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # inside
 
     def _update(self, factor: float) -> None:
-        settings = self._settings()
+        settings, whole = self._settings(), [b for b in self._buckets if b.method.whole]
+        for bucket in whole:
+            bucket.adopt()
+            bucket.scale(factor)
+        # Matrices travel while slices are stepped.
+        slices = partial(self._update_slices, settings, factor)
+        self._matrices.step(self._used, settings, slices, self._publish)
+        if self._communicator.state.link is not None:
+            self._communicator.state.link.rest()  # shards are new where others may read them
+
+    def _update_slices(self, settings: list[dict[str, Any]], factor: float) -> None:
         trace = self._communicator.state.trace
         for bucket in self._buckets:
+            if bucket.method.whole:
+                continue
             start = trace.now()
             bucket.adopt(masters=bucket.link is None)
             bucket.configure(settings)
@@ -367,8 +397,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 streamed.update(bucket, bucket.link, self._used, factor)
             trace.record("STEP", bucket.name, start=start, end=trace.now())
             self._publish(bucket)
-        if self._communicator.state.link is not None:
-            self._communicator.state.link.rest()  # shards are new where others may read them
 
     def _publish(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's new slices; its members are ready when it ends."""

@@ -37,6 +37,7 @@ _NAMES = {
     "COMPUTE": "compute",
     "STEP": "optimizer step",
     "PUBLISH": "publish",
+    "MATRIX": "matrices to or from their owners",
     "FINISH": "finish",
 }
 PHASES = ("forward", "recompute", "backward", "optimizer")
@@ -273,7 +274,7 @@ def _stack(bars: Sequence[Bar]) -> tuple[list[int], int]:
 def _style(bar: Bar) -> str:
     if bar.kind == "WAIT":
         return "b wait"
-    if bar.kind in ("STEP", "PUBLISH", "FINISH"):
+    if bar.kind in ("STEP", "PUBLISH", "MATRIX", "FINISH"):
         return "b optimizer" if bar.kind == "STEP" else "b optimizer light"
     return f"b {bar.phase}" if bar.phase in PHASES else "b other"
 

@@ -27,6 +27,7 @@ COMMUNICATION: Mapping[str, str] = {
     "A2A": "all-to-alls",
     "RING": "keys and values",
     "PUBLISH": "parameters published",
+    "MATRIX": "matrices to and from their owners",
 }
 """Kinds of events that are communication, with their names."""
 
@@ -45,6 +46,7 @@ _LANE_OF = {
     "STEP": "optimizer",
     "FINISH": "optimizer",
     "PUBLISH": "optimizer",
+    "MATRIX": "optimizer",
 }
 _PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward", "STEP": "optimizer"}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from internsp.config import Config
 from internsp.config.functions import OPTIMIZERS, options, resolve
@@ -17,8 +18,14 @@ from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.groups import members
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.tied import name_in_model
+from internsp.wp.unfinished import Member
 
-_CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+_CLASSES = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
+}
 assert _CLASSES.keys() == set(OPTIMIZERS), "each name has a class"
 
 
@@ -28,37 +35,70 @@ def make_optimizer(
     """The optimizer of one module. Norms and biases have no weight decay, unless a group says so.
 
     Raises:
-        ConfigError: there is no such class, or it takes other arguments.
-        TypeError: it is not elementwise.
+        ConfigError: there is no such class, or it takes other arguments, or a parameter that no
+            matrix is was given to one of matrices.
+        TypeError: it is elementwise and declared not to be, or the reverse.
     """
     settings = config.optimizer
     cls, arguments = _class_of(config)
     replicated = {id(member) for member in communicator.replicated.members}
-    groups: dict[tuple[float, float], list[Any]] = {}
+    matrices = _block_matrices(communicator) if settings.rest_name != settings.name else None
+    groups: dict[tuple[str, float, float], list[Any]] = {}
     for member in members(communicator):
         own = _group_of(name_in_model(member), settings.groups)
-        lr, decay = settings.lr, 0.0 if id(member) in replicated else settings.weight_decay
+        by = settings.name if matrices is None or member in matrices else settings.rest_name
+        if own is not None and own.optimizer is not None:
+            by = own.optimizer
+        lr = settings.lr
+        if by != settings.name and settings.rest_lr is not None:
+            lr = settings.rest_lr
+        decay = 0.0 if id(member) in replicated else settings.weight_decay
         if own is not None:
             lr = lr if own.lr is None else own.lr
             decay = decay if own.weight_decay is None else own.weight_decay
-        groups.setdefault((lr, decay), []).append(member.parameter)
+        groups.setdefault((by, lr, decay), []).append(member.parameter)
     decays = "weight_decay" in inspect.signature(cls).parameters
-    if any(decay for _, decay in groups) and not decays:
+    if any(decay for by, _, decay in groups if by == settings.name) and not decays:
         raise ConfigError(
             f"optimizer.weight_decay: {settings.name} takes none; set it to 0, here and in groups"
         )
+    rest = {"optimizer": torch.optim.AdamW, "betas": settings.betas, "eps": settings.eps}
     return ZeroOptimizer(
         communicator,
         cls,
         param_groups=[
-            {"params": held, "lr": lr, **({"weight_decay": decay} if decays else {})}
-            for (lr, decay), held in groups.items()
+            {
+                "params": held,
+                "lr": lr,
+                **({"weight_decay": decay} if decays or by != settings.name else {}),
+                **(rest if by != settings.name else {}),
+            }
+            for (by, lr, decay), held in groups.items()
         ],
         lr=settings.lr,
         max_grad_norm=settings.max_grad_norm,
         loss_scaler=scaler,
+        whole_matrix=settings.whole_matrix,
         **arguments,
     )
+
+
+def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
+    """Parameters of two and more dimensions within blocks, but for embeddings."""
+    blocks = [b.name for b in communicator.blocks]
+    blocks += [b.name for b in communicator.enclosing.blocks]
+    looked_up = {m for (module, _), m in communicator.places.items() if _embeds(module)}
+    return {
+        member
+        for member in members(communicator)
+        if member.parameter.dim() > 1
+        and member not in looked_up
+        and any(member.name.startswith(f"{block}.") for block in blocks)
+    }
+
+
+def _embeds(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def names_matched(config: Config, names: Iterable[str]) -> None:
@@ -81,10 +121,14 @@ def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
     """The class and its arguments, without rate and decay."""
     settings = config.optimizer
     more = options(settings.options)
+    arguments: dict[str, Any] = {}
     if settings.name == "adamw":
-        arguments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    else:
-        arguments = {"momentum": settings.momentum} if settings.name == "sgd" else {}
+        arguments = {"betas": settings.betas, "eps": settings.eps}
+    elif settings.name in ("sgd", "muon"):
+        arguments = {"momentum": settings.momentum_used}
+    if settings.name == "muon" and "adjust_lr_fn" not in more:
+        # One rate and decay for it and for adamw (Moonshot, arXiv 2502.16982).
+        more["adjust_lr_fn"] = "match_rms_adamw"
     named = settings.name in _CLASSES
     cls: Any = _CLASSES[settings.name] if named else resolve(settings.name, "optimizer.name")
     if doubled := {"lr", "weight_decay", "params", *arguments} & more.keys():

@@ -179,6 +179,30 @@ class Collectives:
         send, waits = self._send_all_to_all, "finish"
         return self.launch(send, (output, pieces), "EX", unit, {"": nbytes}, "backward", waits)
 
+    def exchange_parts(
+        self,
+        output: Tensor,
+        pieces: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        unit: str,
+        weight: str,
+        total: int,
+    ) -> Handle:
+        """Send ``sent[p]`` elements of ``pieces`` to rank ``p``, and receive ``received[p]``.
+
+        Both tensors hold the ranks' parts one after another; a part may be empty. In a group of one
+        nothing is done. Does not block unless ``overlap`` is off.
+
+        Args:
+            total: bytes that all ranks send together, own parts included: the same on all ranks.
+        """
+        nbytes = (sum(received) - received[self.rank]) * output.itemsize
+        self.counters.gathered_bytes += nbytes if self.size > 1 else 0
+        self.counters.gathers += self.size > 1
+        tensors = output, pieces, received, sent
+        return self.launch(self._send_parts, tensors, "MATRIX", unit, {weight: total}, "step")
+
     def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
         """Sum ``tensor`` over the group in place. Does not block unless ``overlap`` is off."""
         if self.size == 1:
@@ -326,6 +350,21 @@ class Collectives:
             sent = pieces.view(self.size, -1).unbind()
             return send_pairs(self.group, places, sent, self._tag)
         return self._exchange(output, pieces, [], [], self._exchange_options)
+
+    def _send_parts(
+        self, output: Tensor, pieces: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        if not self._direct:
+            return self._exchange(
+                output, pieces, list(received), list(sent), self._exchange_options
+            )
+        places, parts = output.split(list(received)), pieces.split(list(sent))
+        places[self.rank].copy_(parts[self.rank])
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        group, tag = self.group, self._tag
+        works: list[Work] = [group.recv([places[p]], p, tag) for p in others[::-1] if received[p]]
+        works += [group.send([parts[p]], p, tag) for p in others if sent[p]]
+        return Works(works)
 
     def _send_all_reduce(self, tensor: Tensor) -> Work | None:
         return all_reduce(tensor, self.group, self.counters)

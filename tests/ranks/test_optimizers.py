@@ -30,7 +30,8 @@ def settings(mesh: dict[str, Any] | None = None, **optimizer: Any) -> Config:
     return config(
         optimizer={"lr": 1e-2, "warmup_steps": 0, "schedule": "linear", "max_grad_norm": None,
                    **optimizer},
-        train={"dtype": "float64", "steps": STEPS, "eval_batches": 0, "loss_chunk": 1024},
+        train={"dtype": "float64", "steps": STEPS, "eval_batches": 0, "loss_chunk": 1024,
+               "micro_batches": (mesh or {}).get("pipeline", 1)},
         parallel=mesh or {},
     )  # fmt: skip
 
@@ -54,28 +55,33 @@ def one_process(
     """The same with torch alone.
 
     Args:
-        settings_of: rate and decay by a parameter's name.
+        settings_of: rate and decay by a parameter's name; and a class with its arguments, where
+            that is another than ``cls``.
     """
     session = Session.create(chosen)  # for its data and first values
     model = model_zoo.build(chosen.model, dtype=torch.float64)
     whole = {n: p.full_tensor() for n, p in session.modules[0].named_parameters()}
     model.load_state_dict(whole)
-    groups = [
-        {"params": [p], "lr": settings_of(n)[0], "weight_decay": settings_of(n)[1]}
-        for n, p in model.named_parameters()
-    ]
-    optimizer = cls(groups, **arguments)
-    first = [group["lr"] for group in optimizer.param_groups]
+    optimizers = []
+    for name, parameter in model.named_parameters():  # any of them works parameter by parameter
+        rate, decay, *other = settings_of(name)
+        made, given = other or (cls, arguments)
+        optimizers.append(made([parameter], lr=rate, weight_decay=decay, **given))
+    first = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     for step in range(STEPS):
-        for group, rate in zip(optimizer.param_groups, first, strict=True):
-            group["lr"] = rate * (1 + (chosen.optimizer.min_lr_ratio - 1) * step / STEPS)
+        for optimizer, rate in zip(optimizers, first, strict=True):
+            factor = 1 + (chosen.optimizer.min_lr_ratio - 1) * step / STEPS
+            optimizer.param_groups[0]["lr"] = rate * factor
         size = chosen.train.global_batch
         batch = session.source.train_batch(step * size, slice(0, size))
         layout = SequenceLayout.create(batch.ids, rank=0, size=1, boundaries=batch.boundaries)
         loss, count = model(layout.input_ids, layout=layout, labels=layout.labels)
         (loss / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if chosen.optimizer.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.optimizer.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
@@ -114,6 +120,55 @@ def test_any_elementwise_class_with_groups_by_pattern_steps_as_torch_does() -> N
         assert rates == pytest.approx([1e-2 * (1 - 0.9 * step / STEPS) for step in range(STEPS)])
 
 
+def by_muon(name: str) -> tuple[Any, ...]:
+    adamw = (torch.optim.AdamW, {"betas": (0.9, 0.95)})
+    if name.startswith(("embed", "head")):
+        return 5e-3, 0.1, *adamw
+    if "norm" in name:
+        return 5e-3, 0.0, *adamw
+    if ".wo." in name:
+        return 5e-3, 0.1, *adamw
+    return 3e-2 if ".w2." in name else 1e-2, 0.1
+
+
+def by_adafactor(name: str) -> tuple[float, float]:
+    return 1e-2, 0.0 if "norm" in name else 0.1
+
+
+MUON = {
+    "name": "muon", "rest_lr": 5e-3, "max_grad_norm": 0.5, "options": ["nesterov = false"],
+    "groups": [{"match": "**.w2", "lr": 3e-2}, {"match": "**.wo", "optimizer": "adamw"}],
+}  # fmt: skip
+WHOLE = {
+    "muon": (
+        MUON, torch.optim.Muon, by_muon,
+        {"momentum": 0.95, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+    ),
+    "adafactor": (
+        {"name": "adafactor", "options": ["d = 2.0"]}, torch.optim.Adafactor, by_adafactor,
+        {"d": 2.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "cls", "named", "arguments"), WHOLE.values(), ids=WHOLE.keys())
+def test_matrices_are_stepped_whole_as_torch_does_on_every_mesh(
+    made: dict[str, Any], cls: Any, named: Any, arguments: dict[str, Any]
+) -> None:
+    (wanted,) = run_ranks(plain, 1, settings(**made), cls, named, arguments)
+    meshes = [
+        (2, {"weight": 2, "sequence": 2}),
+        (4, {"weight": 4}),
+        (4, {"weight": 2, "sequence": 1}),
+        (4, {"weight": 2, "pipeline": 2}),
+    ]
+    for world, mesh in meshes if made["name"] == "muon" else meshes[2:]:
+        for found, _ in run_ranks(train_steps, world, settings(mesh, **made), timeout=120):
+            for name, value in found.items():
+                assert (value - wanted[name]).abs().max().item() < 1e-10, (mesh, name)
+            assert found.keys() == wanted.keys() or "pipeline" in mesh
+
+
 def refusals(rank: int, world_size: int, given: list[Config]) -> list[str]:
     found = []
     for each in given:
@@ -129,7 +184,19 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
         ({"name": "torch.optim:NAdam", "options": ["momentum = 1"]}, "unexpected keyword"),
         ({"options": ["weight_decay = 1"]}, "weight_decay has a key of its own"),
         ({"name": "torch.optim:Rprop"}, "optimizer.weight_decay: torch.optim:Rprop takes none"),
-        ({"name": "torch.optim:Muon"}, "not one: it is Muon"),
+        ({"name": "torch.optim:Muon"}, "layers.0.attention_norm.weight cannot be stepped by Muon"),
+        (
+            {"name": "tests.unit.test_scaler:Lamb", "weight_decay": 0.0},
+            "Lamb is not one: a parameter cut in two fares differently from a whole one. Declare",
+        ),
+        (
+            {"name": "torch.optim:NAdam", "whole_matrix": True},
+            "NAdam is declared to need whole matrices (whole_matrix), but",
+        ),
+        (
+            {"name": "muon", "groups": [{"match": "norm", "optimizer": "muon"}]},
+            "norm.weight cannot be stepped by Muon, which needs whole matrices: its shape is [32]",
+        ),
         ({"groups": [{"match": "layer.*", "lr": 0.1}]}, "group 1: 'layer.*' matches no parameter"),
     ]  # fmt: skip
     (found,) = run_ranks(refusals, 1, [settings(**given) for given, _ in cases])
@@ -142,10 +209,23 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
     [
         ('name = "adamv"', "did you mean adamw?"),
         ('options = ["nesterov"]', 'write an argument as "name = value"'),
-        ('[[optimizer.groups]]\nmatch = "embed"', "group 1: needs match, and lr or weight_decay"),
+        ('[[optimizer.groups]]\nmatch = "embed"', "lr, weight_decay or optimizer"),
         ('[[optimizer.groups]]\nlr = 0.1', "group 1 lacks match"),
         ('[[optimizer.groups]]\nmatch = "a"\nlr = "x"', "group 1: lr: expected a number"),
         ('name = "a:B"\neps = 1e-3', "of adamw and sgd alone"),
+        ('name = "muno"', "did you mean muon?"),
+        ("rest_lr = 1e-3", 'adamw steps all parameters: set optimizer.rest = "adamw"'),
+        ('name = "muon"\nwhole_matrix = false', "muon needs whole matrices; leave it out"),
+        ("whole_matrix = true", "adamw does not need whole matrices; leave it out"),
+        ('name = "adafactor"\nmomentum = 0.9', "adafactor has no momentum"),
+        (
+            'name = "muon"\n[[optimizer.groups]]\nmatch = "a"\noptimizer = "sgd"',
+            "group 1: sgd is neither: give muon (optimizer.name) or adamw (optimizer.rest)",
+        ),
+        (
+            '[[optimizer.groups]]\nmatch = "a"\noptimizer = "muon"',
+            "group 1: optimizer.name is adamw; set optimizer.rest, too",
+        ),
         ("decay_steps = 3", 'unused with schedule = "cosine"'),
     ],
 )

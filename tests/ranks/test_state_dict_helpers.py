@@ -52,6 +52,7 @@ def clone(state: Any) -> Any:
 CASES = (
     Case(weight=2), Case(weight=1, dtype=torch.bfloat16),
     Case(weight=2, dtype=torch.bfloat16, optimizer="sgd", tied=True),
+    Case(weight=2, dtype=torch.bfloat16, optimizer="muon"), Case(weight=2, optimizer="adafactor"),
 )  # fmt: skip
 
 

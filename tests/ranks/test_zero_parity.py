@@ -10,6 +10,8 @@ import torch
 from tests.support.compare import TOLERANCE, gaps
 from tests.support.ranks import run_ranks
 from tests.support.zero import (
+    CLASSES,
+    SETTINGS,
     Case,
     Little,
     alone,
@@ -24,8 +26,16 @@ from tests.support.zero import (
 )
 
 HIDDEN = {"embedding_cut": "hidden"}
+COLUMNS = {"plan": [{"match": "**.w?.weight", "shard_dim": 1}]}
 FP64 = [
-    (1, [Case(steps=5), Case(optimizer="sgd", micro_batches=3, steps=5, tied=True)]),
+    (
+        1,
+        [
+            Case(steps=5),
+            Case(optimizer="sgd", micro_batches=3, steps=5, tied=True),
+            Case(optimizer="muon", steps=5),
+        ],
+    ),
     (
         2,
         [
@@ -35,6 +45,9 @@ FP64 = [
             Case(weight=2, steps=5, tied=True, config=HIDDEN),
             Case(weight=1, optimizer="sgd", steps=5, tied=True, config={"accumulation": "full"}),
             Case(weight=2, optimizer="rmsprop", steps=5, tied=True, max_grad_norm=None),
+            Case(weight=2, optimizer="muon", micro_batches=3),
+            Case(weight=1, optimizer="adafactor", tied=True),
+            Case(weight=1, zero=1, optimizer="muon", steps=5, config={"overlap": False}),
         ],
     ),
     (
@@ -46,6 +59,11 @@ FP64 = [
             Case(weight=2, zero=1, config=HIDDEN),
             Case(weight=2, steps=5, micro_batches=2, tied=True),
             Case(weight=1, zero=2, optimizer="sgd", steps=5, tied=True),
+            Case(weight=4, optimizer="muon", tied=True),  # 6 rows over 4 ranks
+            Case(weight=2, optimizer="muon"),
+            Case(weight=2, zero=1, optimizer="adafactor", micro_batches=2),
+            Case(weight=1, zero=2, optimizer="muon", steps=5),
+            Case(weight=4, optimizer="adafactor", steps=5, config=COLUMNS),
         ],
     ),
 ]
@@ -150,15 +168,16 @@ def test_whole_gradients_are_those_of_one_process_however_their_reductions_are_f
         assert max(found.values()) < 1e-12, found
 
 
-def idle(rank: int, world: int) -> tuple[float, bool, float]:
+def idle(rank: int, world: int, optimizer: str) -> tuple[float, bool, float]:
     """A weight that no rank uses must not decay, and one that comes later starts at step one."""
-    case = Case(weight=1, steps=3)
+    case = Case(weight=1 if optimizer == "adamw" else 2, steps=3, optimizer=optimizer)
     s = setup(case)
     before = whole(s.model)["side.weight"]
     train(s, case, rank, world)
     untouched = torch.equal(before, whole(s.model)["side.weight"])
     model = little()
-    reference = torch.optim.AdamW(groups(model, 0.1), lr=1e-2)
+    settings = {"lr": SETTINGS[optimizer]["lr"]}
+    reference = CLASSES[optimizer](groups(model, SETTINGS[optimizer]["weight_decay"]), **settings)
     for step in range(5):
         ids, labels = batch(step, world)
         used = step >= 3
@@ -174,24 +193,27 @@ def idle(rank: int, world: int) -> tuple[float, bool, float]:
     return 0.0, untouched, apart
 
 
-def test_a_weight_that_no_rank_uses_is_left_alone_as_torch_leaves_it() -> None:
-    for _, untouched, apart in run_ranks(idle, 2):
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_weight_that_no_rank_uses_is_left_alone_as_torch_leaves_it(optimizer: str) -> None:
+    for _, untouched, apart in run_ranks(idle, 2, optimizer):
         assert untouched
         assert apart < 1e-10
 
 
-def bits(rank: int, world: int) -> list[dict[str, Any]]:
+def bits(rank: int, world: int, optimizer: str) -> list[dict[str, Any]]:
     results = []
     for overlap in (True, False):
-        case = Case(weight=2, steps=5, dtype=torch.float32, config={"overlap": overlap})
+        config = {"overlap": overlap}
+        case = Case(2, steps=5, dtype=torch.float32, config=config, optimizer=optimizer)
         s = setup(case)
         numbers = train(s, case, rank, world)
         results.append({"numbers": numbers, "parameters": whole(s.model)})
     return results
 
 
-def test_without_overlap_the_bits_are_the_same() -> None:
-    for overlapped, synchronous in run_ranks(bits, 4):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_without_overlap_the_bits_are_the_same(optimizer: str) -> None:
+    for overlapped, synchronous in run_ranks(bits, 4, optimizer):
         assert overlapped["numbers"] == synchronous["numbers"]
         for name, value in overlapped["parameters"].items():
             assert torch.equal(value, synchronous["parameters"][name]), name

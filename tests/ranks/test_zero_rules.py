@@ -260,11 +260,14 @@ def refused(rank: int, world: int) -> list[str]:
     fresh = parallelize(little(), s.communicator.mesh, config)
     chosen = [w.parameter for w in fresh.replicated.sharded]
 
-    def make(groups: Any, cls: Any = torch.optim.SGD) -> Any:
-        return lambda: ZeroOptimizer(fresh, cls, lr=0.1, param_groups=groups)
+    def make(groups: Any, cls: Any = torch.optim.SGD, **said: Any) -> Any:
+        return lambda: ZeroOptimizer(fresh, cls, lr=0.1, param_groups=groups, **said)
 
     attempts += [
-        make(None, torch.optim.Adafactor),
+        make(None, torch.optim.LBFGS),
+        make(None, torch.optim.Adafactor, whole_matrix=False),
+        make(None, whole_matrix=True),
+        make(None, torch.optim.Muon),
         make([{"params": chosen}, {"params": chosen}]),
         make([{"params": chosen}]),
         make([{"params": parameters}]),
@@ -285,7 +288,10 @@ def test_impossible_requests_are_refused_by_name() -> None:
         expected = [
             "has a ZeroOptimizer already",
             "groups are fixed",
-            "Adafactor is not one",
+            "LBFGS is not one",
+            "Adafactor is not one: it is Adafactor. Declare whole_matrix",
+            "SGD is declared to need whole matrices",
+            "layers.0.norm.weight cannot be stepped by Muon",
             "embed.weight is in param_groups 0 and 1",
             "trainable parameters in no group: layers.0.norm.weight",
             "take the parameters from the model after parallelize",

@@ -122,8 +122,25 @@ def resume(rank: int, world: int, cases: list[Case], first: int, folder: str) ->
 
 
 RESUMED = [
-    (2, 0, [Case(weight=2, dtype=torch.bfloat16), Case(weight=1, optimizer="sgd")]),
-    (4, 4, [Case(weight=2, dtype=torch.bfloat16), Case(zero=2, micro_batches=2, tied=True)]),
+    (
+        2,
+        0,
+        [
+            Case(weight=2, dtype=torch.bfloat16),
+            Case(weight=1, optimizer="sgd"),
+            Case(weight=2, optimizer="muon"),
+        ],
+    ),
+    (
+        4,
+        4,
+        [
+            Case(weight=2, dtype=torch.bfloat16),
+            Case(zero=2, micro_batches=2, tied=True),
+            Case(weight=2, optimizer="muon", dtype=torch.bfloat16),
+            Case(weight=2, optimizer="adafactor", dtype=torch.bfloat16, tied=True),
+        ],
+    ),
 ]
 
 
@@ -138,6 +155,8 @@ def test_a_resumed_run_goes_on_with_the_same_bits(
 LOCAL = [
     Case(weight=2, zero=2, dtype=torch.bfloat16, tied=True),
     Case(weight=1, zero=4, optimizer="sgd", config={"accumulation": "sharded"}),
+    Case(weight=2, zero=2, optimizer="muon", dtype=torch.bfloat16),
+    Case(weight=2, zero=2, optimizer="adafactor"),
 ]
 
 
@@ -174,7 +193,7 @@ def everything(s: Setup) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", LOCAL, ids=["adamw", "sgd"])
+@pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.optimizer)
 def test_slices_saved_on_one_mesh_are_loaded_on_any_other(case: Case, tmp_path: Path) -> None:
     run_ranks(moved, 4, case, str(tmp_path))
 

@@ -19,12 +19,21 @@ from tests.support.meshes import mesh_of
 from tests.support.models import VOCABULARY, Tiny
 
 WIDTH, LENGTH, ROWS = 6, 5, 2  # ROWS: of each rank
-CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
+CLASSES: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.AdamW,  # of the rest
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-2, "weight_decay": 0.1},
     "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01},
     "rmsprop": {"lr": 1e-3, "momentum": 0.5, "weight_decay": 0.01},
+    "adafactor": {"lr": 5e-2, "weight_decay": 0.1},
+    "muon": {"lr": 1e-2, "weight_decay": 0.1},  # of the rest
 }
+MUON = {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.1}
 
 
 class Little(Tiny):
@@ -105,6 +114,18 @@ def groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def own_groups(model: nn.Module, case: Case, decay: float) -> list[dict[str, Any]]:
+    """:func:`groups`, and before them, with ``muon``, the matrices of blocks."""
+    made = groups(model, decay)
+    if case.optimizer != "muon":
+        return made
+    names = {id(p): n for n, p in model.named_parameters()}
+    matrices = [p for p in made[0]["params"] if "layers" in names[id(p)]]
+    ids = {id(p) for p in matrices}
+    made[0]["params"] = [p for p in made[0]["params"] if id(p) not in ids]
+    return [*made, {"params": matrices, "optimizer": torch.optim.Muon, **MUON}]
+
+
 def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setup:
     """Collective. The pool poisons slots, so that a stale read shows."""
     model = little(case.dtype, blocks, case.tied)
@@ -116,7 +137,7 @@ def setup(case: Case, scaler: LossScaler | None = None, blocks: int = 2) -> Setu
     optimizer = ZeroOptimizer(
         communicator,
         CLASSES[case.optimizer],
-        param_groups=groups(model, settings.pop("weight_decay")),
+        param_groups=own_groups(model, case, settings.pop("weight_decay")),
         max_grad_norm=case.max_grad_norm,
         loss_scaler=scaler,
         **{**settings, **case.options},
@@ -147,8 +168,9 @@ def alone(case: Case, world: int) -> tuple[Little, list[tuple[float, float]]]:
     """The same on one process, with torch alone."""
     model = little(case.dtype, tied=case.tied)
     settings = dict(SETTINGS[case.optimizer])
-    made = groups(model, settings.pop("weight_decay"))
-    optimizer = CLASSES[case.optimizer](made, **settings)
+    made = own_groups(model, case, settings.pop("weight_decay"))
+    optimizer = CLASSES[case.optimizer]([g for g in made if "optimizer" not in g], **settings)
+    others = [g.pop("optimizer")(g.pop("params"), **g) for g in made if "optimizer" in g]
     found = []
     for step in range(case.steps):
         total = 0.0
@@ -158,6 +180,9 @@ def alone(case: Case, world: int) -> tuple[Little, list[tuple[float, float]]]:
             total += loss.item()
         bound = float("inf") if case.max_grad_norm is None else case.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+        for other in others:
+            other.step()
+            other.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
         found.append((total, norm.item()))

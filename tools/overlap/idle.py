@@ -16,7 +16,7 @@ from tools.bench.bounds import MBIT
 Intervals = list[tuple[float, float]]
 Named = list[tuple[float, float, str]]
 
-COLLECTIVES = ("AG", "RS", "EX", "A2A", "PUBLISH")
+COLLECTIVES = ("AG", "RS", "EX", "A2A", "PUBLISH", "MATRIX")
 FINISH = "finish"
 NOTHING, BEHIND, FLYING = "nothing launched", "another rank behind", "in flight"
 
