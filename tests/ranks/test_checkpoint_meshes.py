@@ -95,6 +95,14 @@ CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
     "bf16": ({"train": {"dtype": "bfloat16"}}, [
         (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}), (3, {"weight": 1, "zero": 3}),
     ]),
+    "muon": ({"optimizer": {"name": "muon"}, "train": {"dtype": "bfloat16"}}, [
+        (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}), (3, {"weight": 3}), (1, {}),
+        (4, {"weight": 2, "zero": 2}),
+    ]),
+    "adafactor": ({"optimizer": {"name": "adafactor"}}, [
+        (4, {"weight": 2, "sequence": 2, "zero": 2}), (2, {"weight": 1, "pipeline": 2}),
+        (3, {"weight": 3}),
+    ]),
 }  # fmt: skip
 
 
@@ -117,8 +125,11 @@ def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
         run_ranks(onward, world, str(tmp_path), hops)
     expected = whole(tmp_path / "step-000003")
     kinds = {name.rpartition(".")[2] for name in expected if name.startswith("optimizer.")}
-    assert kinds == {"used", "step", "exp_avg", "exp_avg_sq", *(["master"] if changes else [])}
-    assert all(value.count_nonzero() for name, value in expected.items() if "exp_avg" in name)
+    adam = {"step", "exp_avg", "exp_avg_sq"}
+    of = {"muon": adam | {"momentum_buffer"}, "adafactor": {"step", "row_var", "col_var", "variance"}}
+    wanted = {"used"} | of.get(changes.get("optimizer", {}).get("name", ""), adam)
+    assert kinds == (wanted | {"master"} if "train" in changes else wanted)
+    assert all(value.count_nonzero() for name, value in expected.items() if "." in name)
     for step in range(4, number + 1):
         found = whole(tmp_path / f"step-{step:06d}")
         assert found.keys() == expected.keys()
