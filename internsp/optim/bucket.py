@@ -104,7 +104,7 @@ class Bucket:
         link: copies that.
         sum: what ``gradient`` is a part of, where that is offloaded.
         inner: the optimizer of the segments; ``None`` when the slice is all padding, or where the
-            step needs whole matrices (:mod:`internsp.optim.matrices`).
+            state is that of whole matrices (:mod:`internsp.optim.matrices`).
     """
 
     name: str
@@ -226,8 +226,8 @@ class Bucket:
     def make_inner(self, settings: list[dict[str, Any]]) -> None:
         """Make the optimizer of this rank's segments with the settings of their groups."""
         self.groups = sorted({segment.group for segment in self.segments})
-        if self.groups and not self.method.whole:
-            self.inner = self.method.cls(
+        if self.groups and self.method.on_slices is not None:
+            self.inner = self.method.on_slices(
                 [
                     {**settings[g], "params": [s.tensor for s in self.segments if s.group == g]}
                     for g in self.groups

@@ -49,10 +49,11 @@ def collect(
                 masters = Slices.of(segment.region, segment.tensor)
                 state.setdefault(name_in_model(segment.member), {})[MASTER] = masters
             continue
+        assert bucket.method.on_slices is not None, "it has an inner optimizer"
         key = segment.group, bucket.master.dtype
         if key not in names:
             like = bucket.master.new_zeros(2)
-            names[key] = Names(like, bucket.method.cls, settings[segment.group])
+            names[key] = Names(like, bucket.method.on_slices, settings[segment.group])
         live = bucket.inner.state.get(segment.tensor, {})
         entry: StateDict = {USED: torch.tensor(bool(live), dtype=torch.uint8)}
         for name, dtype in names[key].slices.items():

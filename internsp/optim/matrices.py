@@ -1,8 +1,9 @@
 """Steps that need a whole matrix: each has one owner, to which the ranks send their parts of it.
 
 A weight's elements lie in slices over its weight ranks and, within each shard, over their ZeRO
-ranks (:mod:`internsp.optim.bucket`). Of these ``n`` ranks one is a matrix's owner: it has the
-optimizer's state of it, receives values and gradient, steps, and sends the new values back. As many
+ranks (:mod:`internsp.optim.bucket`). Of these ``n`` ranks one is its owner: it has the optimizer's
+state of it, receives values and gradient, steps, and sends the new values back. Of torch's Muon it
+receives and sends the update alone, and state stays in slices (:mod:`internsp.optim.muon`). As many
 matrices as there are ranks are one round, of which every rank owns one at the most::
 
     round 0    gather 0   .   step 0      scatter 0   .                  .
@@ -18,7 +19,7 @@ the order of messages follow from the model and the mesh alone: they are the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.mesh import ParallelMesh
-from internsp.optim.bucket import Bucket
+from internsp.optim import muon
+from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.slices import Slices
 from internsp.optim.state_names import Names
 from internsp.wp.collectives import Collectives, Handle
@@ -52,8 +54,9 @@ class Matrix:
         pieces: first element and number of elements by rank of the group.
         start: of this rank's piece, in its bucket's slice.
         owner: rank in the group.
-        inner: its optimizer, on its owner.
+        inner: its optimizer, on its owner; ``None`` elsewhere, and where state is in slices.
         tensor: what that steps; without memory between two steps.
+        segment: of this rank, in which its piece lies; ``None``: it has none.
     """
 
     member: Member
@@ -67,6 +70,37 @@ class Matrix:
     owner: int = -1
     inner: torch.optim.Optimizer | None = None
     tensor: Tensor | None = None
+    segment: Segment | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether its state is in slices, and only the update travels."""
+        return self.bucket.method.on_slices is not None
+
+    @property
+    def sent(self) -> tuple[int, torch.dtype]:
+        """How many tensors like it travel to its owner (one comes back), and in which dtype."""
+        return (1, muon.SENT) if self.split else (2, self.bucket.master.dtype)
+
+    def pieces_to_send(self, numel: int, settings: Mapping[str, Any]) -> list[Tensor]:
+        """This rank's piece of what its owner needs."""
+        bucket, reach = self.bucket, slice(self.start, self.start + numel)
+        assert bucket.gradient is not None, "finish_reductions gives each bucket a gradient"
+        if not self.split:
+            return [bucket.master[reach], bucket.gradient[reach]]
+        assert isinstance(bucket.inner, muon.MuonSlices), "what Method.on_slices says"
+        assert self.segment is not None, "its piece lies in one"
+        momentum = bucket.inner.momentum(self.segment.tensor)
+        own = momentum[self.start - self.segment.start :][:numel]
+        return [muon.update(own, bucket.gradient[reach], settings)]
+
+    def take_piece(self, values: Tensor, settings: Mapping[str, Any]) -> None:
+        """Make this rank's piece new by what its owner has sent."""
+        piece = self.bucket.master[self.start : self.start + values.numel()]
+        if self.split:
+            muon.apply(piece, values, self.shape, settings)
+        else:
+            piece.copy_(values)
 
     @property
     def numel(self) -> int:
@@ -141,12 +175,14 @@ class Matrix:
         self.tensor.grad = None
         self.tensor.data = self.tensor.new_zeros(()).expand(self.shape)
 
-    def step(self, values: Tensor, gradient: Tensor) -> Tensor:
-        """One step of ``values`` (flat, as in storage); the new ones, alike."""
+    def step(self, arrived: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
+        """What its owner makes of what the pieces are, put together (flat, as in storage)."""
+        if self.split:
+            return self.flat(muon.orthogonalized(self.whole(arrived[0]), settings))
         assert self.inner is not None, "on its owner"
         assert self.tensor is not None, "made with it"
-        self.tensor.data = self.whole(values)
-        self.tensor.grad = self.whole(gradient)
+        self.inner.param_groups[0].update(settings)
+        self.tensor.data, self.tensor.grad = (self.whole(each) for each in arrived)
         try:
             self.inner.step()
             return self.flat(self.tensor.data)
@@ -186,28 +222,30 @@ class Round:
         return next((matrix for matrix in self.matrices if matrix.owner == rank), None)
 
     def gather(
-        self, kinds: Callable[[Bucket], Sequence[Tensor]], number: int, of: Iterable[Matrix]
-    ) -> Arrival | None:
+        self,
+        pieces: Callable[[Matrix, int], Sequence[Tensor]],
+        number: int,
+        dtype: torch.dtype,
+        taking: Sequence[Matrix],
+    ) -> Arrival:
         """Start sending this rank's pieces to the owners.
 
         Args:
-            kinds: what is sent, slices like a bucket's ``master``.
-            number: of them.
-            of: the round's matrices that take part, the same on all ranks.
+            pieces: of a matrix what is sent, ``number`` tensors of so many elements in ``dtype``.
+            taking: the round's matrices that take part, in its order, the same on all ranks.
         """
-        taking = [matrix for matrix in self.matrices if matrix in set(of)]
         rank, size = self._collectives.rank, self._collectives.size
-        parts, sent, received = [], [0] * size, [0] * size
+        parts: list[Tensor] = []
+        sent, received = [0] * size, [0] * size
         for matrix in taking:
             numel = self._numel(matrix)
             sent[matrix.owner] = numel * number
             if numel:
-                reach = slice(matrix.start, matrix.start + numel)
-                parts += [values[reach] for values in kinds(matrix.bucket)]
+                parts += pieces(matrix, numel)
             if matrix.owner == rank:
                 for peer, (_, count) in matrix.pieces.items():
                     received[peer] = count * number
-        return self._launch(taking, parts, received, sent, number, kinds)
+        return self._launch(taking, parts, received, sent, number, dtype)
 
     def gathered(self, arrival: Arrival, number: int) -> list[Tensor]:
         """On an owner, after the wait: each kind of its matrix, flat, as in storage."""
@@ -222,14 +260,14 @@ class Round:
                 at += count
         return found
 
-    def scatter(self, whole: Tensor | None, like: Tensor, of: Iterable[Matrix]) -> Arrival | None:
+    def scatter(
+        self, whole: Tensor | None, dtype: torch.dtype, taking: Sequence[Matrix]
+    ) -> Arrival:
         """Start sending the owners' matrices back to where their pieces lie.
 
         Args:
             whole: this rank's own one, flat; ``None``: it has none that takes part.
-            like: dtype and device of what travels.
         """
-        taking = [matrix for matrix in self.matrices if matrix in set(of)]
         rank, size = self._collectives.rank, self._collectives.size
         parts, sent, received = [], [0] * size, [0] * size
         for matrix in taking:
@@ -239,14 +277,16 @@ class Round:
                 for peer, (first, count) in sorted(matrix.pieces.items()):
                     sent[peer] = count
                     parts.append(whole[first : first + count])
-        return self._launch(taking, parts, received, sent, 1, lambda bucket: [like])
+        return self._launch(taking, parts, received, sent, 1, dtype)
 
-    def scattered(self, arrival: Arrival, of: Iterable[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
+    def scattered(
+        self, arrival: Arrival, taking: Sequence[Matrix]
+    ) -> Iterator[tuple[Matrix, Tensor]]:
         """After the wait: this rank's piece of each matrix, where it has one."""
         self.wait(arrival)
-        at, taking = 0, set(of)
-        for matrix in self.matrices:
-            numel = self._numel(matrix) if matrix in taking else 0
+        at = 0
+        for matrix in taking:
+            numel = self._numel(matrix)
             if numel:
                 yield matrix, arrival.received[at : at + numel]
                 at += numel
@@ -266,17 +306,15 @@ class Round:
         received: list[int],
         sent: list[int],
         number: int,
-        kinds: Callable[[Bucket], Sequence[Tensor]],
-    ) -> Arrival | None:
-        if not taking:
-            return None
-        like = kinds(taking[0].bucket)[0]
-        packed = torch.cat(list(parts)) if parts else like.new_empty(0)
+        dtype: torch.dtype,
+    ) -> Arrival:
+        empty = taking[0].bucket.master.new_empty(0, dtype=dtype)
+        packed = torch.cat(list(parts)) if parts else empty
         # In a group of one nothing travels.
         arrived = packed
         if self._collectives.size > 1:
             arrived = packed.new_empty(sum(received))
-        total = sum(matrix.numel for matrix in taking) * number * like.element_size()
+        total = sum(matrix.numel for matrix in taking) * number * dtype.itemsize
         handle = self._collectives.exchange_parts(
             arrived, packed, received, sent, self.name, taking[0].member.name, total
         )
@@ -305,7 +343,7 @@ class MatrixSteps:
         self._names: dict[tuple[int, torch.dtype, tuple[int, ...]], Names] = {}
         self.matrices: list[Matrix] = []
         self.rounds: list[Round] = []
-        alike: dict[tuple[str, torch.dtype], list[Matrix]] = {}
+        alike: dict[tuple[str, int, torch.dtype], list[Matrix]] = {}
         groups: dict[str, Collectives] = {}
         load: dict[str, dict[int, int]] = {}
         for bucket in buckets:
@@ -320,18 +358,21 @@ class MatrixSteps:
                 )
                 load[name] = dict.fromkeys(sorted(peer for peer, _, _ in places), 0)
             for member, start in bucket.offsets.items():
-                made = _matrices(member, bucket, start, places, groups[name].rank)
-                alike.setdefault((name, bucket.master.dtype), []).extend(made)
-                self.matrices += made
-        for (group_name, _), matrices in alike.items():
+                for made in _matrices(member, bucket, start, places, groups[name].rank):
+                    alike.setdefault((name, *made.sent), []).append(made)
+                    self.matrices.append(made)
+        for (group_name, *_), matrices in alike.items():
             self._form_rounds(matrices, groups[group_name], load[group_name])
-        for matrix in self.own:
-            matrix.make(settings[matrix.group])
+        self.own: list[Matrix] = []
+        for each in self.rounds:
+            if each.own is not None and not each.own.split:
+                each.own.make(settings[each.own.group])
+                self.own.append(each.own)
 
     @property
-    def own(self) -> list[Matrix]:
-        """Those that this rank owns."""
-        return [each.own for each in self.rounds if each.own is not None]
+    def held(self) -> list[Matrix]:
+        """Those whose state is their owners'."""
+        return [matrix for matrix in self.matrices if not matrix.split]
 
     def _form_rounds(
         self, matrices: list[Matrix], collectives: Collectives, load: dict[int, int]
@@ -366,7 +407,17 @@ class MatrixSteps:
             left[matrix.bucket] += matrix.member in used
         some = [(each, [m for m in each.matrices if m.member in used]) for each in self.rounds]
         some = [(each, taking) for each, taking in some if taking]
-        coming = some[0][0].gather(_values_and_gradient, 2, some[0][1]) if some else None
+
+        def gather(number: int) -> Arrival | None:
+            if number == len(some):
+                return None
+            each, taking = some[number]
+            return each.gather(
+                lambda matrix, numel: matrix.pieces_to_send(numel, settings[matrix.group]),
+                *taking[0].sent, taking,
+            )  # fmt: skip
+
+        coming = gather(0)
         meanwhile()
         for bucket, count in left.items():
             if not count:
@@ -374,16 +425,12 @@ class MatrixSteps:
         leaving: tuple[Round, list[Matrix], Arrival] | None = None
         for number, (each, taking) in enumerate(some):
             assert coming is not None, "launched a round before"
-            here, coming = coming, None
-            if number + 1 < len(some):
-                ahead, those = some[number + 1]
-                coming = ahead.gather(_values_and_gradient, 2, those)
+            here, coming = coming, gather(number + 1)
             new = self._stepped(each, taking, here, settings)
-            self._arrive(leaving, left, done)
-            back = each.scatter(new, taking[0].bucket.master, taking)
-            assert back is not None, "some take part"
-            leaving = each, taking, back
-        self._arrive(leaving, left, done)
+            del here  # its memory
+            self._arrive(leaving, left, settings, done)
+            leaving = each, taking, each.scatter(new, taking[0].sent[1], taking)
+        self._arrive(leaving, left, settings, done)
 
     def _stepped(
         self,
@@ -396,11 +443,9 @@ class MatrixSteps:
         if own is None or own not in taking:
             each.wait(coming)
             return None
-        values, gradient = each.gathered(coming, 2)
+        arrived = each.gathered(coming, own.sent[0])
         start = self._trace.now()
-        assert own.inner is not None, "it is this rank's"
-        own.inner.param_groups[0].update(settings[own.group])
-        new = own.step(values, gradient)
+        new = own.step(arrived, settings[own.group])
         self._trace.record("STEP", own.member.name, start=start, end=self._trace.now())
         return new
 
@@ -408,6 +453,7 @@ class MatrixSteps:
         self,
         leaving: tuple[Round, list[Matrix], Arrival] | None,
         left: dict[Bucket, int],
+        settings: Sequence[Mapping[str, Any]],
         done: Callable[[Bucket], None],
     ) -> None:
         """New values come back to this rank's slices."""
@@ -415,7 +461,7 @@ class MatrixSteps:
             return
         each, taking, back = leaving
         for matrix, values in each.scattered(back, taking):
-            matrix.bucket.master[matrix.start : matrix.start + values.numel()].copy_(values)
+            matrix.take_piece(values, settings[matrix.group])
         for matrix in taking:
             left[matrix.bucket] -= 1
             if not left[matrix.bucket]:
@@ -445,8 +491,7 @@ class MatrixSteps:
                 assert own is not None, "it is in the list"
                 value = own.state.get(name)
                 whole = like.new_zeros(own.numel) if value is None else own.flat(value)
-            back = each.scatter(whole, like, taking)
-            assert back is not None, "some take part"
+            back = each.scatter(whole, dtype, taking)
             for matrix, values in each.scattered(back, taking):
                 of = found.setdefault(matrix.bucket, {})
                 if name not in of:
@@ -462,9 +507,12 @@ class MatrixSteps:
         """The reverse of :meth:`spread`: of each matrix of this rank what it is given. Collective;
         blocks."""
         found: dict[Matrix, State] = {matrix: {} for matrix in self.own}
-        for each, name, _, taking in self._kinds(settings):
-            coming = each.gather(lambda bucket, name=name: [slices[bucket][name]], 1, taking)  # type: ignore[misc]
-            assert coming is not None, "some take part"
+        for each, name, dtype, taking in self._kinds(settings):
+
+            def piece(matrix: Matrix, numel: int, name: str = name) -> list[Tensor]:
+                return [slices[matrix.bucket][name][matrix.start : matrix.start + numel]]
+
+            coming = each.gather(piece, 1, dtype, taking)
             own = each.own
             if own is None or own not in taking:
                 each.wait(coming)
@@ -476,19 +524,15 @@ class MatrixSteps:
         self, settings: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[Round, str, torch.dtype, list[Matrix]]]:
         for each in self.rounds:
-            of = {matrix: self.names(matrix, settings).slices for matrix in each.matrices}
+            held = [matrix for matrix in each.matrices if not matrix.split]
+            of = {matrix: self.names(matrix, settings).slices for matrix in held}
             for name, dtype in sorted({(n, d) for s in of.values() for n, d in s.items()}, key=str):
-                yield each, name, dtype, [m for m in each.matrices if of[m].get(name) == dtype]
+                yield each, name, dtype, [m for m in held if of[m].get(name) == dtype]
 
     def state_nbytes(self) -> int:
         """Of this rank's matrices."""
         values = [v for matrix in self.own for v in matrix.state.values()]
         return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim())
-
-
-def _values_and_gradient(bucket: Bucket) -> Sequence[Tensor]:
-    assert bucket.gradient is not None, "finish_reductions gives each bucket a gradient"
-    return bucket.master, bucket.gradient
 
 
 def _places(bucket: Bucket, mesh: ParallelMesh) -> tuple[dist.ProcessGroup, list[Place]]:
@@ -542,5 +586,6 @@ def _matrices(
                 made.pieces[peer] = low - at, high - low
                 if peer == rank:
                     made.start = low - z * length
+                    made.segment = next(s for s in bucket.segments if s.member is member)
         found.append(made)
     return found

@@ -17,6 +17,7 @@ from internsp.optim.elementwise import (
     require_elementwise,
     require_whole_matrix,
 )
+from internsp.optim.muon import MuonSlices, splits
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.unfinished import Member
 
@@ -30,10 +31,13 @@ class Method:
     Attributes:
         whole: a step needs a whole parameter, so that one rank makes it
             (:mod:`internsp.optim.matrices`); else it works on any slice.
+        on_slices: what has the state, and steps unless ``whole``, on any slice; ``None``: each
+            matrix's state is its owner's.
     """
 
     cls: OptimizerClass
     whole: bool
+    on_slices: OptimizerClass | None
 
     @property
     def name(self) -> str:
@@ -89,13 +93,15 @@ def methods_of(
         else:
             chosen = own
             arguments = {**({"lr": defaults["lr"]} if "lr" in defaults else {}), **given}
-        method = Method(chosen, whole_by_name(chosen) if said is None else bool(said))
-        key = (chosen, method.whole)
+        key = chosen, whole_by_name(chosen) if said is None else bool(said)
         if key not in checked:
-            check = require_whole_matrix if method.whole else require_elementwise
+            check = require_whole_matrix if key[1] else require_elementwise
             check(chosen, device, arguments)
-            checked[key] = method
-        for name, value in default_settings(chosen, arguments, method.whole).items():
+            on_slices: OptimizerClass | None = chosen
+            if key[1]:
+                on_slices = MuonSlices if splits(chosen, device, arguments) else None
+            checked[key] = Method(*key, on_slices)
+        for name, value in default_settings(chosen, arguments, key[1]).items():
             group.setdefault(name, value)
         found.append(checked[key])
     return found

@@ -48,11 +48,11 @@ def collect(
     spread, of_whole = steps.spread(settings), names_of_whole(steps, settings)
     found: dict[Member, State] = {}
     for bucket in buckets:
-        if bucket.method.whole:
+        if bucket.method.on_slices is None:
             names = {member: of_whole[member] for member in bucket.offsets}
             gathered = {n: bucket.gathered(own) for n, own in spread.get(bucket, {}).items()}
         else:
-            like, cls = bucket.master.new_zeros(2), bucket.method.cls
+            like, cls = bucket.master.new_zeros(2), bucket.method.on_slices
             by_group = {
                 group: Names(like, cls, settings[group])
                 for group in {place[member] for member in bucket.offsets}
@@ -71,7 +71,7 @@ def collect(
             for name, first in own.values.items():
                 value = values.get(member.name, {}).get(name, first)
                 state[name] = value.clone() if isinstance(value, Tensor) else value
-                if bucket.method.whole and _is_slice(value):  # of rows, of columns
+                if member in of_whole and _is_slice(value):  # of rows, of columns
                     state[name] = _replicated(member, state[name].to(mesh.device))
             found[member] = state
     return found
@@ -79,7 +79,7 @@ def collect(
 
 def names_of_whole(steps: MatrixSteps, settings: Sequence[State]) -> dict[Member, Names]:
     """Of each parameter that is stepped whole."""
-    return {matrix.member: steps.names(matrix, settings) for matrix in steps.matrices}
+    return {matrix.member: steps.names(matrix, settings) for matrix in steps.held}
 
 
 def _replicated(member: Member, value: Tensor) -> DTensor:
@@ -242,12 +242,13 @@ class States:
 
     def __getitem__(self, parameter: Tensor) -> State:
         member, bucket = self._held[id(parameter)]
-        matrices = [m for m in self._steps.matrices if m.member is member]
+        matrices = [m for m in self._steps.held if m.member is member]
         if matrices:
             names = self._steps.names(matrices[0], self._settings)
         else:
             settings = self._settings[self._place[member]]
-            names = Names(bucket.master.new_zeros(2), bucket.method.cls, settings)
+            assert bucket.method.on_slices is not None, "else it has matrices"
+            names = Names(bucket.master.new_zeros(2), bucket.method.on_slices, settings)
         found: State = dict.fromkeys((*names.slices, *names.values))
         for matrix in matrices:
             found |= matrix.state

@@ -126,7 +126,8 @@ def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
     expected = whole(tmp_path / "step-000003")
     kinds = {name.rpartition(".")[2] for name in expected if name.startswith("optimizer.")}
     adam = {"step", "exp_avg", "exp_avg_sq"}
-    of = {"muon": adam | {"momentum_buffer"}, "adafactor": {"step", "row_var", "col_var", "variance"}}
+    factors = {"step", "row_var", "col_var", "variance"}
+    of = {"muon": adam | {"momentum_buffer"}, "adafactor": factors}
     wanted = {"used"} | of.get(changes.get("optimizer", {}).get("name", ""), adam)
     assert kinds == (wanted | {"master"} if "train" in changes else wanted)
     assert all(value.count_nonzero() for name, value in expected.items() if "." in name)
