@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from internsp.clients.chunked_head import LOSS, ChunkedHead
 from internsp.errors import ConfigError, MissingDependencyError, StructureError
 from internsp.load import stored_shapes
-from internsp.sp import SequenceLayout, token_loss
+from internsp.sp import IGNORE_INDEX, SequenceLayout, token_loss
 
 _LOG = logging.getLogger(__name__)
 _PROBE = 4  # tokens of each of two documents
@@ -78,6 +79,7 @@ class HFCausalLM(nn.Module):
         except (ValueError, OSError, KeyError) as error:
             raise ConfigError(f"model.path: transformers cannot load {folder}: {error}") from error
         self.model.train()
+        self._head = ChunkedHead.of(self.model)
         self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def forward(
@@ -85,20 +87,36 @@ class HFCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The summed token loss of this rank's positions and its count, as the zoo's models.
 
-        The logits are the model's own, whole; in fp32 or wider they exist chunk by chunk.
+        The logits exist chunk by chunk, where the class's head can be run so; else whole.
         """
         # Under a sequence degree the model cuts its inputs itself (`internsp.hf`); its logits are
         # this rank's in training, and all in evaluation.
         dealt = {"layout": layout} if layout.size > 1 else {}
-        logits = self._logits(layout.all_ids, layout.all_positions, **dealt)
-        if logits.shape[1] == layout.length:
-            logits = layout.own(logits)
-        return token_loss(logits, _same, labels, chunk_tokens=loss_chunk, layout=layout)
+        given = self._given(layout.all_ids, layout.all_positions, **dealt)
+        options: dict[str, Any] = {"chunk_tokens": loss_chunk, "layout": layout}
 
-    def _logits(self, ids: Tensor, positions: Tensor, **dealt: SequenceLayout) -> Tensor:
+        def mine(values: Tensor) -> Tensor:
+            return layout.own(values) if values.shape[1] == layout.length else values
+
+        def loss(hidden: Tensor, head: Any) -> Tensor:
+            return token_loss(mine(hidden), head, labels, **options)[0]
+
+        if self._head is not None:
+            with self._head.taking(loss):
+                output = self.model(**given)
+            if LOSS in output:
+                return output[LOSS], (labels != IGNORE_INDEX).sum()
+        else:
+            output = self.model(**given)
+        return token_loss(mine(output.logits), _same, labels, **options)
+
+    def _given(self, ids: Tensor, positions: Tensor, **dealt: SequenceLayout) -> dict[str, Any]:
         # Documents begin where positions do: transformers masks its attention by them.
         given = {"position_ids": positions} if self._takes_positions else {}
-        logits: Tensor = self.model(input_ids=ids, use_cache=False, **given, **dealt).logits
+        return {"input_ids": ids, "use_cache": False, **given, **dealt}
+
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self.model(**self._given(ids, positions)).logits
         return logits
 
     @torch.no_grad()
