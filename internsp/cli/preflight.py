@@ -265,15 +265,20 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
     tokenizer = load_tokenizer(data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         return [vocabulary_mistake(config, tokenizer)]
-    parts = parts_of(data)
-    if all(part.source == "stdlib" for part in parts):
+    trained = parts_of(data)
+    parts = [part for part in (*trained, *data.evaluation) if part.source != "stdlib"]
+    if not parts:
         return []
     if _size_of(path for part in parts for path in part.paths) <= _SMALL_TEXT:
         from internsp.data.batches import DataSource
+        from internsp.data.evaluation import evaluations
 
         # Nothing is written before a run: it makes the indices that it wants.
         in_memory = data.model_copy(update={"index": "never"})
-        DataSource.create(in_memory, global_batch=1, tokenizer=tokenizer)
+        if all(part.source == "stdlib" for part in trained):
+            evaluations(in_memory, tokenizer, {})
+        else:
+            DataSource.create(in_memory, global_batch=1, tokenizer=tokenizer)
         return []
     end = time.monotonic() + _READ_SECONDS
     for part in parts:

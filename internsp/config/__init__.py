@@ -1,11 +1,13 @@
 """The configuration of a run: its sections, reading them from a file, what cannot go together."""
 
+from internsp.config.checks import AVERAGE, HELD_OUT
 from internsp.config.load import Config, collect, documented, load_config, report, schemas, sections
 from internsp.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     DataConfig,
     DocumentsConfig,
+    EvaluationText,
     LaunchConfig,
     MixturePart,
     ModelConfig,
@@ -20,11 +22,14 @@ from internsp.config.sections import (
 )
 
 __all__ = [
+    "AVERAGE",
+    "HELD_OUT",
     "ActivationCheckpointConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "DocumentsConfig",
+    "EvaluationText",
     "LaunchConfig",
     "MixturePart",
     "ModelConfig",

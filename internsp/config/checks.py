@@ -14,6 +14,9 @@ from internsp.config.sizes import too_large
 if TYPE_CHECKING:
     from internsp.config import Config, DataConfig, DocumentsConfig
 
+HELD_OUT, AVERAGE = "held-out", "average"
+"""What evaluations are called that no table names."""
+
 _MOST_PATHS = 10  # of those that are wrong
 # Of the section model: what only the zoo's models read.
 _OF_THE_ZOO = ("rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std")
@@ -27,6 +30,7 @@ def combinations(config: Config) -> Iterator[Problem]:
     yield from _pipeline(config)
     yield from _optimizer(config)
     yield from _train(config)
+    yield from _evaluation(config)
     yield from _report(config)
 
 
@@ -132,6 +136,30 @@ def documents_mistakes(
         if tokenizer == "bytes":
             text = f'"{given.format}" needs the chat template of a tokenizer: set data.tokenizer '
             yield "format", f"{text}to a folder that transformers reads"
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    data, train = config.data, config.train
+    names: set[str] = set()
+    for number, given in enumerate(data.evaluation, 1):
+        for key, text in documents_mistakes(given, "", data.tokenizer):
+            yield Problem(("data.evaluation",), f"table {number}: {key}: {text}")
+        if given.name in names:
+            text = f"table {number}: another is called {given.name!r}, too"
+            yield Problem(("data.evaluation",), text)
+        if given.name in (HELD_OUT, AVERAGE):
+            text = f"table {number}: {given.name!r} is the name of another figure; choose one"
+            yield Problem(("data.evaluation",), text)
+        names.add(given.name)
+    if names and not train.eval_batches:
+        text = "set it above 0, or leave the tables out: nothing is evaluated"
+        yield Problem(("train.eval_batches", "data.evaluation"), text)
+    if train.eval_average and len(names) + bool(data.held_out) < 2:
+        text = "there are not two texts to average: give tables [[data.evaluation]]"
+        yield Problem(("train.eval_average", "data.evaluation", "data.held_out"), text)
+    if train.early_stop and not data.held_out and not train.eval_average:
+        text = "goes by the held-out loss, and there is none: set data.held_out, or eval_average"
+        yield Problem(("train.early_stop", "data.held_out", "train.eval_average"), text)
 
 
 def _mixture(data: DataConfig) -> Iterator[Problem]:

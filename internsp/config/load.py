@@ -34,6 +34,7 @@ from internsp.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     DataConfig,
+    EvaluationText,
     LaunchConfig,
     MixturePart,
     ModelConfig,
@@ -114,7 +115,7 @@ def table_keys(key: str) -> Mapping[str, Schema]:
     """What each key of a table of ``key`` (``"section.key"``) is."""
     tables: dict[str, type[Section]] = {
         "weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup,
-        "data.mixture": MixturePart,
+        "data.mixture": MixturePart, "data.evaluation": EvaluationText,
     }  # fmt: skip
     properties: Mapping[str, Schema] = tables[key].model_json_schema()["properties"]
     return properties

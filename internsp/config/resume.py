@@ -39,7 +39,7 @@ _SAID: dict[str, dict[Rule, str]] = {
     "data": {
         Rule.FIXED: "sequence_length pack held_out",
         Rule.FREE: "source paths text_field format messages_field prompt_field completion_field "
-        "tokenizer index index_dir mixture",
+        "tokenizer index index_dir mixture evaluation",
     },
     "parallel": {
         Rule.TAKEN: "weight sequence ring balance pipeline zero expert_weight expert",
@@ -67,8 +67,8 @@ _SAID: dict[str, dict[Rule, str]] = {
     "train": {
         Rule.FIXED: "seed dtype",
         Rule.TAKEN: "steps tokens global_batch",
-        Rule.FREE: "name micro_batches eval_every eval_batches sample_bytes sample_prompt profile "
-        "peak_tflops torch_profile memory_snapshot deterministic "
+        Rule.FREE: "name micro_batches eval_every eval_batches eval_average sample_bytes "
+        "sample_prompt profile peak_tflops torch_profile memory_snapshot deterministic "
         "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",
     },
     "checkpoint": {Rule.FREE: "save every keep_last keep_every peer resume"},

@@ -200,6 +200,13 @@ class MixturePart(_Table, DocumentsConfig):
         return self.name or (self.paths[0] if self.paths else self.source)
 
 
+class EvaluationText(_Table, DocumentsConfig):
+    """A text to evaluate on, of which nothing is trained on."""
+
+    name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=100)]
+    """What metrics call it."""
+
+
 class DataConfig(DocumentsConfig):
     """The text to train on."""
 
@@ -217,6 +224,8 @@ class DataConfig(DocumentsConfig):
     """Folder of the indices, on a disk that all ranks see; none: beside the data."""
     mixture: Annotated[tuple[MixturePart, ...], Field(strict=False, max_length=1000)] = ()
     """Texts to mix by weight, in place of source and paths, each a table [[data.mixture]]."""
+    evaluation: Annotated[tuple[EvaluationText, ...], Field(strict=False, max_length=100)] = ()
+    """Texts to evaluate on besides, each by its name, each a table [[data.evaluation]]."""
 
 
 class ParallelConfig(Section):
@@ -542,7 +551,9 @@ class TrainConfig(Section):
     eval_every: Natural = 0
     """Steps between evaluations; 0: only at the end."""
     eval_batches: Annotated[int, Field(ge=0, le=1_000_000)] = 4
-    """Batches of global_batch sequences in an evaluation; 0: none."""
+    """Batches of global_batch sequences of each text in an evaluation; 0: none."""
+    eval_average: bool = False
+    """Report the mean of the texts' evaluation losses, too; early_stop goes by it."""
     sample_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens of the sample generated at the end; 0: none."""
     sample_prompt: Annotated[str, Field(max_length=1_000_000)] = "def "

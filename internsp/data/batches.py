@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from internsp.config import Config, DataConfig, DocumentsConfig, MixturePart
-from internsp.data.cut import Documents, PackedRows, PaddedRows, Row, Rows
+from internsp.data.cut import Documents, Row, Rows
+from internsp.data.evaluation import Evaluation, evaluations, rows_of_documents
 from internsp.data.index import Indices, opened, parts_of, prepare
 from internsp.data.mixture import Mixture
 from internsp.data.store import TokenStore
@@ -97,15 +98,9 @@ class Part:
             Documents.create(stores, begins, sizes, marked)
             for begins, sizes in ((train[0][order], train[1][order]), held)
         ]
-        length = data.sequence_length
         for what, found in zip(("training", "held-out"), made, strict=True):
             _require_enough(found, what, data, name)
-        rows: list[Rows] = [
-            PackedRows(found, length, seed)
-            if data.pack
-            else PaddedRows(found, length, seed, tokenizer.end_of_document)
-            for found in made
-        ]
+        rows = [rows_of_documents(found, data, seed, tokenizer) for found in made]
         if not rows[0].available:
             raise ConfigError("data: no document has two tokens, of which one predicts the other")
         weight = given.weight if isinstance(given, MixturePart) else 1.0
@@ -130,6 +125,7 @@ class DataSource:
     """Batches of a :class:`~internsp.config.DataConfig`; the same on every rank and every mesh.
 
     Attributes:
+        evaluations: named texts to evaluate on, of which nothing is trained on.
         notes: what the user should read of the indices.
     """
 
@@ -140,6 +136,7 @@ class DataSource:
     held_out_share: float
     seed: int
     notes: tuple[str, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
 
     def __post_init__(self) -> None:
         self._mixture = Mixture([part.weight for part in self.parts], self.seed)
@@ -175,7 +172,7 @@ class DataSource:
         )
         return cls(
             parts, tokenizer, global_batch, config.sequence_length, config.held_out, seed,
-            tuple(notes),
+            tuple(notes), evaluations(config, tokenizer, indices),
         )  # fmt: skip
 
     @property
@@ -237,13 +234,24 @@ class DataSource:
         the text has fewer. Of a mixture each text has its share. Nothing when ``data.held_out`` is
         0.
         """
-        size = self.global_batch
         if any(part.held_out is None for part in self.parts):
             return
-        total = batches * size
-        for index in range(batches):
-            wanted = range(index * size, (index + 1) * size)[rows or slice(None)]
+        total = batches * self.global_batch
+        for wanted in self._rows_of_batches(batches, rows):
             yield Batch.of([self._held_out_row(row, total) for row in wanted])
+
+    def evaluation_batches(
+        self, text: Evaluation, batches: int, rows: slice | None = None
+    ) -> Iterator[Batch]:
+        """The same of one of :attr:`evaluations`."""
+        total = batches * self.global_batch
+        for wanted in self._rows_of_batches(batches, rows):
+            yield Batch.of([text.rows.even(row, total) for row in wanted])
+
+    def _rows_of_batches(self, batches: int, rows: slice | None) -> Iterator[range]:
+        size = self.global_batch
+        for index in range(batches):
+            yield range(index * size, (index + 1) * size)[rows or slice(None)]
 
     def _held_out_row(self, number: int, total: int) -> Row:
         part, own, of = self._mixture.even(number, total)

@@ -69,7 +69,7 @@ def prepare(
     """
     found: dict[tuple[str, str], tuple[Path, Header]] = {}
     notes: list[str] = []
-    for given in parts_of(data):
+    for given in (*parts_of(data), *data.evaluation):
         if given.source == "stdlib":
             continue
         check_paths(given)

@@ -12,14 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from internsp.config import HELD_OUT
 from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.report.charts import Series, line_chart
 from internsp.report.metrics import StepMetrics, read_metrics
-from internsp.report.page import Chart, clean, template
+from internsp.report.page import COLORS, Chart, clean, evaluated, template
 
-COLORS = ("s1", "s2", "s3", "s4")
-"""Of the lines of a chart: so many runs have one each."""
+_MOST_TEXTS = 8  # that have a chart of their own; the table has all
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,19 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
     """What each run came to: a heading, then a row a run."""
-    rows = [["run", "steps", "loss", "held-out", "tokens/s", "step", "waits", "MFU", "peak memory"]]
+    texts = _texts(runs)
+    rows = [[
+        "run", "steps", "loss", *texts, "tokens/s", "step", "waits", "MFU", "peak memory",
+    ]]  # fmt: skip
     for run in runs:
         m = run.metrics
-        held = [row.eval_loss for row in m if row.eval_loss is not None]
+        losses = evaluated(m)
         used = [row.mfu for row in m if row.mfu is not None]
         rows.append([
             run.name,
             str(len(m)),
             f"{m[-1].loss:.4f}" if m else "-",
-            f"{held[-1]:.4f}" if held else "-",
+            *(f"{losses[name][-1][1]:.4f}" if name in losses else "-" for name in texts),
             f"{_median([row.tokens_per_second for row in m]):,.0f}" if m else "-",
             f"{_median([row.step_seconds for row in m]) * 1e3:,.0f} ms" if m else "-",
             f"{_median([row.exposed_step_share for row in m]):.1%}" if m else "-",
@@ -128,14 +131,28 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         ]
         return Chart(title, line_chart(lines, label=title, zero=zero), legend)
 
+    def evaluation(name: str) -> Chart:
+        lines = [
+            Series(run.name, points, style, dots=len(points) <= 60, noisy=False)
+            for style, run in shown
+            if (points := evaluated(run.metrics).get(name))
+        ]
+        return Chart(f"Evaluation: {name} (nats per token)", line_chart(lines, label=name), legend)
+
     if not any(run.metrics for _, run in shown):
         return []
     return [
         chart("Loss (nats per token)", "loss"),
+        *map(evaluation, _texts(runs)[:_MOST_TEXTS]),
         chart("Throughput (tokens/s)", "tokens_per_second", zero=True),
         chart("Gradient norm", "grad_norm"),
         chart("Learning rate", "lr", zero=True),
     ]
+
+
+def _texts(runs: Sequence[Run]) -> list[str]:
+    """Names of what any of the runs was evaluated on; the held-out text always has a column."""
+    return list(dict.fromkeys([HELD_OUT, *(n for run in runs for n in evaluated(run.metrics))]))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from internsp.config import AVERAGE, HELD_OUT
 from internsp.config.sizes import human
 from internsp.report.metrics import StepMetrics
 
@@ -61,7 +62,7 @@ class RunHistory:
         self.total_tokens, self.done_tokens = total_tokens, done_tokens
         self.began = time.perf_counter()
         self.last: StepMetrics | None = None
-        self.eval_loss: float | None = None
+        self.evaluated: dict[str, float] = {}
         self.tokens = 0
         # Of every step of a run of any length: eight bytes each, not an object.
         self.rates = array("d")
@@ -72,8 +73,7 @@ class RunHistory:
         """Take in one finished step."""
         self.done += 1
         self.last = metrics
-        if metrics.eval_loss is not None:
-            self.eval_loss = metrics.eval_loss
+        self.evaluated = metrics.evaluated or self.evaluated
         self.tokens += metrics.tokens
         self.losses.append(metrics.loss)
         self.rates.append(metrics.tokens_per_second)
@@ -156,7 +156,7 @@ class Display:
             if last or now - self._drawn >= _REFRESH_SECONDS:
                 self._drawn = now
                 self._panel.draw()
-        elif first or last or history.done % self._every == 0 or metrics.eval_loss is not None:
+        elif first or last or history.done % self._every == 0 or metrics.evaluated:
             self._line(plain_line(metrics, history))
 
     def note(self, text: str) -> None:
@@ -235,18 +235,17 @@ class _Panel(Progress):
         """The parts of the panel, from top to bottom."""
         history, parts = self._history, Table.grid(padding=(0, 3))
         if history.last is not None:
-            cells = figures(history.last, history.eval_loss)
+            cells = figures(history.last, history.evaluated)
             parts.add_row(*(Text(name, style="dim") for name in cells))
             parts.add_row(*(Text(value, style="bold") for value in cells.values()))
         curve = Text(sparkline(history.losses, 60), style="blue")
         yield Padding(Group(self.make_tasks_table(self.tasks), parts, curve), (1, 0, 0, 1))
 
 
-def figures(metrics: StepMetrics, held_out: float | None) -> dict[str, str]:
-    """The figures shown for a step, by name."""
+def figures(metrics: StepMetrics, evaluated: Mapping[str, float]) -> dict[str, str]:
+    """The figures shown for a step, by name, with the losses of an evaluation."""
     cells = {"loss": f"{metrics.loss:.4f}"}
-    if held_out is not None:
-        cells["held-out"] = f"{held_out:.4f}"
+    cells |= {_brief(name): f"{loss:.4f}" for name, loss in evaluated.items()}
     cells["lr"] = f"{metrics.lr:.2e}"
     cells["grad norm"] = f"{metrics.grad_norm:.3g}"
     if metrics.total_tokens is not None:
@@ -258,6 +257,11 @@ def figures(metrics: StepMetrics, held_out: float | None) -> dict[str, str]:
     if metrics.stage_wait_share is not None:
         cells["other stages"] = f"{metrics.stage_wait_share:.0%} of step"
     return cells
+
+
+def _brief(name: str) -> str:
+    """A name of a text as a heading, from which no figure of ours takes its place."""
+    return name if name in (HELD_OUT, AVERAGE) else f"{harmless(name)} loss"
 
 
 def short_count(number: int) -> str:
@@ -292,7 +296,7 @@ def exposed_text(metrics: StepMetrics) -> str:
 def plain_line(metrics: StepMetrics, history: RunHistory) -> str:
     """One step as a line of a log."""
     width = len(str(history.total))
-    cells = figures(metrics, metrics.eval_loss) | {"left": duration(history.seconds_left() or 0.0)}
+    cells = figures(metrics, metrics.evaluated) | {"left": duration(history.seconds_left() or 0.0)}
     shown = "".join(f"  {name} {value}" for name, value in cells.items())
     return f"step {history.done:>{width}}/{history.total}{shown}"
 
@@ -311,8 +315,8 @@ def summary_lines(
         steps = f" (mean of the last {len(ending)} steps)" if len(ending) > 1 else ""
         mean = statistics.fmean(ending)
         lines.append(f"  loss        {history.losses[0]:.4f} -> {mean:.4f}{steps}")
-        if history.eval_loss is not None:
-            lines.append(f"  held-out    {history.eval_loss:.4f}")
+        for name, loss in history.evaluated.items():
+            lines.append(f"  {_brief(name):<11} {loss:.4f}")
         rate = statistics.median(history.rates)
         lines.append(f"  throughput  {rate:,.0f} tokens/s (median), {history.tokens:,} tokens")
         lines.append(f"  peak memory {human(history.last.peak_memory_bytes)} on this rank")

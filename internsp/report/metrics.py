@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from internsp.config import AVERAGE, HELD_OUT
 from internsp.errors import InternspError
 
 
@@ -46,6 +47,10 @@ class StepMetrics(BaseModel):
     """Peak memory of this rank."""
     eval_loss: float | None = None
     """Held-out loss, nats per valid token, where the step was followed by an evaluation."""
+    eval_losses: dict[str, float] | None = None
+    """The same of each text of ``data.evaluation``, by name."""
+    eval_average: float | None = None
+    """The mean of all of these losses, each counted alike, where it was asked for."""
     comm_seconds: float | None = None
     """Time in which communication was in flight, hidden or not, where it was measured (see
     :func:`internsp.report.timeline.step_times`)."""
@@ -69,6 +74,16 @@ class StepMetrics(BaseModel):
     """Id of the run."""
 
     @property
+    def evaluated(self) -> dict[str, float]:
+        """Each loss of the evaluation that followed the step, by the name to show; else empty."""
+        held_out, average = self.eval_loss, self.eval_average
+        return {
+            **({} if held_out is None else {HELD_OUT: held_out}),
+            **(self.eval_losses or {}),
+            **({} if average is None else {AVERAGE: average}),
+        }
+
+    @property
     def exposed_step_share(self) -> float:
         """Exposed communication as a fraction of the step (0 for a step of no time)."""
         return self.exposed_comm_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
@@ -88,19 +103,14 @@ class StepMetrics(BaseModel):
         return self.exposed_comm_seconds / self.comm_seconds if self.comm_seconds > 0 else 0.0
 
 
-_EVALUATION = {"eval_loss": "held-out"}
-
-
 def named(row: StepMetrics) -> dict[str, float]:
     """Every number of a row but its step, as ``train/...``, ``eval/...`` and ``epochs/...``."""
-    found: dict[str, float] = {}
+    found = {f"eval/{name}": loss for name, loss in row.evaluated.items()}
     for key, value in row:
-        if value is None or key in ("step", "run"):
+        if value is None or key in ("step", "run", "eval_loss", "eval_losses", "eval_average"):
             continue
         if isinstance(value, dict):
             found |= {f"{key}/{name or 'text'}": each for name, each in value.items()}
-        elif key in _EVALUATION:
-            found[f"eval/{_EVALUATION[key]}"] = value
         else:
             found[f"train/{key}"] = value
     return found

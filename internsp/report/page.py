@@ -22,6 +22,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from internsp.config import HELD_OUT
 from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.report.charts import Series, drawable, line_chart, number
@@ -30,6 +31,9 @@ from internsp.report.metrics import StepMetrics, read_metrics
 from internsp.report.tables import COORDINATES, communication_rows, mesh_grids, waiting
 from internsp.report.timeline import step_times
 from internsp.trace import Event
+
+COLORS = ("s1", "s2", "s3", "s4")
+"""Of the lines of a chart: so many have one each."""
 
 _MAX_TEXT = 100_000
 _KEPT = ("title", "mesh", "ranks", "memory", "sample", "notes", "schedule", "advice")
@@ -188,9 +192,8 @@ def _cards(
     if not metrics:
         return {}
     cards = {"loss of the last step": _loss(metrics[-1].loss)}
-    held_out = [m.eval_loss for m in metrics if m.eval_loss is not None]
-    if held_out:
-        cards["held-out loss"] = _loss(held_out[-1])
+    for name, points in evaluated(metrics).items():
+        cards[f"{name} loss"] = _loss(points[-1][1])
     rate = statistics.median(m.tokens_per_second for m in metrics)
     cards["tokens/s (median)"] = f"{rate:,.0f}" if math.isfinite(rate) else "not finite"
     step = statistics.median(m.step_seconds for m in metrics)
@@ -214,6 +217,15 @@ def _cards(
     if peak > 0:
         cards["peak memory"] = human(peak)
     return cards
+
+
+def evaluated(metrics: Sequence[StepMetrics]) -> dict[str, list[tuple[int, float]]]:
+    """Steps and losses of each text that was evaluated on, by name."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in metrics:
+        for name, loss in row.evaluated.items():
+            found.setdefault(name, []).append((row.step, loss))
+    return found
 
 
 @dataclass(frozen=True)
@@ -244,9 +256,31 @@ def _charts(metrics: Sequence[StepMetrics]) -> list[Chart]:
             {"s1": "training", "s2": "held-out"} if held_out else {},
             f"Steps without a finite loss: {broken:,}." if broken else "",
         ),
+        *_evaluations(metrics),
         Chart("Throughput (tokens/s)", line_chart([rate], label="tokens a second", zero=True)),
         Chart("Gradient norm, before clipping", line_chart([norm], label="gradient norm")),
         Chart("Learning rate", line_chart([rates], label="learning rate", zero=True)),
+    ]
+
+
+def _evaluations(metrics: Sequence[StepMetrics]) -> list[Chart]:
+    """A chart of the texts' losses, where more than the held-out one was evaluated."""
+    series = evaluated(metrics)
+    if not series.keys() - {HELD_OUT}:
+        return []
+    shown = list(zip(COLORS, series.items(), strict=False))
+    lines = [
+        Series(name, points, style, dots=len(points) <= 60, noisy=False)
+        for style, (name, points) in shown
+    ]
+    more = len(series) - len(shown)
+    return [
+        Chart(
+            "Evaluation (nats per token)",
+            line_chart(lines, label="loss of each text"),
+            {style: name for style, (name, _) in shown},
+            f"{more} more have no line; the figures at the top have all." if more else "",
+        )
     ]
 
 

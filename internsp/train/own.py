@@ -72,6 +72,7 @@ class OwnData:
     """
 
     tokenizer = None
+    evaluations = ()
     fingerprint = "of a program"
 
     def __init__(self, data: Data, config: Config, mesh: ParallelMesh) -> None:
@@ -115,6 +116,10 @@ class OwnData:
 
     def held_out_batches(self, count: int, *, rows: slice) -> Iterator[Batch]:
         """None: a callback evaluates."""
+        return iter(())
+
+    def evaluation_batches(self, text: Any, count: int, *, rows: slice) -> Iterator[Batch]:
+        """None, too."""
         return iter(())
 
     def epochs(self, taken: int) -> dict[str, float]:

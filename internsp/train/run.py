@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from internsp.config import Config
+from internsp.config import AVERAGE, HELD_OUT, Config
 from internsp.errors import InternspError, NotFiniteError, ReplicaError
 from internsp.failure.rank_log import RankLog
 from internsp.pipeline import SchedulerHook
@@ -298,11 +299,13 @@ class _Run:
                 return metrics
             metrics = self._evaluated(metrics, False, display)
             self._record(metrics, display, writer)
-            if self._early_stop.reached(metrics.eval_loss):
+            by_average = train.eval_average
+            if self._early_stop.reached(metrics.eval_average if by_average else metrics.eval_loss):
                 self.early = True
                 if display is not None:
                     display.note(
-                        f"stopped after step {self.step}: no lower held-out loss in "
+                        f"stopped after step {self.step}: no lower "
+                        f"{AVERAGE if by_average else HELD_OUT} loss in "
                         f"{train.early_stop} evaluations (train.early_stop)"
                     )
                 return None
@@ -404,13 +407,19 @@ class _Run:
         due = every and metrics.step % every == 0
         if not (due or last) or not self.config.train.eval_batches:
             return metrics
-        loss = self.runner.evaluate()
-        if loss is None:
+        found = self.runner.evaluate(), self.runner.evaluate_texts()
+        losses = [*([] if found[0] is None else [found[0]]), *found[1].values()]
+        if not losses:
             return metrics
+        mean = statistics.fmean(losses) if self.config.train.eval_average else None
+        gone = {"eval_loss": found[0], "eval_losses": found[1] or None, "eval_average": mean}
+        metrics = metrics.model_copy(update=gone)
         if display is not None:
-            finite = "" if math.isfinite(loss) else ", which is not finite"
-            display.note(f"step {metrics.step}: held-out loss {loss:.4f}{finite}")
-        metrics = metrics.model_copy(update={"eval_loss": loss})
+            said = ", ".join(
+                f"{name} loss {loss:.4f}{'' if math.isfinite(loss) else ', which is not finite'}"
+                for name, loss in metrics.evaluated.items()
+            )
+            display.note(f"step {metrics.step}: {said}")
         self.told.evaluation(metrics)
         return metrics
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -103,16 +105,28 @@ class StepRunner:
         )
         return Stepped(metrics.model_copy(update=rates), asked > 0, save > 0, saved)
 
-    @torch.no_grad()
     def evaluate(self) -> float | None:
         """Held-out loss in nats a token, the same rows on every mesh; ``None`` without text.
 
         Every rank runs the same number of batches. Weights move exactly as in training.
         """
-        session, train = self.session, self.session.config.train
+        return self._mean_loss(self.session.source.held_out_batches)
+
+    def evaluate_texts(self) -> dict[str, float]:
+        """The same of each text of ``data.evaluation``, by name."""
+        source = self.session.source
+        found = {
+            text.name: self._mean_loss(partial(source.evaluation_batches, text))
+            for text in source.evaluations
+        }
+        return {name: math.nan if loss is None else loss for name, loss in found.items()}
+
+    @torch.no_grad()
+    def _mean_loss(self, batches_of: Callable[..., Iterator[Batch]]) -> float | None:
+        train = self.session.config.train
         total, count = 0.0, 0
         rows = [self._rows(index) for index in range(train.micro_batches)]
-        parts = [session.source.held_out_batches(train.eval_batches, rows=r) for r in rows]
+        parts = [batches_of(train.eval_batches, rows=r) for r in rows]
         self._mode(training=False)
         try:
             for batches in zip(*parts, strict=True):
