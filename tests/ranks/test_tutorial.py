@@ -74,7 +74,7 @@ def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) ->
             (tmp_path / title).write_text(body)
         for command, shown in commands(body) if language == "console" else ():
             done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environment, timeout=240, text=True,
+                command, shell=True, cwd=tmp_path, env=environment, timeout=600, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             assert done.returncode == 0, f"$ {command}\n{done.stdout}"
