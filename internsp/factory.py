@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp import accelerator, model_zoo
-from internsp.clients.causal_lm import HFCausalLM
+from internsp.clients.causal_lm import HFCausalLM, one_document_a_row
 from internsp.config import Config, hf_folder
 from internsp.errors import ConfigError
 from internsp.load import load_weights, stored_shapes, stored_values
@@ -23,8 +23,9 @@ from internsp.plan.dtypes import DTYPES
 from internsp.wp.communicator import ISPCommunicator
 
 __all__ = [
-    "Model", "build_model", "build_to_load", "build_to_train", "device_type", "first_values",
-    "generate", "llama_config", "llama_parts", "move_buffers", "to_parallelize",
+    "Model", "build_model", "build_of_length", "build_to_load", "build_to_train", "device_type",
+    "first_values", "generate", "llama_config", "llama_parts", "move_buffers",
+    "one_document_a_row", "to_parallelize",
 ]  # fmt: skip
 
 Model = CausalLM | HFCausalLM
@@ -35,6 +36,21 @@ def build_model(config: Config) -> nn.Module:
     if config.model.family == "hf":
         return to_parallelize(_hf(config, "meta"))
     return _zoo(config)
+
+
+def build_of_length(config: Config, layers: int) -> Model:
+    """The model of a run on the meta device, with its first blocks alone: what :mod:`internsp.plan`
+    has a look at."""
+    if config.model.family != "hf":
+        return _zoo(config.model_copy(update={
+            "model": config.model.model_copy(update={"layers": layers, "attention": "sdpa"})
+        }))  # fmt: skip
+    model = _hf(config, "meta")
+    for module in model.model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == config.model.layers:
+            del module[layers:]
+    model.model.config.num_hidden_layers = layers
+    return model
 
 
 def build_to_train(config: Config) -> Model:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +176,18 @@ class HFCausalLM(nn.Module):
                 **{name: value for name, value in given.items() if value is not None},
             )[0]  # fmt: skip
         return ids
+
+
+@contextmanager
+def one_document_a_row() -> Iterator[None]:
+    """Inside, transformers looks for no documents: on tensors without values it cannot.
+
+    It would make a mask of ``[S, S]`` for what may be there.
+    """
+    from transformers import masking_utils
+
+    with patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None):
+        yield
 
 
 class _Streamer:

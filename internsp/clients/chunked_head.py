@@ -117,7 +117,9 @@ class ChunkedHead:
         if not (
             isinstance(states, Tensor)
             and states.shape == hidden.shape
-            and states.data_ptr() == hidden.data_ptr()
+            and states.stride() == hidden.stride()
+            and states.storage_offset() == hidden.storage_offset()
+            and states.untyped_storage()._cdata == hidden.untyped_storage()._cdata
         ):
             self._chunks = False  # something computes in between, which would do so twice
             return False

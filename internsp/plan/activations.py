@@ -1,6 +1,6 @@
 """The memory of activations on one rank, by a step of the model on tensors without memory.
 
-A model of the zoo is run forward and backward on fake tensors (torch's ``FakeTensorMode``) of the
+A model is run forward and backward on fake tensors (torch's ``FakeTensorMode``) of the
 sizes of one rank, with the blocks' own checkpoints, tiles and offload, and every storage that lives
 is counted. Memory is linear in the number of blocks, and in the positions while tiles and chunks of
 the loss have a fixed length: a few small steps give that of any. What an exchange of heads needs
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from internsp.config import Config
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
-from internsp.factory import build_model
+from internsp.factory import build_of_length, one_document_a_row, to_parallelize
 from internsp.layers.offload import ActivationOffload, offloaded_blocks
 from internsp.layers.recompute import checkpoint_block
 from internsp.layers.tiles import ROWS, tile_all
@@ -33,7 +33,7 @@ from internsp.mesh import MeshShape
 from internsp.plan.blocks import read
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.tiles import find_tiled, tile_tokens, tiles_of
-from internsp.sp import checkpoint_context_fn
+from internsp.sp import SequenceLayout, checkpoint_context_fn
 from internsp.wp.host import HostLink
 
 _LEAST = 512  # positions of the smaller of two steps; small ones round to ROWS
@@ -73,10 +73,9 @@ class ActivationModel:
     """Of one configuration, for any length of its sequences."""
 
     def __init__(self, config: Config, shape: MeshShape) -> None:
-        if config.model.family == "hf" or shape.pipeline > 1:
+        if shape.pipeline > 1:
             raise ConfigError(
-                "the memory of activations is planned for models of the zoo without a pipeline: "
-                'set model.family and parallel.pipeline = 1'
+                "the memory of activations is planned without a pipeline: set parallel.pipeline = 1"
             )
         self.config, self.shape = config, shape
         self.rows = config.train.global_batch // (config.train.micro_batches * shape.data)
@@ -157,14 +156,16 @@ def _observe(
     config: Config, rows: int, positions: int, tiles: int, layers: int, again: int, offload: Any
 ) -> _Step:
     """One forward and backward of ``layers`` blocks, ``again`` of which recompute."""
-    model_config = config.model.model_copy(update={"layers": layers, "attention": "sdpa"})
-    model: Any = build_model(config.model_copy(update={"model": model_config}))
+    model: Any = build_of_length(config, layers)
     mode = config.activation_checkpoint
     dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
     live = _Live()
-    with FakeTensorMode():
+    options: dict[str, Any] = {}
+    if config.model.family == "hf":  # the zoo's need none; it is made of values
+        options["layout"] = SequenceLayout.create(torch.zeros(rows, positions, dtype=torch.int64))
+    with FakeTensorMode(allow_non_fake_inputs=True):
         _give_memory(model, dtype)
-        found = read(model, "qkv", config.weight_parallel.blocks)
+        found = read(to_parallelize(model), "qkv", config.weight_parallel.blocks)
         link = _Elsewhere(torch.device("cpu"), live)
         away = ActivationOffload(link, offload, again)
         for number, block in enumerate(found.blocks[:again]):
@@ -178,8 +179,9 @@ def _observe(
             parameter.register_post_accumulate_grad_hook(_dropped)
         ids = torch.zeros(rows, positions, dtype=torch.int64)
         live.leave_out(ids, *model.parameters())
-        with live:
-            loss, _ = model(ids, labels=ids, loss_chunk=config.train.loss_chunk)
+        apart = one_document_a_row() if options else nullcontext()
+        with apart, live:
+            loss, _ = model(ids, labels=ids, loss_chunk=config.train.loss_chunk, **options)
             kept, host = live.now, away.pool.used
             loss.backward()
     return _Step(kept, live.peak, host)
@@ -199,6 +201,9 @@ def _give_memory(model: nn.Module, dtype: torch.dtype) -> None:
                     id(parameter),
                     nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")),
                 )
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 class _Live(TorchDispatchMode):

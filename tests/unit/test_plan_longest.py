@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,31 @@ def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_s
     assert planned.host == pytest.approx(step.host, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "again", [{"mode": "full"}, {"mode": "full", "fraction": 0.6, "tiles": 2, "offload": 2}],
+    ids=["full", "some in tiles, offload"],
+)  # fmt: skip
+def test_models_of_transformers_are_planned_by_their_own_code(
+    again: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    transformers.LlamaConfig(
+        vocab_size=272, hidden_size=64, num_hidden_layers=5, num_attention_heads=4,
+        intermediate_size=192, max_position_embeddings=8192,
+    ).save_pretrained(tmp_path)
+    model = {"family": "hf", "path": str(tmp_path)}
+    settings = config(again, model=model, train={"loss_chunk": 256})
+    settings = Config.model_validate({**settings.model_dump(exclude_unset=True), "model": model})
+    mode, length = settings.activation_checkpoint, 4096
+    planned = ActivationModel(settings, MeshShape(1)).at(length)
+    recomputing = len(mode.selected(5))
+    tiles = mode.tiles if isinstance(mode.tiles, int) else 1
+    step = _observe(settings, 1, length, tiles, 5, recomputing, mode.offload or None)
+    assert planned.kept == pytest.approx(step.kept, rel=0.01)
+    assert step.peak <= (planned.kept + planned.working) * 1.01
+    assert planned.host == pytest.approx(step.host, rel=0.01)
+
+
 def test_the_longest_sequence_fits_and_one_token_a_rank_more_does_not() -> None:
     budget = Budget(config({"mode": "full"}, parallel={"sequence": 2}), 2)
     memory = 64 * MIB
@@ -101,7 +127,7 @@ def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:
     with pytest.raises(ConfigError, match=r"--longest: '64' is no size"):
         print_longest(config(), 1, "64", None, console)
     pipeline = config(parallel={"pipeline": 2}, train={"global_batch": 2, "micro_batches": 2})
-    with pytest.raises(ConfigError, match=r"zoo without a pipeline"):
+    with pytest.raises(ConfigError, match=r"planned without a pipeline"):
         print_longest(pipeline, 2, "1 GiB", None, console)
 
 
