@@ -1,0 +1,288 @@
+"""Optimizers that step whole matrices: experts, classes of a user, messages, failures, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError, StructureError
+from internsp.optim import ZeroOptimizer
+from internsp.parallel import parallelize
+from tests.support.experts import Case as Mixed
+from tests.support.experts import Pair
+from tests.support.meshes import mesh_of
+from tests.support.models import raises
+from tests.support.ranks import ranks, run_ranks
+from tests.support.zero import MUON, Case, alone, batch, little, setup, share, train, whole
+
+STEPS = 4
+
+
+class OwnMuon(torch.optim.Muon):
+    """Not torch's own: its state is its owner's, and values and gradients travel."""
+
+
+class Lamb(torch.optim.Optimizer):
+    """A step scaled by the parameter's own norm, and state that is no tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    scale = group["lr"] / state["step"] * p.norm() / p.grad.norm()
+                    p.data -= scale * p.grad
+
+
+def stacked(rank: int, world: int, cases: list[Mixed], cls: Any) -> list[float]:
+    """Muon of the experts' matrices, each by itself, and of the dense ones; AdamW of the rest."""
+    found = []
+    for case in cases:
+        pair = Pair(case)
+        chosen = ("up", "down", "wo", "each")
+
+        def by_muon(name: str, parameter: Tensor, chosen: tuple[str, ...] = chosen) -> bool:
+            return parameter.dim() > 1 and any(part in name for part in chosen)
+
+        ours = dict(pair.ours.named_parameters())
+        matrices = [p for n, p in ours.items() if by_muon(n, p)]
+        rest = [p for n, p in ours.items() if not by_muon(n, p)]
+        optimizer = ZeroOptimizer(
+            pair.communicator, torch.optim.AdamW, lr=1e-2,
+            param_groups=[{"params": rest}, {"params": matrices, "optimizer": cls, **MUON}],
+        )  # fmt: skip
+        plain = dict(pair.plain.named_parameters())
+        adam = torch.optim.AdamW([p for n, p in plain.items() if not by_muon(n, p)], lr=1e-2)
+        muons = {
+            n: [torch.optim.Muon([part], **MUON) for part in (p.data if p.dim() == 3 else [p.data])]
+            for n, p in plain.items()
+            if by_muon(n, p)
+        }
+        for step in range(STEPS):
+            pair.backward(step)
+            optimizer.step()
+            adam.step()
+            for name, own in muons.items():
+                gradient = plain[name].grad
+                assert gradient is not None
+                parts = gradient if gradient.dim() == 3 else [gradient]
+                for muon, part in zip(own, parts, strict=True):
+                    muon.param_groups[0]["params"][0].grad = part
+                    muon.step()
+            pair.plain.zero_grad()
+        found.append(pair.furthest_parameter())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cls", "cases"),
+    [
+        (torch.optim.Muon, [Mixed(weight=2), Mixed(weight=4, expert_weight=1)]),
+        (OwnMuon, [Mixed(weight=2, expert_weight=2, expert=2), Mixed(weight=4, number=3)]),
+    ],
+)
+def test_experts_in_one_parameter_are_stepped_matrix_by_matrix(
+    cls: Any, cases: list[Mixed]
+) -> None:
+    for found in run_ranks(stacked, 4, cases, cls):
+        assert max(found) < 1e-10, found
+
+
+def declared(rank: int, world: int) -> list[tuple[float, int]]:
+    """A class of a user's own, and a subclass of Muon, whose state lies with owners."""
+    found = []
+    for weight, zero in ((2, None), (2, 1), (4, None)):
+        model, reference = little(), little()
+        mesh = mesh_of(weight, zero=zero)
+        communicator = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=20))
+        ours = ZeroOptimizer(communicator, Lamb, lr=0.02, whole_matrix=True)
+        theirs = Lamb(reference.parameters(), lr=0.02)
+        for step in range(STEPS):
+            ids, labels = batch(step, world)
+            model(share(ids, rank), share(labels, rank)).backward()
+            reference(ids, labels).backward()
+            ours.step()
+            theirs.step()
+            theirs.zero_grad()
+        now = whole(model)
+        apart = max((now[n] - p).abs().max().item() for n, p in reference.named_parameters())
+        taken = ours.state_dict()["state"]
+        found.append((apart, max(entry["step"] for entry in taken.values())))
+        ours.load_state_dict(ours.state_dict())
+        again = ours.state_dict()["state"]
+        assert all(again[i]["step"] == entry["step"] for i, entry in taken.items())
+    return found
+
+
+def test_a_class_that_is_declared_to_need_whole_matrices_has_them() -> None:
+    for found in run_ranks(declared, 4):
+        assert all(apart < 1e-10 and taken == STEPS for apart, taken in found), found
+
+
+def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, int]:
+    case = Case(weight=2, optimizer=optimizer, steps=2, trace=True)
+    s = setup(case)
+    train(s, case, rank, world)
+    trace, counters = s.communicator.state.trace, s.communicator.state.counters
+    trace.events.clear()
+    train(s, Case(**{**case.__dict__, "steps": 1}), rank, world, start=2)
+    events = [e for e in trace.events if e.kind in ("MATRIX", "PUBLISH")]
+    spans = [(e.start, e.end) for e in events if e.kind == "MATRIX"]
+    most = max(sum(a <= start < b for a, b in spans) for start, _ in spans)
+    ids, labels = batch(3, world)
+    s.model(share(ids, rank), share(labels, rank)).backward()
+    s.optimizer.finish_reductions()
+    before = counters.gathered_bytes
+    published = sum((b.axis.zero - 1) * b.owned.nbytes for b in s.optimizer._buckets)
+    s.optimizer.step()
+    order = [(e.kind, e.unit, e.weight) for e in events]
+    return order, most, counters.gathered_bytes - before - published
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("muon", 2 + 2), ("adafactor", 2 * 8 + 8)])
+def test_matrices_travel_in_one_order_few_at_a_time_and_in_the_bytes_that_are_said(
+    optimizer: str, each: int
+) -> None:
+    found = run_ranks(traveling, 4, optimizer)
+    assert all(order == found[0][0] for order, _, _ in found)
+    assert all(most <= 3 for _, most, _ in found)
+    model = little()
+    used = {n: p for n, p in model.named_parameters() if "side" not in n}
+    small = {n: p.numel() for n, p in used.items() if p.numel() < 20}
+    large = sum(p.numel() for p in used.values()) - sum(small.values())
+    if optimizer == "muon":
+        large -= sum(used[n].numel() for n in ("embed.weight", "head.weight"))
+        small = {}
+    # Of four ranks each has a quarter of a large matrix, of two replicas a half of a small one,
+    # which both weight ranks step.
+    wanted = each * (large * 3 // 4 + 2 * sum(small.values()) // 2)
+    assert abs(sum(moved for _, _, moved in found) - wanted) <= 0.05 * wanted
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@ranks(2)
+def test_a_step_that_is_skipped_leaves_parameters_and_momentum(rank: int, optimizer: str) -> None:
+    case = Case(weight=2, optimizer=optimizer, steps=2)
+    s = setup(case)
+    train(s, case, rank, 2)
+    before, state = whole(s.model), _state(s.optimizer)
+    ids, labels = batch(7, 2)
+    (s.model(share(ids, rank), share(labels, rank)) * (float("inf") if rank else 1.0)).backward()
+    s.optimizer.step()
+    assert s.optimizer.skipped
+    now, after = whole(s.model), _state(s.optimizer)
+    assert all(torch.equal(before[n], now[n]) for n in before)
+    assert all(torch.equal(state[n], after[n]) for n in state)
+    reference, _ = alone(case, 2)
+    assert all((before[n] - p).abs().max() < 1e-10 for n, p in reference.named_parameters())
+
+
+def _state(optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+    return {
+        f"{index} {kind}": torch.as_tensor(getattr(value, "_local_tensor", value)).clone()
+        for index, entry in optimizer.state_dict()["state"].items()
+        for kind, value in entry.items()
+    }
+
+
+class Failing(OwnMuon):
+    """One rank's step fails."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if Failing.fails:
+            raise ZeroDivisionError("no inverse")
+        super().step(closure)
+
+
+def failing(rank: int, world: int) -> str:
+    model = little()
+    mesh = mesh_of(2, timeout=8)
+    communicator = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=20))
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "layers" in n]
+    ids = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    groups = [{"params": rest}, {"params": matrices, "optimizer": Failing, **MUON}]
+    optimizer = ZeroOptimizer(communicator, torch.optim.AdamW, lr=1e-2, param_groups=groups)
+    Failing.fails = rank == 1
+    rows, labels = batch(0, world)
+    model(share(rows, rank), share(labels, rank)).backward()
+    try:
+        optimizer.step()
+        whole(model)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_owner_whose_step_fails_leaves_no_rank_waiting() -> None:
+    waiting, failed = run_ranks(failing, 2, timeout=60)
+    assert failed == "ZeroDivisionError: no inverse"
+    assert waiting.startswith("CollectiveError"), waiting
+
+
+@ranks(2)
+def test_what_cannot_be_stepped_whole_is_refused_by_name(rank: int) -> None:
+    mesh = mesh_of(2)
+
+    def made(cls: Any, model: Any = None, **config: Any) -> Any:
+        model = little() if model is None else model
+        config = {"min_shard_elements": 20, **config}
+        communicator = parallelize(model, mesh, WeightParallelConfig(**config))
+        matrices = [p for n, p in model.named_parameters() if p.dim() > 1 and "layers" in n]
+        ids = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in ids]
+        groups = [{"params": rest}, {"params": matrices, "optimizer": cls}]
+        return lambda: ZeroOptimizer(
+            communicator, torch.optim.AdamW, lr=1e-2, param_groups=groups
+        )
+
+    offload = {"offload": ["weights", "optimizer"]}
+    raises(ConfigError, made(torch.optim.Muon, **offload), "layers.0.q.weight", "host memory")
+    columns = {"plan": [{"match": "**.experts.up.weight", "shard_dim": 1}]}
+    pair = Pair(Mixed(weight=2, config=columns))
+    ups = [p for n, p in pair.ours.named_parameters() if "up" in n]
+    rest = [p for n, p in pair.ours.named_parameters() if "up" not in n]
+    groups = [{"params": rest}, {"params": ups, "optimizer": torch.optim.Muon}]
+    raises(
+        ConfigError,
+        lambda: ZeroOptimizer(pair.communicator, torch.optim.AdamW, param_groups=groups),
+        "experts.up.weight", "cut on dimension 1", "shard_dim = 0",
+    )  # fmt: skip
+    owners = Pair(Mixed(weight=1, expert_weight=1, expert=2))
+    raises(
+        ConfigError,
+        lambda: ZeroOptimizer(owners.communicator, torch.optim.Adafactor, lr=1e-2),
+        "experts", "Adafactor", "parallel.expert",
+    )  # fmt: skip
+
+
+@ranks(2)
+def test_a_plain_loop_is_told_that_shards_are_not_stepped_whole(rank: int) -> None:
+    """Muon would give other numbers on each mesh, and Adafactor fail within torch."""
+    for weight, cls in ((2, torch.optim.Muon), (2, torch.optim.Adafactor), (1, torch.optim.Muon)):
+        model = little()
+        parallelize(model, mesh_of(weight), WeightParallelConfig(min_shard_elements=20))
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        optimizer = cls(matrices, lr=1e-2)
+        ids, labels = batch(0, 2)
+        model(share(ids, rank), share(labels, rank)).backward()
+        if weight == 2:
+            named = f"internsp.ZeroOptimizer(communicator, torch.optim.{cls.__name__}"
+            raises(StructureError, optimizer.step, "sharded over ranks", named)
+            continue
+        optimizer.step()  # each rank has whole matrices
+        reference = little()
+        reference(ids, labels).backward()
+        torch.optim.Muon([p for p in reference.parameters() if p.dim() == 2], lr=1e-2).step()
+        now = whole(model)
+        assert all((now[n] - p).abs().max() < 1e-10 for n, p in reference.named_parameters())
