@@ -39,6 +39,11 @@ def nearest(word: str, words: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
+def below(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` matches a parameter's name, or that of a module above it."""
+    return matches(name, pattern) or matches(name, f"{pattern}.**")
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether ``pattern``, of which :func:`mistake` finds nothing, matches all of ``name``."""
     parts = name.split(".")

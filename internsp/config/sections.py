@@ -33,8 +33,8 @@ from internsp.config import hf_folder
 from internsp.config.functions import checked as checked_function
 from internsp.config.functions import checked_optimizer, checked_option, place_of
 from internsp.config.kept import MOST_BLOCKS, checked
+from internsp.config.names import below, nearest
 from internsp.config.names import checked as checked_pattern
-from internsp.config.names import nearest
 
 # Every number has both bounds. The upper ones lie well above what anyone trains with, and below
 # what a clock, a 64-bit integer or a loop of Python bears: beyond them a run or a plan hangs.
@@ -522,6 +522,22 @@ class OptimizerConfig(Section):
     def rest_name(self) -> str:
         """The optimizer of all but the blocks' matrices."""
         return self.rest or ("adamw" if self.name == "muon" else self.name)
+
+    def group_of(self, name: str) -> ParameterGroup | None:
+        """The group that a parameter's settings are of."""
+        found = (g for g in self.groups if any(below(name, pattern) for pattern in g.match))
+        return next(found, None)
+
+    def stepped_by(self, name: str, matrix: bool) -> str:
+        """Which optimizer steps a parameter.
+
+        Args:
+            matrix: whether it is a matrix of a block, and no embedding.
+        """
+        own = self.group_of(name)
+        if own is not None and own.optimizer is not None:
+            return own.optimizer
+        return self.name if matrix else self.rest_name
 
     @property
     def momentum_used(self) -> float:

@@ -258,6 +258,7 @@ class Round:
             for whole in found:
                 whole[first : first + count].copy_(arrival.received[at : at + count])
                 at += count
+        arrival.received = arrival.sent = arrival.received.new_empty(0)  # before the step
         return found
 
     def scatter(

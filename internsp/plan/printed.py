@@ -29,6 +29,7 @@ from internsp.plan.classes import (
 )
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
+from internsp.plan.matrices import MatrixPlan
 from internsp.plan.offloaded import COPIED, WRITTEN, Offloaded, with_sums
 from internsp.plan.pipeline import (
     PipelinePlan,
@@ -68,6 +69,7 @@ class Plan:
     schedule: Schedule
     memory: tuple[tuple[str, int], ...]
     exchange_bytes: int
+    matrices: MatrixPlan
     """Sequence exchange: payload that a rank receives in one step, at most."""
     kept: KeptBlocks
     rules: Rules
@@ -101,6 +103,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         schedule,
         tuple(_memory(config, shape, chunk, assignments, schedule)),
         _exchange_bytes(config, shape),
+        MatrixPlan.of(config, shape, assignments),
         KeptBlocks.of(
             [chunk],
             schedule,
@@ -141,7 +144,12 @@ def _memory(
     held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
     whole = sum(w.sum_bytes for w in held) if summed else 0
     slices = sum(w.slice_bytes for w in weights)
-    state = owned * wide * (moments(config) + masters) + off.host[OPTIMIZER]
+    matrices = MatrixPlan.of(config, shape, assignments)
+    values = owned * wide * moments(config)
+    if config.optimizer.name in ("adafactor", "muon"):  # of some parameters more than of others
+        values = matrices.state
+    device_state = values + owned * wide * masters
+    state = device_state + off.host[OPTIMIZER]
     peer = config.checkpoint.peer
     quantized = []
     if any(w.quantized for w in weights):
@@ -156,7 +164,8 @@ def _memory(
         ("reductions in flight (at most)", 2 * pending),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),
-        ("optimizer state", owned * wide * (moments(config) + masters)),
+        ("optimizer state", device_state),
+        *matrices.rows(),
         *off.rows(),
         *(_copied(shards + small_bytes + state, len(assignments)) if peer else []),
     ]
@@ -311,6 +320,9 @@ def _schedule_table(plan: Plan) -> Table:
             rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
     if plan.exchange_bytes:
         rows.append(("sequence exchange", "", human(plan.exchange_bytes)))
+    if plan.matrices.exchanges:
+        name = "matrices to and from owners (mean)"
+        rows.append((name, plan.matrices.exchanges, human(plan.matrices.received)))
     title = "Collectives of one step, payload a rank receives"
     return table(title, ("<what", "count", "bytes"), rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import nn
 
 from internsp.config import Config
 from internsp.config.functions import OPTIMIZERS, options, resolve
-from internsp.config.names import matches
-from internsp.config.sections import ParameterGroup
+from internsp.config.names import below
 from internsp.errors import ConfigError
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.groups import members
@@ -42,13 +41,11 @@ def make_optimizer(
     settings = config.optimizer
     cls, arguments = _class_of(config)
     replicated = {id(member) for member in communicator.replicated.members}
-    matrices = _block_matrices(communicator) if settings.rest_name != settings.name else None
+    matrices = _block_matrices(communicator)
     groups: dict[tuple[str, float, float], list[Any]] = {}
     for member in members(communicator):
-        own = _group_of(name_in_model(member), settings.groups)
-        by = settings.name if matrices is None or member in matrices else settings.rest_name
-        if own is not None and own.optimizer is not None:
-            by = own.optimizer
+        name = name_in_model(member)
+        own, by = settings.group_of(name), settings.stepped_by(name, member in matrices)
         lr = settings.lr
         if by != settings.name and settings.rest_lr is not None:
             lr = settings.rest_lr
@@ -110,7 +107,7 @@ def names_matched(config: Config, names: Iterable[str]) -> None:
     every = list(names)
     for number, group in enumerate(config.optimizer.groups, start=1):
         for pattern in group.match:
-            if not any(_below(name, pattern) for name in every):
+            if not any(below(name, pattern) for name in every):
                 raise ConfigError(
                     f"optimizer.groups: group {number}: {pattern!r} matches no parameter of the "
                     f"model; there are {', '.join(every[:8])}, ..."
@@ -140,11 +137,3 @@ def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
     return cls, arguments | more
 
 
-def _group_of(name: str, groups: Sequence[ParameterGroup]) -> ParameterGroup | None:
-    found = (g for g in groups if any(_below(name, pattern) for pattern in g.match))
-    return next(found, None)
-
-
-def _below(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` matches a parameter's name, or that of a module above it."""
-    return matches(name, pattern) or matches(name, f"{pattern}.**")

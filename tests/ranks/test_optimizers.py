@@ -11,6 +11,7 @@ import torch
 from internsp import model_zoo
 from internsp.config import Config
 from internsp.errors import ConfigError
+from internsp.plan.printed import make_plan
 from internsp.sp import SequenceLayout
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
@@ -167,6 +168,33 @@ def test_matrices_are_stepped_whole_as_torch_does_on_every_mesh(
             for name, value in found.items():
                 assert (value - wanted[name]).abs().max().item() < 1e-10, (mesh, name)
             assert found.keys() == wanted.keys() or "pipeline" in mesh
+
+
+def measured(rank: int, world_size: int, chosen: Config) -> tuple[int, int]:
+    """Bytes of the optimizer's state, and those that its step has received."""
+    session = Session.create(chosen)
+    runner, counters = StepRunner(session), session.communicators[0].state.counters
+    update, received = session.optimizer._update, []
+
+    def counted(factor: float) -> None:
+        before = counters.gathered_bytes
+        update(factor)
+        received.append(counters.gathered_bytes - before)
+
+    session.optimizer._update = counted  # type: ignore[method-assign]
+    with StopRequest() as stop:
+        runner.step(0, stop)
+    return dict(session.optimizer.memory())["optimizer state"], received[0]
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_the_plan_tells_the_state_and_the_bytes_of_whole_matrix_steps(name: str) -> None:
+    chosen = settings({"weight": 2}, name=name)
+    plan = make_plan(chosen, 2)
+    found = run_ranks(measured, 2, chosen)
+    state, received = (sum(each) / 2 for each in zip(*found, strict=True))
+    assert abs(dict(plan.memory)["optimizer state"] - state) <= 8
+    assert abs(plan.matrices.received - received) <= 0.01 * received
 
 
 def refusals(rank: int, world_size: int, given: list[Config]) -> list[str]:
