@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ from internsp.sp import SequenceLayout
 from internsp.train.session import Session
 from internsp.train.step import StepRunner
 from internsp.train.stop import StopRequest
-from tests.ranks.test_train import config
+from tests.ranks.test_train import TEXT, config
 from tests.support.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 GROUPS = [
     {"match": "embed", "lr": 2e-3, "weight_decay": 0.0},
@@ -195,6 +200,61 @@ def test_the_plan_tells_the_state_and_the_bytes_of_whole_matrix_steps(name: str)
     state, received = (sum(each) / 2 for each in zip(*found, strict=True))
     assert abs(dict(plan.memory)["optimizer state"] - state) <= 8
     assert abs(plan.matrices.received - received) <= 0.01 * received
+
+
+CONFIG = """
+[model]
+hidden_size = 32
+layers = 2
+heads = 4
+[data]
+source = "text"
+paths = ["{text}"]
+sequence_length = 33
+[weight_parallel]
+min_shard_elements = 128
+[optimizer]
+name = "muon"
+lr = 3e-3
+rest_lr = 1e-3
+warmup_steps = 0
+[train]
+steps = 6
+global_batch = 6
+eval_batches = 0
+sample_bytes = 0
+dtype = "float64"
+[checkpoint]
+every = 3
+"""
+
+
+def test_a_user_trains_with_muon_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(CONFIG.format(text=TEXT.resolve()))
+
+    def internsp(*words: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "internsp", *words], cwd=tmp_path, timeout=300, text=True,
+            capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    def rows() -> dict[int, dict[str, Any]]:
+        lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+        return {row["step"]: row for row in map(json.loads, lines)}
+
+    internsp("train", "c.toml", "--launch.processes", "2", "--parallel.weight", "2")
+    before = rows()
+    internsp(
+        "train", "c.toml", "--launch.processes", "3", "--parallel.weight", "3",
+        "--checkpoint.resume", "runs/run/checkpoints/step-000003",
+    )  # fmt: skip
+    after = rows()
+    assert list(after) == [1, 2, 3, 4, 5, 6]
+    for step, row in after.items():
+        assert row["loss"] == pytest.approx(before[step]["loss"], rel=1e-10)
+        assert row["grad_norm"] == pytest.approx(before[step]["grad_norm"], rel=1e-10)
+    assert before[6]["loss"] < before[1]["loss"] - 0.05
 
 
 def refusals(rank: int, world_size: int, given: list[Config]) -> list[str]:
