@@ -175,14 +175,20 @@ class Matrix:
         self.tensor.grad = None
         self.tensor.data = self.tensor.new_zeros(()).expand(self.shape)
 
-    def step(self, arrived: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
-        """What its owner makes of what the pieces are, put together (flat, as in storage)."""
+    def step(self, arrived: list[Tensor], settings: Mapping[str, Any]) -> Tensor:
+        """What its owner makes of what the pieces are, put together (flat, as in storage).
+
+        Args:
+            arrived: given away: emptied.
+        """
         if self.split:
-            return self.flat(muon.orthogonalized(self.whole(arrived[0]), settings))
+            return self.flat(muon.orthogonalized(self.whole(arrived.pop()), settings))
         assert self.inner is not None, "on its owner"
         assert self.tensor is not None, "made with it"
         self.inner.param_groups[0].update(settings)
-        self.tensor.data, self.tensor.grad = (self.whole(each) for each in arrived)
+        gradient = self.whole(arrived.pop())
+        self.tensor.data = self.whole(arrived.pop())
+        self.tensor.grad = gradient
         try:
             self.inner.step()
             return self.flat(self.tensor.data)
@@ -258,7 +264,7 @@ class Round:
             for whole in found:
                 whole[first : first + count].copy_(arrival.received[at : at + count])
                 at += count
-        arrival.received = arrival.sent = arrival.received.new_empty(0)  # before the step
+        arrival.received = arrival.received.new_empty(0)  # before the step
         return found
 
     def scatter(
@@ -295,7 +301,7 @@ class Round:
     def wait(self, arrival: Arrival) -> None:
         """Wait on the current stream (CPU: block)."""
         self._collectives.wait(arrival.handle, self.name, "", "step")
-        arrival.handle.keep = ()
+        arrival.handle.keep, arrival.sent = (), arrival.sent.new_empty(0)
 
     def _numel(self, matrix: Matrix) -> int:
         return matrix.pieces.get(self._collectives.rank, (0, 0))[1]
