@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.plan.activations import ActivationModel
 from internsp.plan.classes import table
-from internsp.plan.offloaded import HOSTED
+from internsp.plan.offloaded import HOSTED, STEPPING
 from internsp.plan.printed import make_plan
 from internsp.wp.host import ACTIVATIONS
 
@@ -46,7 +47,9 @@ class Budget:
 
     def __init__(self, config: Config, world_size: int, process: int = 0) -> None:
         plan = make_plan(config, world_size)
-        self.fixed = [row for row in plan.memory if row[0] not in HOSTED.values() and row[1]]
+        here = [row for row in plan.memory if row[0] not in HOSTED.values() and row[1]]
+        self.fixed = [row for row in here if row[0] != STEPPING]
+        self.stepping = [row for row in here if row[0] == STEPPING]
         if process:
             self.fixed.insert(0, ("process before the model", process))
         self.hosted = [row for row in plan.memory if row[0] in HOSTED.values() and row[1]]
@@ -57,13 +60,15 @@ class Budget:
         """(component, bytes) on the device and on the host with sequences of ``length`` tokens."""
         found = self.activations.at(length)
         host = [(HOSTED[ACTIVATIONS], found.host)] if found.host else []
-        return [*self.fixed, *found.rows()], [*self.hosted, *host]
+        # In the optimizer's step there are no activations.
+        phases = (found.rows(), self.stepping)
+        return [*self.fixed, *max(phases, key=_sum)], [*self.hosted, *host]
 
     def longest(self, memory: int, host_memory: int | None = None) -> Longest:
         """The longest multiple of the sequence degree that fits."""
 
         def over(length: int) -> list[bool]:
-            here, there = (sum(n for _, n in rows) for rows in self.at(length))
+            here, there = (_sum(rows) for rows in self.at(length))
             return [here > memory, host_memory is not None and there > host_memory]
 
         low, high = 0, MOST_TOKENS // self.multiple
@@ -82,6 +87,10 @@ class Budget:
         return Longest(length, tuple(here), tuple(there), grown[0][1])
 
 
+def _sum(rows: Sequence[tuple[str, int]]) -> int:
+    return sum(nbytes for _, nbytes in rows)
+
+
 def print_longest(
     config: Config, world_size: int, memory: str, host: str | None, console: Console | None = None
 ) -> None:
@@ -95,10 +104,10 @@ def print_longest(
     assert sizes[0] is not None
     found = Budget(config, world_size).longest(sizes[0], sizes[1])
     rows = [(name, human(nbytes)) for name, nbytes in found.memory]
-    rows.append(("sum", human(sum(nbytes for _, nbytes in found.memory))))
+    rows.append(("sum", human(_sum(found.memory))))
     rows += [(name, human(nbytes)) for name, nbytes in found.host]
     if not found.length:
-        needed = sum(nbytes for _, nbytes in found.memory)
+        needed = _sum(found.memory)
         raise ConfigError(
             f"--longest {memory}: no sequence fits; one of {config.parallel.sequence} tokens takes "
             f"{human(needed)} a rank (cut weights further, or offload them)"

@@ -22,6 +22,7 @@ WRITTEN = "host: checkpoint that is being written (at most)"
 COPIED = "host: copies of checkpoints for others (at most)"
 STAGED = "offloaded shards, to be cast (exact)"
 PASSING = "offloaded, passing the device (at most)"
+STEPPING = "offloaded, passing in the optimizer's step (at most)"
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Offloaded:
         host: bytes in host memory, by what.
         staged: bytes on the device of shards that are cast or quantized there.
         passing: bytes on the device of what is on its way, at most.
+        stepping: the same in the optimizer's step alone, when there are no activations.
     """
 
     shards: dict[str, int]
     host: dict[str, int]
     staged: int
     passing: int
+    stepping: int
 
     @classmethod
     def of(
@@ -50,7 +53,7 @@ class Offloaded:
         shards = {kind: sum(w.shard_bytes for w in weights if kind in w.offload) for kind in kinds}
         host = dict.fromkeys(kinds, 0)
         host[WEIGHTS] = sum(w.shard_bytes for w in weights if w.hosted and not w.trainable)
-        passing = published = 0
+        stepping = published = 0
         for bucket in _buckets(chunk):
             first, zero = bucket[0], shape.axis(bucket[0].expert).zero
             numels = [w.shard_bytes // w.dtype.itemsize for w in bucket]
@@ -65,7 +68,7 @@ class Offloaded:
             # Of one element in the step: state, gradient, and the weight, as it came and goes.
             one = state + sums + (2 * size if first.hosted else 0)
             piece = min(length, max(PIECE // wide, *numels))
-            passing = max(passing, 3 * one * piece if first.offload else 0)
+            stepping = max(stepping, 3 * one * piece if first.offload else 0)
             if first.hosted and zero > 1:
                 published = max(published, 2 * length * zero * size)
         summed = [w for w in weights if w.trainable and GRADIENTS in w.offload]
@@ -74,19 +77,20 @@ class Offloaded:
         ]
         host[GRADIENTS] += sum(sizes)
         # One is added to, one leaves, one has left and is let go when the next comes.
-        passing += published + 3 * max(sizes, default=0)
+        passing = published + 3 * max(sizes, default=0)
         if chunk.policy.accumulate_whole and micro_batches > 1:
             host[GRADIENTS] += sum(w.sum_bytes for w in summed)
             passing += 3 * sum({w.sum_bytes for w in summed})  # pooled, by size
         staged = max((w.shard_bytes for w in weights if w.hosted and _staged(w)), default=0)
-        return cls(shards, host, staged, passing)
+        return cls(shards, host, staged, passing, stepping)
 
     def rows(self) -> list[tuple[str, int]]:
         """(component, bytes): on the device, then on the host; none where nothing is offloaded."""
         if not any(self.shards.values()):
             return []
         host = [(HOSTED[what], nbytes) for what, nbytes in self.host.items()]
-        return [(STAGED, self.staged), (PASSING, self.passing), *host]
+        away = [(PASSING, self.passing), (STEPPING, self.stepping)]
+        return [(STAGED, self.staged), *away, *host]
 
 
 def with_sums(memory: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
 from internsp.plan.activations import ActivationModel, _observe
 from internsp.plan.longest import Budget, print_longest
+from internsp.plan.offloaded import STEPPING
 
 MIB = 1 << 20
 
@@ -113,6 +114,17 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert 0 < bound.length < free.length
     assert sum(n for _, n in bound.host) <= 2 * MIB < sum(n for _, n in free.host)
     assert bound.bound == bound.host[-1][0]
+
+
+def test_activations_and_the_optimizers_step_are_not_there_at_the_same_time() -> None:
+    offload = {"offload": ["weights", "optimizer", "gradients"]}
+    budget = Budget(config({"mode": "full"}, weight_parallel=offload), 1)
+    ((_, stepping),) = budget.stepping
+    short, long = (dict(budget.at(length)[0]) for length in (2, 1 << 20))
+    assert short[STEPPING] == stepping
+    assert STEPPING not in long
+    assert long["activations that are kept"] > stepping
+    assert {n: b for n, b in short.items() if n != STEPPING} == dict(budget.fixed)
 
 
 def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:
