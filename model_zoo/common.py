@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from internsp.config import ModelConfig
 from internsp.errors import LayoutError
 from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithCommExt
+from internsp.layers.dropout import Dropout, block_keys, token_keys
 from internsp.layers.norm import RMSNorm, resolve_norm
 from internsp.layers.rotary import RotaryTables, rotary_tables
 from internsp.sp import SequenceLayout, token_loss
@@ -104,11 +105,21 @@ class Block(nn.Module):
         self.attention = attention(config, device, dtype)
         self.ffn_norm = RMSNorm(size, eps, norm, device, dtype)
         self.feed_forward = FeedForward(config, device, dtype)
+        self.dropout = Dropout(config.dropout)
 
-    def forward(self, h: Tensor, rotary: RotaryTables, layout: SequenceLayout | None) -> Tensor:
-        """``h``: ``[B, s, hidden]``; returns the same shape and dtype."""
-        h = h + self.attention(self.attention_norm(h), rotary, layout)
-        return h + self.feed_forward(self.ffn_norm(h))
+    def forward(
+        self,
+        h: Tensor,
+        rotary: RotaryTables,
+        layout: SequenceLayout | None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """``h``: ``[B, s, hidden]``; returns the same shape and dtype.
+
+        ``keys``: ``[B, s]`` int64, of dropout in this block.
+        """
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotary, layout), keys, 0)
+        return h + self.dropout(self.feed_forward(self.ffn_norm(h)), keys, 1)
 
 
 class CausalLM(nn.Module):
@@ -133,6 +144,7 @@ class CausalLM(nn.Module):
         self.loss_options: dict[str, Any] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self.embed = ParallelEmbeddingWithCommExt(vocabulary, hidden, device=device, dtype=dtype)
+        self.embedding_dropout = Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
             Block(config, attention, device, dtype) for _ in range(config.layers)
         )
@@ -157,6 +169,7 @@ class CausalLM(nn.Module):
         loss_chunk: int = 1024,
         last_only: bool = False,
         start: int = 0,
+        row_keys: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits, or with ``labels`` the summed token loss and the number of valid tokens.
 
@@ -168,18 +181,22 @@ class CausalLM(nn.Module):
             loss_chunk: tokens whose logits exist at once while the loss is computed.
             last_only: logits of the last position alone.
             start: position of the first token, where those before it are cached; without layout.
+            row_keys: ``[B]`` int64, what a layout has of that name; without layout.
 
         Returns:
             ``[B, s, vocabulary]`` (``[B, 1, vocabulary]`` with ``last_only``), or a pair of
             scalars: the sum in ``promote_types(dtype, float32)``, never divided, and the count.
 
         Raises:
-            LayoutError: ``input_ids`` and ``layout`` have different shapes.
+            LayoutError: ``input_ids`` and ``layout`` have different shapes, or dropout has no keys.
         """
         h: Tensor = self.embed(input_ids)
         rotary = self.rotary(input_ids, layout, h.dtype, start)
-        for block in self.layers:
-            h = block(h, rotary, layout)
+        tokens = self.token_keys(input_ids, layout, row_keys) if self.training else None
+        if tokens is not None:
+            h = self.embedding_dropout(h, block_keys(tokens, 0))
+        for number, block in enumerate(self.layers, 1):
+            h = block(h, rotary, layout, None if tokens is None else block_keys(tokens, number))
         h = self.norm(h[:, -1:] if last_only and labels is None else h)
         if labels is None:
             logits: Tensor = self.head(h)
@@ -208,6 +225,26 @@ class CausalLM(nn.Module):
                     "layout.input_ids, this rank's part"
                 )
         return rotary_tables(positions, self.sizes.head_dim, self.config.rope_theta, dtype)
+
+    def token_keys(
+        self, x: Tensor, layout: SequenceLayout | None, row_keys: Tensor | None = None
+    ) -> Tensor | None:
+        """``[B, s]`` int64, of which dropout makes its masks; None where nothing is dropped.
+
+        Raises:
+            LayoutError: nobody has said which rows of the data these are.
+        """
+        if not (self.config.dropout or self.config.embedding_dropout):
+            return None
+        index = torch.arange(x.shape[1], device=x.device) if layout is None else layout.index
+        keys = row_keys if layout is None else layout.row_keys
+        if keys is None:
+            raise LayoutError(
+                "a model with dropout needs to know in training which rows it is given: call "
+                "SequenceLayout.create(ids, row_keys=internsp.layers.dropout.row_keys(seed, "
+                "numbers)) with their numbers in the order of the data, or model.eval()"
+            )
+        return token_keys(keys, index)
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -19,7 +19,10 @@ HELD_OUT, AVERAGE = "held-out", "average"
 
 _MOST_PATHS = 10  # of those that are wrong
 # Of the section model: what only the zoo's models read.
-_OF_THE_ZOO = ("rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std")
+_OF_THE_ZOO = (
+    "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",
+    "embedding_dropout",
+)  # fmt: skip
 
 
 def combinations(config: Config) -> Iterator[Problem]:

@@ -44,7 +44,18 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "train.micro_batches",
     "batch_size": "train.global_batch",
     "nproc_per_node": "launch.processes",
+    "hidden_dropout": "model.dropout",
+    "resid_pdrop": "model.dropout",
+    "drop_rate": "model.dropout",
+    "embd_pdrop": "model.embedding_dropout",
 }
+# What is not there, whatever it is called.
+_ATTENTION = (
+    "there is none: attention kernels draw masks of their own, which would differ from mesh to "
+    "mesh; model.dropout drops of what attention adds"
+)
+ABSENT = dict.fromkeys(("attention_dropout", "attn_dropout", "attn_pdrop", "attn_drop_rate"),
+                       _ATTENTION)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,8 @@ def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Probl
     """The problem of an unknown ``key`` in a known ``section``."""
     full = {f"{s}.{k}": k for s, keys in names.items() for k in keys}
     word = plain(key)
+    if word in ABSENT:
+        return Problem((f"{section}.{_short(key)}",), f"unknown key; {ABSENT[word]}", prefix)
     elsewhere = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
     near = nearest(key, names[section])
     if elsewhere is None and near is None:

@@ -32,6 +32,7 @@ _SAID: dict[str, dict[Rule, str]] = {
     "model": {
         Rule.FIXED: "family vocab_size hidden_size layers heads kv_heads head_dim "
         "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std",
+        Rule.TAKEN: "dropout embedding_dropout",
         Rule.FREE: "norm attention path",
     },
     # A file may have moved: what it holds is compared by the digest of its tokens, which that of a
@@ -66,7 +67,7 @@ _SAID: dict[str, dict[Rule, str]] = {
     # The order of the data depends on the seed; the batch takes as much of it as it likes.
     "train": {
         Rule.FIXED: "seed dtype",
-        Rule.TAKEN: "steps tokens global_batch",
+        Rule.TAKEN: "steps tokens global_batch batch_tokens",
         Rule.FREE: "name micro_batches eval_every eval_batches eval_average sample_bytes "
         "sample_prompt profile peak_tflops torch_profile memory_snapshot deterministic "
         "log_every loss_chunk max_skipped_steps compare_replicas loss_spike norm_spike early_stop",

@@ -57,6 +57,7 @@ Patterns = Annotated[tuple[Pattern, ...], Field(strict=False, max_length=100_000
 Numbers = Annotated[tuple[Natural, ...], Field(strict=False, max_length=100_000)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(ge=0, le=1000)]
+Dropped = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
 Option = Annotated[Text, AfterValidator(checked_option)]
 # One part of a path, not only of dots, without control characters.
@@ -156,6 +157,10 @@ class ModelConfig(Section):
     """Attention kernel; auto takes the fastest one present and logs its choice."""
     init_std: Annotated[float, Field(ge=1e-12, le=100)] = 0.02
     """Standard deviation of the initial weights."""
+    dropout: Dropped = 0.0
+    """Share of what attention and feed-forward add that training drops, the same on any mesh."""
+    embedding_dropout: Dropped = 0.0
+    """Share of the embeddings that training drops."""
 
     @model_validator(mode="before")
     @classmethod
@@ -560,6 +565,8 @@ class TrainConfig(Section):
     """Sequences of an optimizer step, over all ranks and micro-batches."""
     micro_batches: Size = 1
     """Parts into which each rank's share of the batch is cut to save memory."""
+    batch_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    """Sequences of a step: as many as have so many tokens that the loss counts; 0: global_batch."""
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     """Seed of the weights and of the data order."""
     dtype: Dtype = "float32"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from internsp.config import Config, DataConfig, DocumentsConfig, MixturePart
-from internsp.data.cut import Documents, Row, Rows
+from internsp.data.cut import Documents, Row, Rows, counted
 from internsp.data.evaluation import Evaluation, evaluations, rows_of_documents
 from internsp.data.index import Indices, opened, parts_of, prepare
 from internsp.data.mixture import Mixture
@@ -28,7 +28,10 @@ from internsp.data.store import TokenStore
 from internsp.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.errors import ConfigError
 
+FILLER = -1
+"""In place of a row's number: a row of which nothing is learned."""
 _COUNTED = 256  # sequences, from which the tokens of a sequence are estimated
+_MOST_ROWS = 1 << 20  # of a step: more is a mistake, and takes seconds to count
 
 
 class Batch(NamedTuple):
@@ -204,6 +207,33 @@ class DataSource:
         wanted = range(self.global_batch)[rows if rows is not None else slice(None)]
         return Batch.of([self.row(taken + row) for row in wanted])
 
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Rows by their numbers in the order; :data:`FILLER`: one of which nothing is learned."""
+        return Batch.of([self._filler if n == FILLER else self.row(n) for n in numbers])
+
+    @cached_property
+    def _filler(self) -> Row:
+        row = self.row(0)
+        starts = None if row.starts is None else [0]
+        return Row(np.zeros_like(row.ids), starts, [(0, len(row.ids))])
+
+    def rows_with(self, tokens: int, taken: int) -> int:
+        """How many rows after ``taken`` have ``tokens`` that the loss counts, the last included.
+
+        Raises:
+            ConfigError: a million rows have fewer.
+        """
+        found = 0
+        for count in range(1, _MOST_ROWS + 1):
+            part, own = self._mixture.place(taken + count - 1)
+            found += self.parts[part].train.counted(own)
+            if found >= tokens:
+                return count
+        raise ConfigError(
+            f"train.batch_tokens: {_MOST_ROWS:,} sequences have {found:,} tokens that the loss "
+            f"counts, less than {tokens:,}: lower it, or raise data.sequence_length"
+        )
+
     def row(self, number: int) -> Row:
         """Sequence ``number`` of the order."""
         part, own = self._mixture.place(number)
@@ -267,15 +297,6 @@ def finished(work: Any) -> Any:
             next(work)
         except StopIteration as end:
             return end.value
-
-
-def counted(row: Row) -> int:
-    """Tokens of a row that the token before them predicts."""
-    wanted = np.ones(len(row.ids), bool)
-    wanted[row.starts or [0]] = False
-    for begin, end in row.ignored:
-        wanted[begin:end] = False
-    return int(wanted.sum())
 
 
 Views = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -34,6 +34,15 @@ class Row(NamedTuple):
     ignored: list[tuple[int, int]]
 
 
+def counted(row: Row) -> int:
+    """Tokens of a row that the token before them predicts."""
+    wanted = np.ones(len(row.ids), bool)
+    wanted[row.starts or [0]] = False
+    for begin, end in row.ignored:
+        wanted[begin:end] = False
+    return int(wanted.sum())
+
+
 @dataclass(frozen=True)
 class Documents:
     """Parts of documents, one after another, in an order of their own.
@@ -118,6 +127,10 @@ class Rows(Protocol):
         """Sequence ``number`` of the endless order."""
         ...
 
+    def counted(self, number: int) -> int:
+        """Its tokens that the token before them predicts; read only where the tokens say it."""
+        ...
+
     def place_of(self, number: int) -> tuple[int, int]:
         """Where it begins: its document, and the token within that."""
         ...
@@ -141,6 +154,13 @@ class PackedRows:
         """See :class:`Rows`."""
         return self.cut(self.begin(number))
 
+    def counted(self, number: int) -> int:
+        """See :class:`Rows`."""
+        begin = self.begin(number)
+        if self.documents.marked:
+            return counted(self.cut(begin))
+        return self.length - 1 - len(self._starts(begin))
+
     def place_of(self, number: int) -> tuple[int, int]:
         """See :class:`Rows`."""
         begin = self.begin(number)
@@ -158,11 +178,15 @@ class PackedRows:
 
     def cut(self, begin: int) -> Row:
         """The sequence from token ``begin`` on."""
+        ids, ignored = self.documents.unmarked(self.documents.read(begin, self.length))
+        return Row(ids, [0, *(self._starts(begin) - begin).tolist()], ignored)
+
+    def _starts(self, begin: int) -> Integers:
+        """The documents that start within the sequence from token ``begin`` on."""
         documents = self.documents
-        ids, ignored = documents.unmarked(documents.read(begin, self.length))
         first = documents.document_at(begin) + 1
         last = int(np.searchsorted(documents.starts, begin + self.length, side="left"))
-        return Row(ids, [0, *(documents.starts[first:last] - begin).tolist()], ignored)
+        return documents.starts[first:last]
 
     def _order(self, epoch: int) -> Integers:
         """Where the sequences of a pass begin: disjoint, shuffled, shifted by one offset."""
@@ -191,6 +215,13 @@ class PaddedRows:
         """See :class:`Rows`."""
         return self.piece(self._piece_of(number))
 
+    def counted(self, number: int) -> int:
+        """See :class:`Rows`."""
+        piece = self._piece_of(number)
+        if self.documents.marked:
+            return counted(self.piece(piece))
+        return self._extent(piece)[1] - 1
+
     def place_of(self, number: int) -> tuple[int, int]:
         """See :class:`Rows`."""
         return self._place(self._piece_of(number))
@@ -210,15 +241,20 @@ class PaddedRows:
     def piece(self, piece: int) -> Row:
         """Piece ``piece`` of the documents in their order, padded."""
         documents = self.documents
-        document, within = self._place(piece)
-        begin, end = int(documents.starts[document]) + within, int(documents.starts[document + 1])
-        count = min(self.length, end - begin)
+        begin, count = self._extent(piece)
         found, ignored = documents.unmarked(documents.read(begin, count))
         ids = np.full(self.length, self.padding, np.int64)
         ids[:count] = found
         if count < self.length:
             ignored.append((count, self.length))
         return Row(ids, None, ignored)
+
+    def _extent(self, piece: int) -> tuple[int, int]:
+        """Its first token, in the order of the documents, and how many it has."""
+        document, within = self._place(piece)
+        starts = self.documents.starts
+        begin = int(starts[document]) + within
+        return begin, min(self.length, int(starts[document + 1]) - begin)
 
     def _order(self, epoch: int) -> Integers:
         rng = np.random.default_rng([self.seed, 1, epoch])

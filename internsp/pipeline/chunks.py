@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import StructureError
+from internsp.layers.dropout import block_keys
 from internsp.plan.rules import of_part, own_rules
 from internsp.sp import token_loss
 
@@ -78,6 +79,10 @@ class Chunk(nn.Module):
             self.norm, self.head = model.norm, model.head
         self.loss_options: dict[str, Any] = model.loss_options
         self._rotary = model.rotary
+        self._token_keys = getattr(model, "token_keys", None)  # of the zoo's, for dropout
+        dropout = getattr(model, "embedding_dropout", None)
+        if first and dropout is not None:
+            self.embedding_dropout = dropout
         self.weight_parallel_plan = of_part(self, own_rules(model))
 
     def forward(
@@ -101,8 +106,17 @@ class Chunk(nn.Module):
         """
         h: Tensor = self.embed(x) if self.first else x
         rotary = self._rotary(h.detach()[..., 0], layout, h.dtype)
-        for block in self.layers.values():
-            h = block(h, rotary, layout)
+        tokens = None
+        if self.training and self._token_keys is not None:
+            tokens = self._token_keys(h, layout)
+        if tokens is None:
+            for block in self.layers.values():
+                h = block(h, rotary, layout)
+        else:
+            if self.first:
+                h = self.embedding_dropout(h, block_keys(tokens, 0))
+            for number, block in zip(self.blocks, self.layers.values(), strict=True):
+                h = block(h, rotary, layout, block_keys(tokens, number + 1))
         if not self.last:
             return h
         h = self.norm(h)

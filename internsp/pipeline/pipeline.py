@@ -218,6 +218,10 @@ class Pipeline:
     def step(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward and backward of all micro-batches. Collective; blocks.
 
+        Args:
+            batches: as many as were agreed (``micro_batches``), or some multiple: then the schedule
+                runs as often, one run after another, and gradients are summed over all.
+
         Returns:
             Their losses on the last stage, an empty list on others.
 
@@ -226,17 +230,19 @@ class Pipeline:
                 all ranks have failed, those of each stage at the same point; drop with
                 ``zero_grad()`` what the failed step has left in ``.grad``. Else, and on a device,
                 every later call raises too.
-            ValueError, TypeError: these are not ``micro_batches`` of :class:`MicroBatch`, or
-                gradients are disabled. Then every rank raises, a ``CollectiveError`` where its own
-                are right, and nothing has run: the pipeline can go on.
+            ValueError, TypeError: these are not so many of :class:`MicroBatch`, or gradients are
+                disabled. Then every rank raises, a ``CollectiveError`` where its own are right, and
+                nothing has run: the pipeline can go on.
             OrderError: called from inside a step, by a hook or the criterion.
             StructureError: copies of a tied weight are not equal; every rank raises, and nothing
                 has run (:meth:`equalize`).
         """
         losses: list[Tensor] = []
         with self._running(batches, self.actions), self._unchanged(), self.tied.summed():
-            self.schedule.step(target=self._targets(), losses=losses, return_outputs=False)
-        return [loss.detach() for loss in losses]
+            for found in self._runs(batches):
+                self.schedule.step(target=self._targets(), losses=found, return_outputs=False)
+                losses += [loss.detach() for loss in found]
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -244,8 +250,18 @@ class Pipeline:
         losses: list[Tensor] = []
         actions = [p for p in self.actions if not p.part]
         with self._running(batches, actions), self._unchanged():
-            self.schedule.eval(target=self._targets(), losses=losses, return_outputs=False)
+            for found in self._runs(batches):
+                self.schedule.eval(target=self._targets(), losses=found, return_outputs=False)
+                losses += found
         return losses
+
+    def _runs(self, batches: Sequence[MicroBatch]) -> Iterator[list[Tensor]]:
+        """For each run of the schedule a list for its losses, the stages having its batches."""
+        for first in range(0, len(batches), self.micro_batches):
+            own = batches[first : first + self.micro_batches]
+            for stage in self.stages:
+                stage.batches, stage.more_runs = own, first + len(own) < len(batches)
+            yield []
 
     def equalize(self) -> None:
         """Give all copies of tied weights the values of the first stage's. Collective; blocks.
@@ -271,10 +287,14 @@ class Pipeline:
         """What torch hands to the criterion for each micro-batch: its number."""
         return torch.arange(self.micro_batches)
 
-    def planned(self, overlap: bool = True) -> Schedule:
-        """What a step of this rank gathers and reduces, in order."""
+    def planned(self, overlap: bool = True, runs: int = 1) -> Schedule:
+        """What a step of this rank gathers and reduces, in order.
+
+        Args:
+            runs: of the schedule.
+        """
         plans = [c.plan for c in self.communicators if c.plan is not None]
-        return simulate_passes(self.actions, plans, overlap)
+        return simulate_passes([*self.actions] * runs, plans, overlap)
 
     @property
     def stage_wait_seconds(self) -> float:
@@ -297,8 +317,9 @@ class Pipeline:
             shape = self._check(batches, any(action.part for action in actions))
         except (ValueError, TypeError) as error:
             mistake = error
+        runs = 0 if mistake else len(batches) // self.micro_batches
         with self._watch.entering():
-            refusing, apart = self._refusing(mistake is not None)
+            refusing, apart, (least, most) = self._refusing(mistake is not None, runs)
         if mistake is not None:
             raise mistake
         if apart:
@@ -313,10 +334,15 @@ class Pipeline:
                 f"rank {refusing} refused this step before anything ran, its own error says why; "
                 f"rank {self.mesh.rank} has changed nothing, and all ranks can call again"
             )
+        if least != most:
+            raise LayoutError(
+                f"rank {self.mesh.rank} was given {len(batches)} micro-batches, and ranks from "
+                f"{least * self.micro_batches} to {most * self.micro_batches}: all need as many"
+            )
         self._ids_shape = shape
-        self._ours.begin(actions)
+        self._ours.begin([*actions] * runs)
         for stage in self.stages:
-            stage.batches, stage.group = batches, self.mesh.pipeline_group
+            stage.group = self.mesh.pipeline_group
         return self._watch
 
     def _forget(self) -> None:
@@ -326,26 +352,29 @@ class Pipeline:
         for stage in self.stages:
             stage.forget()
 
-    def _refusing(self, mine: bool) -> tuple[int, list[str]]:
+    def _refusing(self, mine: bool, runs: int) -> tuple[int, list[str], tuple[int, int]]:
         """A rank that cannot run this step, or -1; no other waits for it (WP-10). And which copies
-        of tied weights are not equal, in words, on all ranks where they are not on one. Collective.
+        of tied weights are not equal, in words, on all ranks where they are not on one. And of the
+        ranks' ``runs`` the least and the most. Collective.
         """
-        rank = torch.full((1,), self.mesh.rank if mine else -1, device=self.mesh.device)
+        rank = self.mesh.rank if mine else -1
+        lead = torch.tensor([rank, runs, -runs], device=self.mesh.device)
         digest = self.tied.digest()
-        told = torch.cat([rank, digest.flatten()])
+        told = torch.cat([lead, digest.flatten()])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.pipeline_group)
-        apart = self.tied.apart(told[1:].view_as(digest))
-        told = torch.stack([told[0], told.new_tensor(bool(apart))])
+        apart = self.tied.apart(told[3:].view_as(digest))
+        told = torch.cat([told[:3], told.new_tensor([bool(apart)])])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.stage_group)
-        if told[1] and not apart:
+        refusing, most, least, unequal = told.tolist()
+        if unequal and not apart:
             apart = ["those of other ranks of this stage"]
-        return int(told[0]), apart
+        return refusing, apart, (-least, most)
 
     def _check(self, batches: Sequence[MicroBatch], training: bool) -> torch.Size | None:
         """Stages receive into buffers of a fixed number and shape; returns that of the ids."""
         if training and not torch.is_grad_enabled():
             raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
-        if len(batches) != self.micro_batches:
+        if not len(batches) or len(batches) % self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         agreed = self._ids_shape
         for number, batch in enumerate(batches):

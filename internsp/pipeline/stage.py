@@ -77,6 +77,7 @@ class ISPPipelineStage(PipelineStage):
         self.hooks = hooks
         self.splits = splits
         self.batches: Sequence[MicroBatch] = ()
+        self.more_runs = False  # of the schedule, in this step
         self._sinks: dict[int, _Sink] = {}
         self.messages: Messages | None = None  # on the host: watched, so that no wait is in vain
         self.rehearsing = False
@@ -169,6 +170,8 @@ class ISPPipelineStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """The last micro-batch of this chunk is over. Our gradients are sums: never scaled."""
+        if self.more_runs:
+            return
         for hook in self.hooks:
             hook.after_last_micro_batch(self.action(-1))
 

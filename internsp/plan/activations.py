@@ -161,7 +161,8 @@ def _observe(
     dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
     live = _Live()
     options: dict[str, Any] = {}
-    if config.model.family == "hf":  # the zoo's need none; it is made of values
+    hf = config.model.family == "hf"
+    if hf:  # the zoo's need none; it is made of values
         options["layout"] = SequenceLayout.create(torch.zeros(rows, positions, dtype=torch.int64))
     with FakeTensorMode(allow_non_fake_inputs=True):
         _give_memory(model, dtype)
@@ -179,7 +180,9 @@ def _observe(
             parameter.register_post_accumulate_grad_hook(_dropped)
         ids = torch.zeros(rows, positions, dtype=torch.int64)
         live.leave_out(ids, *model.parameters())
-        apart = one_document_a_row() if options else nullcontext()
+        apart = one_document_a_row() if hf else nullcontext()
+        if not hf:
+            options["row_keys"] = ids[:, 0]  # for dropout
         with apart, live:
             loss, _ = model(ids, labels=ids, loss_chunk=config.train.loss_chunk, **options)
             kept, host = live.now, away.pool.used

@@ -33,6 +33,8 @@ class StepMetrics(BaseModel):
     """Learning rate that the step used."""
     tokens: int
     """Valid tokens of the step, over all ranks."""
+    sequences: int | None = None
+    """Sequences that had them, over all ranks, where a step takes as many as have enough tokens."""
     step_seconds: float
     """Wall time of the step on this rank."""
     tokens_per_second: float

@@ -94,6 +94,8 @@ class SequenceLayout:
         boundaries: per row, the starts of its documents.
         documents: the same for attention kernels.
         rank, size: place in the sequence group.
+        row_keys: ``[B]`` int64, a word for each row, of which dropout makes its masks
+            (:mod:`internsp.layers.dropout`); None: not given.
     """
 
     length: int
@@ -110,6 +112,7 @@ class SequenceLayout:
     rank: int
     size: int
     ignore_index: int = IGNORE_INDEX
+    row_keys: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def create(
@@ -126,6 +129,7 @@ class SequenceLayout:
         balance: str = "auto",
         causal: bool = True,
         window: int | None = None,
+        row_keys: Tensor | None = None,
     ) -> SequenceLayout:
         """Cut a batch for ``rank`` of ``size`` ranks. Pure: no communication.
 
@@ -142,6 +146,9 @@ class SequenceLayout:
                 None: the next token of the same document, ``ignore_index`` at its end.
             ignored: in place of ``labels``: per row, half-open ranges of tokens that nothing is to
                 predict (prompts, padding), in order and disjoint.
+            row_keys: ``[B]`` int64, for a model with dropout, the same on all ranks of the group:
+                ``internsp.layers.dropout.row_keys(seed, numbers)`` of the rows' numbers in the
+                order of the data.
 
         Raises:
             LayoutError: shapes, ranks, boundaries or ranges that do not fit.
@@ -156,6 +163,11 @@ class SequenceLayout:
                 f"{list(labels.shape)}."
             )
         batch, length = ids.shape
+        if row_keys is not None and (row_keys.dtype, row_keys.shape) != (torch.int64, (batch,)):
+            raise LayoutError(
+                f"{batch} rows of ids need {batch} row keys of int64, got {row_keys.dtype} "
+                f"{list(row_keys.shape)}."
+            )
         starts = tuple(tuple(row) for row in boundaries or [(0,)] * batch)
         if len(starts) != batch:
             raise LayoutError(f"{batch} rows of ids, but boundaries of {len(starts)} rows.")
@@ -186,11 +198,17 @@ class SequenceLayout:
             rank=rank,
             size=size,
             ignore_index=ignore_index,
+            row_keys=row_keys,
         )
 
     def own(self, whole: Tensor) -> Tensor:
         """What this rank holds of ``whole [B, S, ...]``: ``[B, s, ...]``."""
         return taken(whole, self.ranges[self.rank])
+
+    @property
+    def index(self) -> Tensor:
+        """``[s]`` int64, the places of this rank's positions in the whole sequence; made anew."""
+        return _indices(self.ranges[self.rank], self.input_ids.device)
 
     @property
     def all_positions(self) -> Tensor:
@@ -206,6 +224,7 @@ class SequenceLayout:
             positions=self.positions.to(device),
             labels=self.labels.to(device),
             documents=self.documents.to(device),
+            row_keys=None if self.row_keys is None else self.row_keys.to(device),
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,10 @@ class Own:
         Raises:
             ConfigError: a loss without a model, a pipeline of an own model, or one without values.
         """
+        if self.data is not None and config.train.batch_tokens:
+            raise ConfigError(
+                "train.batch_tokens: batches of a program's own data are what it gives; set it to 0"
+            )
         if self.model is None:
             if self.loss is not None:
                 raise ConfigError("Trainer: loss is for a model of your own; give model, too")
@@ -110,7 +114,7 @@ class OwnData:
         dist.all_reduce(count, op=dist.ReduceOp.MIN)
         return bool(count.item())
 
-    def train_batch(self, taken: int, rows: slice) -> Batch:
+    def batch(self, numbers: Sequence[int]) -> Batch:
         """The next micro-batch; :meth:`more` has seen that it is there."""
         return self._ready.popleft()
 

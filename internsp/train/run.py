@@ -276,7 +276,7 @@ class _Run:
                 self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
             )
             self.interrupted, self.asked = done.interrupted, self.asked or done.save
-            self.sequences += train.global_batch
+            self.sequences += done.rows
             self.tokens += done.metrics.tokens
             for path in self.profiles.after(self.step + 1):
                 if display is not None:

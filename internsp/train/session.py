@@ -174,7 +174,10 @@ def steps_of(config: Config, source: DataSource | OwnData) -> int:
     train = config.train
     if not train.tokens:
         return train.steps
-    each = source.tokens_of_a_sequence * train.global_batch
+    one = source.tokens_of_a_sequence
+    each = one * train.global_batch
+    if train.batch_tokens and one:  # a step ends with the sequence that has the last of them
+        each = math.ceil(train.batch_tokens / one) * one
     if not each:
         raise ConfigError(
             "train.tokens: in the first sequences of [data] no token is predicted, so that the run "

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 
 from internsp import accelerator
-from internsp.data.batches import Batch, rows_of
+from internsp.data.batches import Batch, DataSource
 from internsp.errors import ConfigError, OrderError
+from internsp.layers.dropout import row_keys
 from internsp.plan.simulate import simulate
 from internsp.report.flops import flops_per_token, peak_tflops
 from internsp.report.metrics import StepMetrics
 from internsp.sp import SequenceLayout
 from internsp.sp.dispatch import FIXED
 from internsp.train.passes import Pipelined, Whole
+from internsp.train.rows import StepRows, micro_batch
 from internsp.train.session import Session
 from internsp.train.stop import StopRequest
 
@@ -31,12 +33,14 @@ class Stepped(NamedTuple):
 
     Attributes:
         metrics: of the step.
+        rows: of the training text that it took.
         interrupted: some rank was asked to stop, before the step or within.
         save: some rank was asked to save, since the step before.
         saved: the sum of the ranks' progress in saving.
     """
 
     metrics: StepMetrics
+    rows: int
     interrupted: bool
     save: bool
     saved: float
@@ -54,7 +58,7 @@ class StepRunner:
     def step(
         self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
     ) -> Stepped:
-        """Train on the next global batch, in step ``number`` (from 0). Collective; blocks.
+        """Train on the next rows, in step ``number`` (from 0). Collective; blocks.
 
         Args:
             taken: rows of the training text that the steps before took; ``None``: a global batch
@@ -68,7 +72,9 @@ class StepRunner:
         session.trace.begin_step()
         taken = number * config.train.global_batch if taken is None else taken
         start = time.perf_counter()
-        layouts = [self._layout(b) for b in self._micro_batches(taken)]
+        rows = self._rows(taken)
+        batches = [(session.source.batch(own), own) for own in rows.micro_batches]
+        layouts = [self._layout(batch, own) for batch, own in batches]
         valid = sum(layout.valid_tokens for layout in layouts)
         (tokens,) = self._sum(float(valid))
         if not tokens:  # the same on every rank
@@ -86,7 +92,7 @@ class StepRunner:
         )
         self._saves = saves
         seconds = time.perf_counter() - start
-        self._check_order(config.train.micro_batches)
+        self._check_order(len(layouts))
         rates = self._flops(tokens / seconds)
         metrics = StepMetrics(
             step=number + 1,
@@ -94,6 +100,7 @@ class StepRunner:
             grad_norm=float(norm),
             lr=lr,
             tokens=int(tokens),
+            sequences=rows.total if config.train.batch_tokens else None,
             step_seconds=seconds,
             tokens_per_second=tokens / seconds,
             exposed_comm_seconds=session.trace.exposed_seconds,
@@ -103,7 +110,8 @@ class StepRunner:
             stage_wait_seconds=None if pipeline is None else pipeline.stage_wait_seconds,
             skipped_steps=session.optimizer.skipped_steps,
         )
-        return Stepped(metrics.model_copy(update=rates), asked > 0, save > 0, saved)
+        metrics = metrics.model_copy(update=rates)
+        return Stepped(metrics, rows.total, asked > 0, save > 0, saved)
 
     def evaluate(self) -> float | None:
         """Held-out loss in nats a token, the same rows on every mesh; ``None`` without text.
@@ -125,7 +133,7 @@ class StepRunner:
     def _mean_loss(self, batches_of: Callable[..., Iterator[Batch]]) -> float | None:
         train = self.session.config.train
         total, count = 0.0, 0
-        rows = [self._rows(index) for index in range(train.micro_batches)]
+        rows = [micro_batch(i, train, self.session.mesh) for i in range(train.micro_batches)]
         parts = [batches_of(train.eval_batches, rows=r) for r in rows]
         self._mode(training=False)
         try:
@@ -154,21 +162,16 @@ class StepRunner:
         for module in self.session.modules:
             module.train(training)
 
-    def _micro_batches(self, taken: int) -> Iterator[Batch]:
-        for index in range(self.session.config.train.micro_batches):
-            yield self.session.source.train_batch(taken, self._rows(index))
+    def _rows(self, taken: int) -> StepRows:
+        config, mesh, source = self.session.config, self.session.mesh, self.session.source
+        wanted = config.train.batch_tokens
+        if not wanted:
+            return StepRows.of_batch(taken, config.train, mesh)
+        assert isinstance(source, DataSource), "Own.check refuses a program's own"
+        return StepRows.of_tokens(taken, source.rows_with(wanted, taken), config, mesh)
 
-    def _rows(self, micro_batch: int) -> slice:
-        train, mesh = self.session.config.train, self.session.mesh
-        return rows_of(
-            train.global_batch,
-            micro_batches=train.micro_batches,
-            micro_batch=micro_batch,
-            data=mesh.data,
-            data_rank=mesh.data_rank,
-        )
-
-    def _layout(self, batch: Batch) -> SequenceLayout:
+    def _layout(self, batch: Batch, numbers: Sequence[int] | None = None) -> SequenceLayout:
+        """Of rows with these numbers in the order of the data; ``None``: held out."""
         mesh = self.session.mesh
         config = self.session.config
         # Stages of a pipeline pass on hidden states of one shape, whatever the documents.
@@ -176,6 +179,7 @@ class StepRunner:
         layout = SequenceLayout.create(
             batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
             ignored=batch.ignored, ring=mesh.ring, balance=balance,
+            row_keys=None if numbers is None else row_keys(config.train.seed, numbers),
         )  # fmt: skip
         return layout.to(mesh.device)
 
@@ -201,7 +205,7 @@ class StepRunner:
         planned = (
             simulate(plan, micro_batches, overlap)
             if pipeline is None
-            else pipeline.planned(overlap)
+            else pipeline.planned(overlap, micro_batches // pipeline.micro_batches)
         )
         expected = planned.lines(kinds)
         actual = trace.lines(kinds)
