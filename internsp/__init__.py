@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from internsp.config import WeightParallelConfig as WeightParallelConfig
     from internsp.config import load_config as load_config
     from internsp.layers import ParallelLinearWithCommExt as ParallelLinearWithCommExt
+    from internsp.layers.dropout import row_keys as row_keys
     from internsp.load import load_weights as load_weights
     from internsp.mesh import ParallelMesh as ParallelMesh
     from internsp.mesh import WeightAxis as WeightAxis

@@ -241,7 +241,7 @@ class CausalLM(nn.Module):
         if keys is None:
             raise LayoutError(
                 "a model with dropout needs to know in training which rows it is given: call "
-                "SequenceLayout.create(ids, row_keys=internsp.layers.dropout.row_keys(seed, "
+                "SequenceLayout.create(ids, row_keys=internsp.row_keys(seed, "
                 "numbers)) with their numbers in the order of the data, or model.eval()"
             )
         return token_keys(keys, index)

@@ -147,7 +147,7 @@ class SequenceLayout:
             ignored: in place of ``labels``: per row, half-open ranges of tokens that nothing is to
                 predict (prompts, padding), in order and disjoint.
             row_keys: ``[B]`` int64, for a model with dropout, the same on all ranks of the group:
-                ``internsp.layers.dropout.row_keys(seed, numbers)`` of the rows' numbers in the
+                ``internsp.row_keys(seed, numbers)`` of the rows' numbers in the
                 order of the data.
 
         Raises:
