@@ -210,8 +210,8 @@ def otherwise(rank: int, world_size: int, settings: Config, folder: str) -> str:
     """A plan with one reduction more than the step will launch."""
     real = Pipeline.planned
 
-    def longer(self: Pipeline, overlap: bool = True) -> Schedule:
-        plan = real(self, overlap)
+    def longer(self: Pipeline, overlap: bool = True, runs: int = 1) -> Schedule:
+        plan = real(self, overlap, runs)
         return Schedule([*plan.actions, next(a for a in plan.actions if a.kind == "RS")])
 
     Pipeline.planned = longer  # type: ignore[method-assign]

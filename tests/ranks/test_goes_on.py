@@ -1,0 +1,68 @@
+"""As a user does it: a run goes on with another learning rate, until it has counted its tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from internsp.report.metrics import read_metrics
+
+TEXT = Path(__file__).parents[1] / "data"
+CONFIG = f"""
+[model]
+hidden_size = 32
+layers = 2
+[data]
+source = "text"
+paths = ["{TEXT}"]
+sequence_length = 101
+[optimizer]
+lr = 1e-2
+schedule = "constant"
+warmup_steps = 0
+[train]
+steps = 2
+global_batch = 4
+sample_bytes = 0
+eval_batches = 0
+"""
+
+
+def internsp(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "internsp", "train", "c.toml", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(CONFIG)
+    first = internsp(tmp_path)
+    assert first.returncode == 0, first.stderr
+    # A step has about 390 tokens: four more reach 2,200.
+    linear = ["--optimizer.schedule", "linear", "--optimizer.min_lr_ratio", "0"]
+    other = ["--optimizer.lr", "1e-3", *linear, "--train.tokens", "2200"]
+    again = internsp(tmp_path, "--resume", "runs/run", *other)
+    assert again.returncode == 0, again.stderr
+    said = again.stdout
+    assert "optimizer.lr: 0.01 in the checkpoint, 0.001 from now on" in said
+    assert 'optimizer.schedule: "constant" in the checkpoint, "linear" from now on' in said
+    assert "train.tokens: 0 in the checkpoint, 2200 from now on" in said
+    rows = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
+    totals = [row.total_tokens or 0 for row in rows]
+    assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert totals == [sum(row.tokens for row in rows[: n + 1]) for n in range(6)]
+    assert totals[-1] >= 2200 > totals[-2]
+    # As a run of these settings would have had there from its first step on.
+    rates = [1e-2, 1e-2, *(1e-3 * (1 - step / 6) for step in range(2, 6))]
+    assert [row.lr for row in rows] == pytest.approx(rates)
+    passes = [(row.epochs or {})[""] for row in rows]
+    assert passes == pytest.approx([passes[0] * step for step in range(1, 7)])
+    (shown,) = (line for line in said.splitlines() if line.startswith("step 6/6"))
+    assert f"tokens {totals[-1] / 1000:.3g}k" in shown
+    assert f"epoch {passes[-1]:.2f}" in shown
+    refused = internsp(tmp_path, "--resume", "runs/run", "--train.seed", "1")
+    assert refused.returncode == 2
+    assert "train.seed: 0 in the checkpoint, 1 now" in refused.stderr
