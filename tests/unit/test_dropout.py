@@ -111,7 +111,7 @@ def test_no_two_rows_positions_or_channels_have_the_same_mask() -> None:
         spread = float(sums.var(correction=0) + sums.mean() ** 2)
         assert abs(spread - 1) < 5 * math.sqrt(2 / sums.numel()), dims
     for dim in range(3):
-        assert len(torch.unique(found, dim=dim)) == found.shape[dim]
+        assert torch.unique(found, dim=dim).shape[dim] == found.shape[dim]
 
 
 def test_a_part_of_the_positions_has_its_part_of_the_mask() -> None:
