@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypedDict
 import tyro
 
 from internsp import __version__
-from internsp.cli import plain
+from internsp.cli import completion, plain
 from internsp.cli.environment import Launched, launched
 from internsp.cli.plain import printed, readable_in_part
 from internsp.config import Config, collect, report, schemas, sections
@@ -58,8 +58,6 @@ class _Train:
 
 
 _COMMANDS = {"train": _Train, "plan": _Plan}
-_COMPLETIONS = ("--tyro-write-completion", "--tyro-print-completion")
-_SHELLS = ("bash", "zsh")  # that tyro completes for without another package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in plain.COMMANDS:
         return plain.perform(words[0], words[1:])
-    stranger = _unknown_command(words)
+    stranger = completion.mistake(words) or _unknown_command(words)
     if stranger:
         print(f"internsp: {stranger}", file=sys.stderr)
         return USAGE_ERROR
     if words[:1] == ["--version"]:
         print(f"internsp {__version__}")
         return 0
-    with readable_in_part():
+    with readable_in_part(), completion.with_files(words):
         command, unknown = _parse(words)
     given = {name: getattr(command, name) for name in sections()}
     if getattr(command, "resume", None) is not None:
@@ -180,9 +178,7 @@ def _run(config: Config, output: Path) -> None:
 
 
 def _unknown_command(words: Sequence[str]) -> str | None:
-    """What is wrong with the command's name, or with the shell to complete for, in one line."""
-    if words[:1] and words[0] in _COMPLETIONS and words[1:2] and words[1] not in _SHELLS:
-        return f"{words[0]}: no completion for {words[1]}; there is one for {' and '.join(_SHELLS)}"
+    """What is wrong with the command's name, in one line."""
     if not words or words[0].startswith("-") or words[0] in _COMMANDS:
         return None
     *others, last = known = [*_COMMANDS, *plain.COMMANDS]

@@ -24,7 +24,7 @@ from internsp.train.stop import StopRequest
 COMPLETE = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
-_tyro_internsp; printf '%s\\n' "${COMPREPLY[@]}"
+_internsp_files; printf '%s\\n' "${COMPREPLY[@]}"
 """
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -136,12 +136,29 @@ def test_a_shell_completes_commands_and_options(tmp_path):
     assert completed("gen") == ["generate"]
     assert completed("train", "--optimizer.sch") == ["--optimizer.schedule"]
     assert completed("generate", "--te") == ["--temperature"]
+    assert completed("train", "goo") == ["good.toml"]
+    assert completed("train", "--output", "goo") == ["good.toml"]
 
 
-def test_a_shell_without_completion_is_refused_in_one_line(capsys):
-    assert cli.main(["--tyro-write-completion", "tcsh", "x"]) == 2
-    said = capsys.readouterr().err
-    assert said.endswith("no completion for tcsh; there is one for bash and zsh\n")
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("write tcsh x", 2, "no completion for tcsh; there is one for bash and zsh"),
+        ("write bash", 2, "expected --tyro-write-completion {bash,zsh} FILE"),
+        ("print", 2, "expected --tyro-print-completion {bash,zsh}"),
+        ("write bash nowhere/x", 3, "nowhere/x: No such file or directory"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_refused_in_one_line(words, status, said, capsys):
+    what, *rest = words.split()
+    try:
+        ended = cli.main([f"--tyro-{what}-completion", *rest])
+    except SystemExit as end:
+        ended = end.code
+    assert ended == status
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", ["train --help", "report --help"])
