@@ -64,7 +64,8 @@ FAULTS: dict[str, tuple[str, int]] = {
 }
 POLITE = {"SIGTERM", "SIGHUP", "Ctrl-C"}
 _LOOK, _LIMIT = 0.5, 180.0  # seconds: between two looks, for a segment to begin or to end
-_SETTLED, _RANGE = 1000, 500  # steps: of a segment before the fit begins, and that it needs
+# The allocator takes new memory for the first two or three thousand steps, and none after them.
+_SETTLED, _RANGE = 3000, 1000  # steps: of a segment before the fit begins, and that it needs
 _TORCHS = "torchinductor_"  # an empty folder that torch itself leaves
 
 
