@@ -16,7 +16,7 @@ def segments(leak: float, number: int = 6) -> list[Segment]:
     rng = random.Random(3)
     found = []
     for index in range(number):
-        held = [(0, 5 << 20), *((100 + n * 5, 0) for n in range(120))]
+        held = [(0, 5 << 20), *((100 + n * 50, 0) for n in range(120))]
         memory = {
             pid: [(s, int(1e8 + 2e4 * rng.gauss(0, 1) + leak * s)) for s, _ in held]
             for pid in range(1 + index % 3)
