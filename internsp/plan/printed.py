@@ -125,7 +125,9 @@ def _memory(
     units += list({id(u): u for u in (chunk.embedding, chunk.head) if u}.values())
     weights = [w for u in units for w in u.weights]
     shards = sum(w.shard_bytes for w in weights)
-    off = Offloaded.of(chunk, shape, moments(config), config.train.micro_batches)
+    train = config.train
+    parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as its rows need
+    off = Offloaded.of(chunk, shape, moments(config), parts)
     small = [a.parameter for a in assignments if a.unit is None]
     small_bytes = sum(p.numel() * p.element_size() for p in small)
     size = DTYPES[config.train.dtype].itemsize
@@ -140,7 +142,7 @@ def _memory(
     own = sum(w.shard_bytes for w in stated if not w.expert) + small_bytes
     owned = -(-(own // size) // shape.zero_size)
     owned += -(-(sum(w.shard_bytes for w in stated if w.expert) // size) // shape.experts.zero)
-    summed = chunk.policy.accumulate_whole and config.train.micro_batches > 1
+    summed = chunk.policy.accumulate_whole and parts > 1
     held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
     whole = sum(w.sum_bytes for w in held) if summed else 0
     slices = sum(w.slice_bytes for w in weights)
@@ -235,6 +237,11 @@ def print_plan(
     """
     console = console or Console(soft_wrap=True, highlight=False)
     _check_length(config)
+    if config.train.batch_tokens:
+        console.print(
+            f"A step has as many micro-batches as {config.train.batch_tokens:,} tokens need "
+            f"(train.batch_tokens); planned are {config.train.micro_batches}."
+        )
     if config.parallel.pipeline > 1:
         _print_pipeline(make_pipeline_plan(config, world_size), config, console, picture)
         return

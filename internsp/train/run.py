@@ -461,7 +461,7 @@ class _Run:
             weight=shape.weight,
             sequence=shape.sequence,
             zero=shape.zero_size,
-            micro_batches=self.config.train.micro_batches,
+            micro_batches=self.runner.micro_batches,
             blocks=len(self.session.communicators[0].blocks),
         )
         report = Report(

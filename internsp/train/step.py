@@ -47,12 +47,17 @@ class Stepped(NamedTuple):
 
 
 class StepRunner:
-    """Runs steps of a session and measures them."""
+    """Runs steps of a session and measures them.
+
+    Attributes:
+        micro_batches: of the last step.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._passes = Whole(session) if session.pipeline is None else Pipelined(session)
         self._checked = False
+        self.micro_batches = session.config.train.micro_batches
         self._saves = 0  # requests that were told
 
     def step(
@@ -75,6 +80,7 @@ class StepRunner:
         rows = self._rows(taken)
         batches = [(session.source.batch(own), own) for own in rows.micro_batches]
         layouts = [self._layout(batch, own) for batch, own in batches]
+        self.micro_batches = len(layouts)
         valid = sum(layout.valid_tokens for layout in layouts)
         (tokens,) = self._sum(float(valid))
         if not tokens:  # the same on every rank

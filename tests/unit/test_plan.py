@@ -145,6 +145,18 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
     assert text.count("\n  AG ") == plan.schedule.count("AG")
 
 
+def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() -> None:
+    train = {"batch_tokens": 32768, "micro_batches": 1}
+    out = io.StringIO()
+    print_plan(config(train=train), 4, Console(file=out, width=120, soft_wrap=True))
+    assert "as many micro-batches as 32,768 tokens need (train.batch_tokens)" in out.getvalue()
+    full = {"accumulation": "full"}
+    for tokens, summed in ((32768, True), (0, False)):
+        settings = config(train=train | {"batch_tokens": tokens}, weight_parallel=full)
+        memory = dict(make_plan(settings, 4).memory)
+        assert (memory["unsharded gradient sums (full accumulation)"] > 0) == summed
+
+
 def test_kept_blocks_save_the_gathers_and_cost_the_memory_that_the_plan_prints() -> None:
     two = config(weight_parallel={"min_shard_elements": 64, "keep_unsharded": 2})
     plan, usual = make_plan(two, 2), make_plan(config(), 2)
