@@ -202,3 +202,9 @@ def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
     refused = child(int(planned * 0.8))
     assert refused.returncode != 0
     assert "allocate memory" in refused.stderr
+
+
+def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
+    plain, dropped = config(), config(model={"dropout": 0.1})
+    steps = [_observe(settings, 1, 512, 1, 2, 0, None) for settings in (plain, dropped)]
+    assert steps[1].kept - steps[0].kept == 2 * 2 * 512 * plain.model.hidden_size
