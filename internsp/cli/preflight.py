@@ -231,6 +231,12 @@ def _device(config: Config, output: Path) -> Iterator[InternspError]:
 def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
     """Whether the device that was asked for is there, one for each local process."""
     wanted = config.parallel.device
+    if config.train.memory_snapshot:
+        from internsp import accelerator
+        from internsp.train.modes import memory_mistake
+
+        if mistake := memory_mistake(accelerator.kind() if wanted == "auto" else wanted):
+            yield ConfigError(mistake)
     if wanted == "cpu":
         return
     there = _devices(wanted)

@@ -322,6 +322,10 @@ def _train(config: Config) -> Iterator[Problem]:
         first, last = train.torch_profile
         text = f"the first step, {first}, comes after the last, {last}"
         yield Problem(("train.torch_profile",), text)
+    elif train.torch_profile is not None and train.torch_profile[0] > train.steps:
+        if not train.tokens:
+            text = f"the run ends with step {train.steps}, before the first of them"
+            yield Problem(("train.torch_profile", "train.steps"), text)
     if train.memory_snapshot and train.torch_profile is None:
         text = "needs the steps: set train.torch_profile"
         yield Problem(("train.memory_snapshot", "train.torch_profile"), text)

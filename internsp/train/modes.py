@@ -40,6 +40,16 @@ def deterministic(asked: bool) -> Iterator[None]:
             os.environ.pop(_WORKSPACE, None)
 
 
+def memory_mistake(device_type: str) -> str:
+    """Why the memory of a device cannot be written down; empty: it can."""
+    if device_type == "cuda":
+        return ""
+    return (
+        "train.memory_snapshot: torch keeps a history of CUDA's memory, and this run is on "
+        f"{device_type}: leave it out, or set parallel.device"
+    )
+
+
 class Profiles:
     """torch's profiler over the chosen steps, and a device's memory over the same, one file a rank.
 
@@ -61,11 +71,8 @@ class Profiles:
         rank: int,
         device: torch.device,
     ) -> None:
-        if memory and device.type != "cuda":
-            raise ConfigError(
-                "train.memory_snapshot: torch keeps a history of CUDA's memory, not of that of "
-                f"{device.type}"
-            )
+        if memory and (mistake := memory_mistake(device.type)):
+            raise ConfigError(mistake)
         self._steps, self._memory, self._folder, self._rank = steps, memory, folder, rank
         self._device = device
         self._profiler: Any = None

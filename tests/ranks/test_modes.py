@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import internsp
+from internsp.cli.preflight import check_before_start
 from internsp.config import load_config
 from internsp.errors import ConfigError
+from internsp.train.modes import Profiles
 from tests.ranks.test_trainer import Tiny, loss, rows, sections
 from tests.support.ranks import run_ranks
 
@@ -70,11 +72,46 @@ def test_torchs_profiler_writes_the_chosen_steps_of_every_rank(tmp_path: Path) -
         assert names.count("aten::linear") == 3
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_snapshot_of_memory_is_refused_on_a_cpu_before_the_run(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("internsp.accelerator.kind", lambda: "cpu")
+    given = {"torch_profile": [2, 3], "memory_snapshot": True}
+    with pytest.raises(ConfigError, match="history of CUDA's memory, and this run is on cpu"):
+        check_before_start(load_config({"train": given, "parallel": {"device": device}}), tmp_path)
+    with pytest.raises(ConfigError, match="and this run is on cpu"):  # of a Trainer's own run
+        Profiles((2, 3), True, tmp_path, 0, torch.device("cpu"))
+
+
+def test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls, without a device: tests/gpu has one with it."""
+    calls: list[tuple[str, Any]] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all": calls.append(("record", enabled))
+    )
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
+    profiles = Profiles((2, 3), True, tmp_path, 1, torch.device("cuda"))
+    for step in (1, 2, 3, 4):
+        profiles.before(step)
+        calls.append(("step", step))
+        written = profiles.after(step)
+        assert bool(written) == (step == 3)
+    profiles.close()
+    path = tmp_path / "memory-rank1.pickle"
+    recorded = [("record", "all"), ("step", 2), ("step", 3), ("dump", str(path)), ("record", None)]
+    assert calls == [("step", 1), *recorded, ("step", 4)]
+
+
 @pytest.mark.parametrize(
     ("train", "wanted"),
     [
         ({"torch_profile": [5, 3]}, "the first step, 5, comes after the last, 3"),
         ({"memory_snapshot": True}, "set train.torch_profile"),
+        ({"torch_profile": [5, 9], "steps": 4}, "the run ends with step 4, before the first"),
     ],
 )
 def test_profiles_that_cannot_be_are_refused(train: dict[str, Any], wanted: str) -> None:
