@@ -24,6 +24,7 @@ from internsp.config import Config, collect, report, schemas, sections
 from internsp.config.errors import Problem, Schema, in_words, is_tables, items_of
 from internsp.config.names import nearest
 from internsp.errors import InternspError
+from internsp.terminal import say
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return plain.perform(words[0], words[1:])
     stranger = completion.mistake(words) or _unknown_command(words)
     if stranger:
-        print(f"internsp: {stranger}", file=sys.stderr)
+        say(f"internsp: {stranger}", sys.stderr)
         return USAGE_ERROR
     if words[:1] == ["--version"]:
         print(f"internsp {__version__}")
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
         if around.reports:
-            print(f"internsp: {report(command.config, problems)}", file=sys.stderr)
+            say(f"internsp: {report(command.config, problems)}", sys.stderr)
         return USAGE_ERROR
     return _perform(command, config, around)
 
@@ -113,7 +114,8 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:
-        print(f"internsp: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        said = [f"internsp: {error}", *getattr(error, "__notes__", ())]
+        say("\n".join(said), sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -189,6 +191,7 @@ def _unknown_command(words: Sequence[str]) -> str | None:
 
 def _parse(words: list[str]) -> tuple[Any, list[str]]:
     """The command with its options, and the words that belong to nothing."""
+    plain.plain_help()
     train, plan = (
         tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
         for name, command in _COMMANDS.items()

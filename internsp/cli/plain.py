@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from internsp.errors import ConfigError, InternspError, MachineError
+from internsp.terminal import columns, draws, harmless, say
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
@@ -164,17 +164,24 @@ def perform(name: str, words: Sequence[str]) -> int:
     Raises:
         SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
     """
+    plain_help()
     with readable_in_part():
         command = tyro.cli(
             COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
         )
     try:
         lines = command.perform()
-        printed(lambda: print(*lines, sep="\n"))
+        printed(lambda: say("\n".join(lines), sys.stdout))
     except InternspError as error:
-        print(f"internsp: {error}", file=sys.stderr)
+        say(f"internsp: {error}", sys.stderr)
         return error.exit_status
     return 0
+
+
+def plain_help() -> None:
+    """Have tyro write no escape sequences where none are wanted: it looks at TERM alone."""
+    options = getattr(tyro, "_experimental_options", {})  # so named in its own documents
+    options["ansi_codes"] = draws(sys.stdout, os.environ)
 
 
 @contextmanager
@@ -208,7 +215,7 @@ def _silence() -> None:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows with their cells below each other; on a narrow terminal, a cell a line."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    if sum(widths) + 2 * len(widths) <= max(shutil.get_terminal_size().columns, 40):
+    if sum(widths) + 2 * len(widths) <= (columns(sys.stdout) or sys.maxsize):
         cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
         return ["  ".join(row).rstrip() for row in cells]
     names, *content = rows
@@ -219,8 +226,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """Write at once, without an end of line."""
-    printed(lambda: print(text, end=""))
+    """Write at once, without an end of line; to a terminal, nothing that it would obey."""
+    shown = harmless(text) if sys.stdout.isatty() else text
+    printed(lambda: print(shown, end=""))
 
 
 def _bundled() -> list[Any]:

@@ -18,6 +18,7 @@ from internsp.plan.chunk import Schedule
 from internsp.plan.offloaded import with_sums
 from internsp.plan.repeats import Item, folded_lines, ranges
 from internsp.plan.rules import CONFIGURED, Rules
+from internsp.terminal import FittingTable
 
 FEW_RANKS = 16
 FEW_STAGES = 4
@@ -81,7 +82,7 @@ def _groups_table(shape: MeshShape) -> Table:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table for a person: columns are aligned right, those that begin with ``<`` left."""
-    made = Table(title=title, title_justify="left")
+    made = FittingTable(title=title, title_justify="left")
     for column in columns:
         made.add_column(column.removeprefix("<"), justify="left" if "<" in column else "right")
     for values in rows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from internsp import terminal
 from internsp.config import Config
 from internsp.config.kept import size_in_bytes
 from internsp.config.sizes import human
@@ -99,7 +100,7 @@ def print_longest(
     Raises:
         ConfigError: a size that is none; or nothing fits.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or terminal.console()
     sizes = [_size("--longest", memory), None if host is None else _size("--host-memory", host)]
     assert sizes[0] is not None
     found = Budget(config, world_size).longest(sizes[0], sizes[1])

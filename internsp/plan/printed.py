@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from internsp import terminal
 from internsp.config import Config
 from internsp.config.sizes import human, moments
 from internsp.errors import ConfigError
@@ -235,7 +236,7 @@ def print_plan(
         ConfigError: see :func:`make_plan`; or a step is too long to be simulated, or a picture is
             asked for without a pipeline, or where it cannot be written.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or terminal.console()
     _check_length(config)
     if config.train.batch_tokens:
         console.print(

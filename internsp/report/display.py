@@ -31,20 +31,20 @@ from rich.text import Text
 from internsp.config import AVERAGE, HELD_OUT
 from internsp.config.sizes import human
 from internsp.report.metrics import StepMetrics
+from internsp.terminal import draws, fitted, harmless
 
 _REFRESH_SECONDS = 0.2
 LAST_STEPS = 10  # of the closing mean
+_LEAST_BAR = 12  # columns of the bar and what stands around it
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def can_show_live(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is a UTF-8 terminal, and neither CI, NO_COLOR nor TERM=dumb object."""
-    if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
-        return False
+    """Whether ``stream`` is a UTF-8 terminal that draws (:func:`terminal.draws`), not in CI."""
     if environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-    return stream.isatty() and encoding == "utf8"
+    return draws(stream, environ) and encoding == "utf8"
 
 
 class RunHistory:
@@ -189,8 +189,9 @@ class Display:
 
     def _line(self, text: str, style: str = "") -> None:
         if self._panel is not None:
-            self._panel.console.print(Text(text, style=style), soft_wrap=True)
+            self._panel.console.print(Text(fitted(text, self._stream), style=style), soft_wrap=True)
             return
+        text = fitted(text, self._stream)
         # A log in an ASCII locale must not end the run.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
@@ -206,6 +207,8 @@ class _Panel(Progress):
 
     def __init__(self, history: RunHistory, title: str, stream: TextIO) -> None:
         self._history = history
+        self._title = title
+        self._screen = Console(file=stream, highlight=False)
         # Redrawn by draw() alone: a refreshing thread would take time from the computing ones.
         super().__init__(
             TextColumn("{task.description}", style="bold", markup=False),
@@ -213,7 +216,7 @@ class _Panel(Progress):
             BarColumn(bar_width=None),
             TextColumn("{task.fields[gone]} gone", style="dim"),
             TextColumn("{task.fields[left]}", style="cyan"),
-            console=Console(file=stream, highlight=False),
+            console=self._screen,
             auto_refresh=False,
             expand=True,
         )
@@ -233,13 +236,41 @@ class _Panel(Progress):
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """The parts of the panel, from top to bottom."""
-        history, parts = self._history, Table.grid(padding=(0, 3))
+        history, width = self._history, self._screen.width - 1
+        state = self._state()
+        words = [
+            self._title, f"step {history.done}/{history.total}", f"{state['gone']} gone",
+            state["left"],
+        ]  # fmt: skip
+        parts: list[RenderableType] = [self.make_tasks_table(self.tasks)]
+        if len(" ".join(words)) + _LEAST_BAR > width:
+            parts = [Text(line, no_wrap=True) for line in flow(words, width)]
         if history.last is not None:
-            cells = figures(history.last, history.evaluated)
-            parts.add_row(*(Text(name, style="dim") for name in cells))
-            parts.add_row(*(Text(value, style="bold") for value in cells.values()))
-        curve = Text(sparkline(history.losses, 60), style="blue")
-        yield Padding(Group(self.make_tasks_table(self.tasks), parts, curve), (1, 0, 0, 1))
+            parts += _laid_out(figures(history.last, history.evaluated), width)
+        parts.append(Text(sparkline(history.losses, min(60, width)), style="blue"))
+        yield Padding(Group(*parts), (1, 0, 0, 1))
+
+
+def _laid_out(cells: Mapping[str, str], width: int) -> list[RenderableType]:
+    """Figures below their names, or, where that is too wide, each beside its name."""
+    gap = 3
+    if sum(max(map(len, item)) + gap for item in cells.items()) - gap <= width:
+        grid = Table.grid(padding=(0, gap))
+        grid.add_row(*(Text(name, style="dim") for name in cells))
+        grid.add_row(*(Text(value, style="bold") for value in cells.values()))
+        return [grid]
+    return [Text(line, no_wrap=True) for line in flow([" ".join(i) for i in cells.items()], width)]
+
+
+def flow(words: Sequence[str], width: int) -> list[str]:
+    """Words two spaces apart, as many in a line of ``width`` as fit."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def figures(metrics: StepMetrics, evaluated: Mapping[str, float]) -> dict[str, str]:
@@ -326,11 +357,6 @@ def summary_lines(
         width = max(len(name) for name in files)
         lines += ["", "files:"] + [f"  {name:<{width}}  {path}" for name, path in files.items()]
     return lines
-
-
-def harmless(text: str) -> str:
-    """``text`` without control characters (an untrained model may emit escape sequences)."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def duration(seconds: float) -> str:

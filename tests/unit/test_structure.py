@@ -16,6 +16,7 @@ ZOO = "internsp.model_zoo"  # where the folder model_zoo is installed
 # `internsp.wp.slots` is found before `internsp.wp`, which is what users import from.
 LEVELS = [
     ["internsp.accelerator", "internsp.errors", "internsp.trace", "internsp.autograd",
+     "internsp.terminal",
      "internsp.train.stop", "internsp.cli.lifetime", "internsp.cli.fork_server",
      "internsp.failure.outcome",
      "internsp.failure.last_words", "internsp.failure.standstill",

@@ -1,0 +1,131 @@
+"""Every command as a user sees it: on a terminal of 40 columns, without colour, below a notebook,
+into a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from internsp.report.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "tests" / "data"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+LIVE = {"TERM": "xterm-256color"}
+PLAIN = {
+    "no color": {"TERM": "xterm-256color", "NO_COLOR": "1"},
+    "dumb": {"TERM": "dumb"},
+    "notebook": {"TERM": "xterm-color", "JPY_PARENT_PID": "1"},
+}
+TRAIN = ("train", "config.toml", "--train.peak_tflops", "0.01")
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    gone = ("COLUMNS", "LINES", "NO_COLOR", "TERM", "CI", "FORCE_COLOR", "JPY_PARENT_PID")
+    kept = {name: value for name, value in os.environ.items() if name not in gone}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **more}
+
+
+def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0) -> str:
+    """What a command writes to a terminal of 40 columns."""
+    import fcntl
+    import termios
+
+    above, below = pty.openpty()
+    fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    command = [sys.executable, "-m", "internsp", *words]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment(more), stdin=below, stdout=below, stderr=below
+    )
+    os.close(below)
+    written = b""
+    try:
+        while more_of_it := os.read(above, 65536):
+            written += more_of_it
+    except OSError:  # Linux's end of file, once the other end is closed
+        pass
+    os.close(above)
+    text = written.decode().replace("\r\n", "\n")
+    assert process.wait(60) == status, text
+    return text
+
+
+def misfits(text: str) -> list[str]:
+    """Lines wider than the terminal though they could be broken, and cut words."""
+    # A panel that is drawn again begins after a carriage return.
+    lines = ESCAPES.sub("", text.replace("\r", "\n")).split("\n")
+    return [line for line in lines if "…" in line or (len(line) > 40 and len(line.split()) > 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("terminal")
+    (made / "config.toml").write_text(
+        f'[model]\nhidden_size = 32\nlayers = 1\nheads = 4\n[data]\nsource = "text"\n'
+        f'paths = ["{TEXT}"]\nsequence_length = 32\n[train]\nname = "seen"\nsteps = 3\n'
+        "global_batch = 2\neval_every = 2\neval_batches = 1\nsample_bytes = 9\n"
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> str:
+    return on_terminal(folder, LIVE, *TRAIN)
+
+
+@pytest.mark.unmeasured
+def test_a_live_run_fits_forty_columns_and_leaves_its_last_figures(folder: Path, live: str) -> None:
+    assert misfits(live) == []
+    rows = read_metrics(folder / "runs" / "seen" / "metrics.jsonl")
+    last = ESCAPES.sub("", live[live.rindex("step 3/3") :])
+    assert f"loss {rows[-1].loss:.4f}" in last
+    assert f"held-out {rows[-1].eval_loss:.4f}" in last
+    assert live.count("\x1b[?25l") == live.count("\x1b[?25h") == 1  # the cursor is back
+    assert all(row.mfu == pytest.approx((row.tflops or 0) / 0.01) for row in rows)
+    assert "MFU (median)" in (folder / "runs" / "seen" / "report.html").read_text()
+
+
+@pytest.mark.unmeasured
+@pytest.mark.parametrize("kind", [*PLAIN])
+def test_a_plain_terminal_gets_lines_without_escape_sequences(
+    kind: str, folder: Path, live: str
+) -> None:
+    words = TRAIN if kind == "notebook" else ("plan", "config.toml", "--train.micro_batches", "2")
+    text = on_terminal(folder, PLAIN[kind], *words)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert misfits(text) == []
+    assert ("step 3/3" if kind == "notebook" else "  rank: 0\n    pipeline: 0\n") in text
+
+
+@pytest.mark.unmeasured
+def test_other_commands_fit_too_and_a_pipe_gets_whole_lines(folder: Path, live: str) -> None:
+    run = "runs/seen"
+    for words, status, wanted in (
+        (("report", run, run + "/../seen"), 2, "is given twice"),
+        (("report", run), 0, "wrote runs/seen/report.html"),
+        (("generate", run, "--tokens", "8", "--temperature", "5"), 0, "\n"),
+        (("export", run, "--to", "exported"), 0, "exported"),
+        (("init", "new"), 0, "next: internsp train new/demo.toml"),
+    ):
+        text = on_terminal(folder, LIVE, *words, status=status)
+        assert "\x1b" not in text, words
+        assert wanted in text
+        assert misfits(text) == []
+    done = subprocess.run(
+        [sys.executable, "-m", "internsp", *TRAIN, "--train.name", "piped"], cwd=folder,
+        env=environment(LIVE), capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert b"\r" not in done.stdout
+    lines = done.stdout.decode().splitlines()
+    assert sum(line.startswith("step 3/3  loss") and "left 0:00" in line for line in lines) == 1
+    assert any("M parameters, world 1 = " in line and "ZeRO over 1" in line for line in lines)
