@@ -57,7 +57,7 @@ def require_no_gradient_hooks(
 
 
 # What is in none of them is taken to step DTensor as it would the whole.
-_NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
+_NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.Muon)
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:
@@ -67,7 +67,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Paramet
         StructureError: it lays all parameters in one vector, which shards cannot be, or works on a
             whole matrix.
     """
-    if not isinstance(optimizer, _NOT_BY_ELEMENT):
+    if not isinstance(optimizer, _NOT_BY_ELEMENT) and not _is_adafactor(optimizer):
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not isinstance(optimizer, torch.optim.LBFGS):
@@ -83,7 +83,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Paramet
 def _refuse_whole(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]) -> None:
     """Muon would sum its products over ranks in bf16: other numbers on each mesh, and, with
     replicas, not surely the same on all of them. Adafactor's statistics fail within ``DTensor``."""
-    adafactor = isinstance(optimizer, torch.optim.Adafactor)
+    adafactor = _is_adafactor(optimizer)
     for parameter in stepped:
         cut = any(
             isinstance(placement, Shard) and parameter.device_mesh.size(dim) > 1  # type: ignore[attr-defined]
@@ -95,5 +95,10 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Paramet
                 f"{name} steps whole matrices, and parameters (one of shape "
                 f"{list(parameter.shape)}) are sharded over ranks: its numbers would not be those "
                 "of one process. Give it to a ZeroOptimizer, which brings each matrix together on "
-                f"one rank: internsp.ZeroOptimizer(communicator, torch.optim.{name}, ...)"
+                f"one rank: internsp.ZeroOptimizer(communicator, {name}, ...)"
             )
+
+
+def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    """torch's, or that of transformers."""
+    return any(base.__name__ == "Adafactor" for base in type(optimizer).__mro__)

@@ -61,8 +61,9 @@ def _is(cls: Any, name: str) -> bool:
 
 
 def whole_by_name(cls: OptimizerClass) -> bool:
-    """Whether it is one of torch's own whose step needs a whole parameter."""
-    return _is(cls, "Muon") or _is(cls, "Adafactor")
+    """Whether it is known that a step needs a whole parameter: of torch's Muon, any Adafactor."""
+    named = [base.__name__ for base in getattr(cls, "__mro__", ())]
+    return _is(cls, "Muon") or "Adafactor" in named  # transformers has its own
 
 
 def methods_of(

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},
     "not clipped": {"max_grad_norm": 0, "load_best_model_at_end": True, "save_steps": 2},
     "recomputed": {"activation_checkpointing": True, "max_steps": 2, "warmup_steps": 0},
+    "whole matrices": {"optim": "adafactor", "max_steps": 2, "warmup_steps": 0},
 }
 LORA = {
     "max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "warmup_steps": 0, "save_steps": 1,

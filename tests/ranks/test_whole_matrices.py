@@ -129,7 +129,7 @@ def test_a_class_that_is_declared_to_need_whole_matrices_has_them() -> None:
 
 def traveling(rank: int, world: int, optimizer: str) -> tuple[list[Any], int, int]:
     case = Case(weight=2, optimizer=optimizer, steps=2, trace=True)
-    s = setup(case)
+    s = setup(case, blocks=6)  # several rounds
     train(s, case, rank, world)
     trace, counters = s.communicator.state.trace, s.communicator.state.counters
     trace.events.clear()
@@ -154,7 +154,7 @@ def test_matrices_travel_in_one_order_few_at_a_time_and_in_the_bytes_that_are_sa
     found = run_ranks(traveling, 4, optimizer)
     assert all(order == found[0][0] for order, _, _ in found)
     assert all(most <= 3 for _, most, _ in found)
-    model = little()
+    model = little(blocks=6)
     used = {n: p for n, p in model.named_parameters() if "side" not in n}
     small = {n: p.numel() for n, p in used.items() if p.numel() < 20}
     large = sum(p.numel() for p in used.values()) - sum(small.values())
@@ -277,7 +277,7 @@ def test_a_plain_loop_is_told_that_shards_are_not_stepped_whole(rank: int) -> No
         ids, labels = batch(0, 2)
         model(share(ids, rank), share(labels, rank)).backward()
         if weight == 2:
-            named = f"internsp.ZeroOptimizer(communicator, torch.optim.{cls.__name__}"
+            named = f"internsp.ZeroOptimizer(communicator, {cls.__name__}"
             raises(StructureError, optimizer.step, "sharded over ranks", named)
             continue
         optimizer.step()  # each rank has whole matrices
