@@ -167,6 +167,11 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
     unused = ["pipeline.schedule"] if stages == 1 else []
     name = values["optimizer.name"]
     rest = values["optimizer.rest"] = values["optimizer.rest"] or {"muon": "adamw"}.get(name, name)
+    # State differs, too, where a group gives parameters to the other of the two.
+    moved = [(g["match"], g["optimizer"]) for g in values["optimizer.groups"] if g["optimizer"]]
+    if moved and rest != name:
+        given = "; ".join(f"{by} for {', '.join(match)}" for match, by in moved)
+        values["optimizer.rest"] = f"{rest}, by groups {given}"
     if values["optimizer.momentum"] is None:
         values["optimizer.momentum"] = {"muon": 0.95}.get(name, 0.0)
     unused += ["optimizer.betas", "optimizer.eps"] if rest != "adamw" else []

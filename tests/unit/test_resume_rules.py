@@ -102,6 +102,20 @@ def test_momentum_that_begins_is_refused_and_one_that_changes_is_taken_over() ->
     ]
 
 
+def test_parameters_stay_with_their_optimizer_whose_state_they_have() -> None:
+    def muon(**group: Any) -> Config:
+        groups = [{"match": "**.wo", **group}] if group else []
+        return Config.model_validate({"optimizer": {"name": "muon", "groups": groups}})
+
+    saved = muon().model_dump(mode="json")
+    assert compare(saved, muon(optimizer="adamw"), 1, 1)[0] == [
+        'optimizer.rest: "adamw" in the checkpoint, "adamw, by groups adamw for **.wo" now'
+    ]
+    assert compare(saved, muon(lr=0.1), 1, 1)[0] == []
+    given = muon(optimizer="adamw").model_dump(mode="json")
+    assert compare(given, muon(optimizer="adamw", lr=0.1), 1, 1)[0] == []
+
+
 def test_a_configuration_of_another_version_is_read_as_far_as_it_goes() -> None:
     assert compare({"train": {"seed": 0, "gone": 1}}, Config(), 1, 1) == ([], [])
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
