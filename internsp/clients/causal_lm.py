@@ -164,6 +164,8 @@ class HFCausalLM(nn.Module):
             told: called with each token as soon as it is there.
         """
         self.eval()
+        if not tokens:  # which transformers refuses
+            return prompt
         # No limit is 0: transformers takes None for its own of 50.
         sampling = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
         given = sampling if temperature else {}
