@@ -67,7 +67,7 @@ def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) ->
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in launched}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     ran = 0
     for language, title, body in BLOCK.findall(page.read_text()):
         if title:
