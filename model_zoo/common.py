@@ -196,7 +196,9 @@ class CausalLM(nn.Module):
         if tokens is not None:
             h = self.embedding_dropout(h, block_keys(tokens, 0))
         for number, block in enumerate(self.layers, 1):
-            h = block(h, rotary, layout, None if tokens is None else block_keys(tokens, number))
+            # A program's own blocks need not know of keys that there are not.
+            keys = () if tokens is None else (block_keys(tokens, number),)
+            h = block(h, rotary, layout, *keys)
         h = self.norm(h[:, -1:] if last_only and labels is None else h)
         if labels is None:
             logits: Tensor = self.head(h)
