@@ -1,0 +1,95 @@
+"""``tools.longest``: a recipe as a user runs it, the search, and what counts as lack of memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.longest.__main__ import bisect
+from tools.longest.cases import MIB, OURS, RECIPES, Outcome, lack
+from tools.longest.report import Proof
+
+ROOT = Path(__file__).parents[2]
+DIED = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is RLIMIT_DATA")
+def test_a_recipe_dies_without_and_finishes_with_and_stands_in_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    other = "<!-- longest -->\nkept\n<!-- /longest -->\n"
+    page.write_text(f"# Own\n\n<!-- recipes -->\nold\n<!-- /recipes -->\n{other}")
+    words = ["--recipe", "tiling", "--no-table", "--document", str(page)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.longest", *words], cwd=tmp_path, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert text.startswith("# Own\n")
+    assert text.endswith(other)
+    assert "\nold\n" not in text
+    (row,) = (line for line in text.splitlines() if "activation_checkpoint.tiles = 16" in line)
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[6:8] == ["dies", "finishes"]
+    assert cells[-2] == "holds"
+    assert float(cells[8]) <= 64 < float(cells[5])
+    assert cells[9] == cells[10]
+    assert "can't allocate memory" in text
+
+
+@pytest.mark.parametrize("most", [130, 700, 1000, 1001, 5000])
+@pytest.mark.parametrize("multiple", [1, 32, 64])
+def test_the_search_ends_below_what_dies_within_its_precision(most: int, multiple: int) -> None:
+    tried: list[int] = []
+
+    def run(length: int) -> Outcome:
+        assert length % multiple == 0
+        assert length > 0
+        assert length not in tried
+        tried.append(length)
+        return Outcome(DIED) if length > most else Outcome(seconds=length)
+
+    length, outcome = bisect(run, 1000, multiple, 0.03)
+    assert length <= most
+    assert outcome == Outcome(seconds=length)
+    assert most - length < max(multiple, 0.03 * most + 1)
+
+
+def test_the_search_ends_where_nothing_finishes() -> None:
+    assert bisect(lambda _: Outcome(DIED), 1000, 32, 0.03) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("printed", "why"),
+    [
+        (f"Traceback:\n  here\n{DIED}\nrank 1 ended", DIED),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "bad_alloc"),
+        ("  MemoryError", "MemoryError"),
+        ("ValueError: heads do not divide\nConnection closed by peer", ""),
+    ],
+)
+def test_only_an_allocators_words_are_lack_of_memory(printed: str, why: str) -> None:
+    assert why in lack(printed)
+    assert bool(lack(printed)) == bool(why)
+
+
+def test_a_recipe_that_does_not_hold_says_why() -> None:
+    right, died = Outcome("", 5.5, 0.2, 116 * MIB, 1.0), Outcome(DIED)
+    holds = Proof(RECIPES[0], right, died, right)
+    assert holds.holds
+    assert "without the mechanism" in replace(holds, lacking=right).verdict
+    assert "dies with the mechanism" in replace(holds, having=died).verdict
+    assert "loss 5.6" in replace(holds, having=replace(right, loss=5.6)).verdict
+    assert "norm 0.3" in replace(holds, having=replace(right, norm=0.3)).verdict
+
+
+def test_each_row_of_internsp_adds_to_the_one_before() -> None:
+    sections = [case.sections for case in OURS.cases()]
+    assert all(a != b for a, b in itertools.pairwise(sections))
+    assert sections[-1]["activation_checkpoint"] == {"mode": "full", "tiles": 16, "offload": "all"}

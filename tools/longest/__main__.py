@@ -1,0 +1,145 @@
+"""The longest sequence under a limit of memory: what each mechanism adds, and beside it others.
+
+    python -m tools.longest --document docs/long_sequences.md
+
+Recipes: a step that dies by lack of memory without a mechanism, and with it, under the same limit,
+finishes with the loss that it has without any limit. Then the longest sequence under one limit,
+found by bisection, of Hugging Face's model, of FSDP2 with checkpoints, and of internsp with one
+mechanism after the other, each beside what ``internsp plan --longest`` says. Every try is of
+processes of its own (gloo), and two steps. Linux alone: the limit is RLIMIT_DATA.
+
+Exit status 1 where a recipe does not hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from tools.bench.ranks import RankError, Refused, Session, Setup
+from tools.bench.report import put, say
+from tools.bench.signals import terminate_as_interrupt
+from tools.longest.cases import MIB, OTHERS, OURS, RECIPES, Case, Outcome, Recipe, lack
+from tools.longest.options import Options
+from tools.longest.report import Found, Proof, proved, table
+
+WORKER = "tools.longest.rank:Rank"
+SHORTEST = 128  # tokens of a sequence that is tried
+WIDEN = (1.06, 1.15, 1.4)  # factors by which a bracket is looked for; then the last again
+
+
+def attempt(case: Case, length: int, limit: int | None, timeout: float) -> Outcome:
+    """Two steps in fresh processes; ``limit`` in bytes of each process, ``None``: any.
+
+    Raises:
+        RankError, Refused: a rank failed otherwise than by lack of memory.
+    """
+    try:
+        with Session(Setup(WORKER, (), case.world, timeout)) as session:
+            found: list[Outcome] = session.ask("train", case=case, length=length, most=limit)
+    except (RankError, Refused) as error:
+        why = lack(str(error))
+        if limit is None or not why:
+            raise
+        return Outcome(died=why)
+    return max(found, key=lambda one: one.peak)
+
+
+def prove(recipe: Recipe, timeout: float) -> Proof:
+    """A recipe's three runs: without any limit, and under it without and with the mechanism."""
+    limit = recipe.limit * MIB
+    right = attempt(recipe.case(False), recipe.length, None, timeout)
+    lacking = attempt(recipe.case(False), recipe.length, limit, timeout)
+    having = attempt(recipe.case(True), recipe.length, limit, timeout)
+    return Proof(recipe, right, lacking, having)
+
+
+def bisect(
+    tried: Callable[[int], Outcome], guess: int, multiple: int, precision: float
+) -> tuple[int, Outcome | None]:
+    """The longest length, a multiple, that finishes, within ``precision`` (a share of it).
+
+    Args:
+        guess: where to begin.
+    """
+    low, high, best = 0, 0, None
+    length = max(guess // multiple, 1) * multiple
+    widened = 0
+    while True:
+        outcome = tried(length)
+        if outcome.died:
+            high = length
+        else:
+            low, best = length, outcome
+        if high and high - low <= max(multiple, precision * high):
+            return low, best
+        factor = WIDEN[min(widened, len(WIDEN) - 1)]
+        widened += 1
+        if not high:
+            length = max(int(low * factor) // multiple, low // multiple + 1) * multiple
+        elif not low:
+            if high <= max(SHORTEST, multiple):
+                return 0, None
+            length = max(int(high / factor) // multiple, 1) * multiple
+        else:
+            length = (low + high) // 2 // multiple * multiple
+            length = min(max(length, low + multiple), high - multiple)
+
+
+def planned(case: Case, limit: int) -> int:
+    """What ``internsp plan --longest`` says."""
+    from internsp.config import Config
+    from internsp.plan.longest import Budget  # torch
+
+    return Budget(Config.model_validate(case.settings(4096)), case.world).longest(limit).length
+
+
+def longest(case: Case, limit: int, options: Options, guess: int) -> Found:
+    """Of one case."""
+    expected = planned(case, limit) if case.kind == "internsp" else None
+
+    def tried(length: int) -> Outcome:
+        outcome = attempt(case, length, limit, options.timeout)
+        say(f"    {length:,}: {'dies' if outcome.died else 'finishes'}")
+        return outcome
+
+    length, outcome = bisect(
+        tried, expected or guess, case.multiple, options.precision
+    )
+    return Found(case, length, outcome, expected)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1: a recipe does not hold; 2: something else failed."""
+    terminate_as_interrupt()
+    proofs: list[Proof] = []
+    found: list[Found] = []
+    options = Options.read(arguments, __doc__)
+    try:
+        for recipe in RECIPES:
+            if recipe.name in options.recipe:
+                proofs.append(prove(recipe, options.timeout))
+                say(f"{recipe.title}: {proofs[-1].verdict}")
+        limit = options.limit * MIB
+        for case in (*OTHERS, *OURS.cases()) if options.table else ():
+            say(case.name)
+            found.append(longest(case, limit, options, found[-1].length if found else 512))
+    except (RankError, Refused, OSError) as error:
+        say(error)
+        return 2
+    except KeyboardInterrupt as error:
+        say(f"stopped ({error or 'SIGINT'})")
+        return 130
+    pages = {"recipes": proved(proofs)} if proofs else {}
+    if found:
+        pages["longest"] = table(options, found)
+    for mark, made in pages.items():  # a part that did not run keeps its figures
+        print(made.text())
+        if options.document is not None:
+            command = ["python", "-m", "tools.longest", *arguments]
+            put(options.document, mark, made.markdown(command))
+    return 0 if all(proof.holds for proof in proofs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

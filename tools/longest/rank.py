@@ -1,0 +1,164 @@
+"""A rank's side: two steps of one case, under a limit of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from internsp import ParallelMesh, SequenceLayout, parallelize
+from internsp.config import Config
+from internsp.factory import build_to_train, first_values
+from internsp.plan.tiles import resolved
+from internsp.train.optimizers import make_optimizer
+from tools.longest.cases import Case, Outcome, lack
+from tools.longest.limit import Peak, free, install, limit, return_memory
+
+transformers.logging.set_verbosity_error()
+
+SHORT = 128
+"""Tokens of the step that makes the optimizer's state, before the long one."""
+Step = Callable[[int], tuple[float, float]]
+"""A step over sequences of so many tokens: loss (nats a token) and norm of the gradient."""
+
+
+class Rank:
+    """Runs one case; a second one needs another process."""
+
+    def train(self, case: Case, length: int, most: int | None) -> Outcome:
+        """A short step and one over ``length`` tokens.
+
+        What libraries allocate once (threads, connections) is there before the limit begins.
+
+        Args:
+            most: bytes that this process may take for model, optimizer and steps; ``None``: any.
+        """
+        return_memory()
+        install()
+        peak = Peak()
+        config = Config.model_validate(case.settings(length))
+        mesh = ParallelMesh.create(**config.degrees(), device_type="cpu")
+        for _ in range(2):
+            KINDS[case.kind](config, mesh)(SHORT)
+        free()
+        if most is not None:
+            limit(most)
+        try:
+            with peak:
+                step = KINDS[case.kind](config, mesh)
+                step(SHORT)
+                begin = time.perf_counter()
+                loss, norm = step(length)
+                seconds = time.perf_counter() - begin
+        except (RuntimeError, MemoryError) as error:
+            why = f"{type(error).__name__}: {error}"
+            if lack(why):  # the others fail by this one's end, and would be heard before it
+                print(why, flush=True)
+                os._exit(1)
+            raise
+        return Outcome("", loss, norm, peak.most, seconds)
+
+
+def _ids(row: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + row)
+    return torch.randint(0, 257, (1, length), generator=generator)
+
+
+class Ours:
+    """internsp, by its configuration."""
+
+    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.model: Any = build_to_train(config)
+        self.communicator = parallelize(
+            self.model, self.mesh, config.weight_parallel,
+            activation_checkpoint=resolved(config, self.mesh.data),
+        )  # fmt: skip
+        first_values(config, self.model, [self.model], [self.communicator], self.mesh.device)
+        self.optimizer = make_optimizer(config, self.communicator, None)
+
+    def __call__(self, length: int) -> tuple[float, float]:
+        """See :data:`Step`."""
+        train, mesh = self.config.train, self.mesh
+        total = torch.zeros((), dtype=torch.float64)
+        rows = train.global_batch // (train.micro_batches * mesh.data)
+        for part in range(train.micro_batches):
+            first = (part * mesh.data + mesh.data_rank) * rows
+            ids = torch.cat([_ids(first + row, length) for row in range(rows)])
+            layout = SequenceLayout.create(
+                ids, rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring,
+                balance=self.config.parallel.balance,
+            )  # fmt: skip
+            loss, _ = self.model(
+                layout.input_ids, layout=layout, labels=layout.labels, loss_chunk=train.loss_chunk
+            )
+            (loss / (train.global_batch * (length - 1))).backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.all_reduce(total)
+        return float(total) / (train.global_batch * (length - 1)), float(self.optimizer.grad_norm)
+
+
+class HuggingFace:
+    """Llama of transformers as it is, a sequence a rank."""
+
+    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
+        given = config.model
+        torch.manual_seed(0)
+        sizes = LlamaConfig(
+            vocab_size=given.vocab_size, hidden_size=given.hidden_size,
+            num_hidden_layers=given.layers, num_attention_heads=given.heads,
+            num_key_value_heads=given.heads, intermediate_size=given.intermediate_size or 0,
+            max_position_embeddings=1 << 20, use_cache=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        self.model: Any = LlamaForCausalLM(sizes).train()
+        self.prepare(config.activation_checkpoint.mode != "none")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optimizer.lr)
+
+    def prepare(self, checkpoints: bool) -> None:
+        """Before the optimizer is made."""
+        if checkpoints:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def __call__(self, length: int) -> tuple[float, float]:
+        """See :data:`Step`."""
+        ids = _ids(dist.get_rank(), length)
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach()), float(getattr(norm, "full_tensor", lambda: norm)())
+
+
+class Sharded(HuggingFace):
+    """The same, its blocks and root sharded by FSDP2, its blocks checkpointed by torch."""
+
+    def prepare(self, checkpoints: bool) -> None:
+        """See :meth:`HuggingFace.prepare`."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in self.model.model.layers:
+            if checkpoints:
+                checkpoint(block)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):  # gloo has no average
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+KINDS: dict[str, Callable[[Config, ParallelMesh], Step]] = {
+    "internsp": Ours, "huggingface": HuggingFace, "fsdp2": Sharded,
+}  # fmt: skip
