@@ -243,6 +243,8 @@ def expected(schema: Schema, plural: bool = False) -> str:
         return " or ".join(expected(one, plural) for one in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(in_words(choice) for choice in schema["enum"])
+    if "const" in schema:  # the only choice, beside "none" or numbers
+        return in_words(schema["const"])
     if schema["type"] == "array":
         count = f"{schema['minItems']} " if "minItems" in schema else ""
         return f"a list of {count}{expected(items_of(schema)[0], plural=True)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from internsp.report.metrics import StepMetrics
 from internsp.sp import SequenceLayout
 from internsp.wp.communicator import ISPCommunicator
 
-Data = Callable[[ParallelMesh], Iterator[Tensor | tuple[Tensor, list[list[int]] | None]]]
+Data = Callable[[ParallelMesh], Iterable[Tensor | tuple[Tensor, list[list[int]] | None]]]
 Loss = Callable[[nn.Module, SequenceLayout], Tensor]
 
 
@@ -65,6 +65,35 @@ class Own:
                 "same on every rank (torch.manual_seed)"
             )
 
+    def made(self, optimizer: Any) -> ZeroOptimizer:
+        """What ``optimizer`` has given, if a run can use it.
+
+        Raises:
+            ConfigError: it is another optimizer.
+        """
+        if isinstance(optimizer, ZeroOptimizer):
+            return optimizer
+        raise ConfigError(
+            f"Trainer: optimizer gives {type(optimizer).__name__}, no ZeroOptimizer: return "
+            "internsp.ZeroOptimizer(communicator, torch.optim.Adam, lr=...)"
+        )
+
+    def summed(self, output: Any) -> Tensor:
+        """What ``loss`` has given, if a backward can begin from it.
+
+        Raises:
+            ConfigError: it is no scalar, or depends on no weight.
+        """
+        if not isinstance(output, Tensor) or output.dim():
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ConfigError(
+                f"Trainer: loss gives {shape}, no scalar tensor: sum over this rank's tokens "
+                '(reduction="sum")'
+            )
+        if not output.requires_grad:
+            raise ConfigError("Trainer: loss gives a value without gradients: it was detached")
+        return output
+
 
 class OwnData:
     """Batches of a program's own; in place of a :class:`~internsp.data.batches.DataSource`.
@@ -81,7 +110,7 @@ class OwnData:
 
     def __init__(self, data: Data, config: Config, mesh: ParallelMesh) -> None:
         self._config, self._mesh = config, mesh
-        self._batches = data(mesh)
+        self._batches = iter(data(mesh))  # once: a list or a DataLoader would begin anew each step
         self._ready: deque[Batch] = deque()
         self._taken = 0  # batches
         self._compared = False
@@ -94,8 +123,8 @@ class OwnData:
         Collective; blocks.
 
         Raises:
-            ConfigError: on every rank: ranks that must have the same rows have others, or of
-                another shape.
+            ConfigError: on every rank: some rank's batch is no int64 tensor of its rows, or ranks
+                that must have the same rows have others in the first step.
         """
         train = self._config.train
         begin = sequences // train.global_batch * train.micro_batches
@@ -110,9 +139,11 @@ class OwnData:
         enough = len(self._ready) == train.micro_batches
         if not self._compared:
             self._compare(mistake)
-        count = torch.tensor([float(enough)], device=self._mesh.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MIN)
-        return bool(count.item())
+        worst = torch.tensor([-1.0 if mistake else float(enough)], device=self._mesh.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MIN)
+        if worst.item() < 0:  # also after the first step: a loader's last batch is often shorter
+            self._compare(mistake)
+        return bool(worst.item())
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The next micro-batch; :meth:`more` has seen that it is there."""
@@ -142,7 +173,7 @@ class OwnData:
         if len(ids) != rows:
             return (
                 f"data gives {len(ids)} rows where global_batch / (micro_batches x data degree) = "
-                f"{rows}"
+                f"{rows} (a DataLoader's last batch is shorter without drop_last=True)"
             )
         return ""
 

@@ -86,8 +86,9 @@ class Whole:
         return output.detach().double()
 
     def _loss(self, layout: SequenceLayout) -> Tensor:
-        if self.session.own.loss is not None:
-            return self.session.own.loss(self.session.modules[0], layout)
+        own = self.session.own
+        if own.loss is not None:
+            return own.summed(own.loss(self.session.modules[0], layout))
         loss: Tensor = self.session.modules[0](
             layout.input_ids,
             layout=layout,

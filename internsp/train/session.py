@@ -125,7 +125,7 @@ class Session:
             move_buffers(model, mesh.device)
         scaler = _scaler(config)
         make = own.optimizer or (lambda each: make_optimizer(config, each, scaler))
-        optimizers = [make(each) for each in communicators]
+        optimizers = [own.made(make(each)) for each in communicators]
         schedules = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
             for optimizer in optimizers

@@ -42,7 +42,7 @@ class Callback:
     """
 
     def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        """A step is over and its row written. ``trainer.stop()`` makes it the last one."""
+        """A step is over and its row written. After ``trainer.stop()`` there is one more."""
 
     def on_evaluation(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """The held-out loss (``metrics.eval_loss``) is known; before :meth:`on_step` of the row."""
@@ -74,7 +74,8 @@ class Trainer:
         data: called with the mesh; gives batches for this rank's ``mesh.data_rank``, one for each
             micro-batch: int64 ids ``[train.global_batch / (micro_batches * mesh.data), tokens]``,
             or a pair of them and where documents start in each row. The same on all ranks of a data
-            rank. The run ends where some rank has none left. ``[data]`` is unused then, and there
+            rank. Any iterable (a generator, list, DataLoader) is gone through once: the run ends
+            where some rank has none left. ``[data]`` is unused then, and there
             is no held-out loss.
         callbacks: told of steps, evaluations, checkpoints and the end.
         hooks: told of every forward, criterion and backward.
@@ -160,7 +161,10 @@ class Trainer:
         return self.output
 
     def stop(self) -> None:
-        """End the run after the current step, on all ranks, with checkpoint and report."""
+        """End the run after the step under way, on all ranks, with checkpoint and report.
+
+        Ranks learn of it with that step's loss: from a callback that is the next one.
+        """
         if self._stop is not None:
             self._stop.requested = True
 

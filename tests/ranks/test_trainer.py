@@ -223,6 +223,57 @@ def test_ranks_of_a_sequence_that_are_given_other_rows_are_told(tmp_path: Path) 
         assert "mesh.data_rank" in text
 
 
+def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[str]]:
+    """Losses of an iterator's and a list's batches; what is said of mistakes."""
+
+    class Losses(internsp.Callback):
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def on_step(self, trainer: internsp.Trainer, metrics: internsp.StepMetrics) -> None:
+            self.found.append(metrics.loss)
+
+    def run(name: str, **parts: Any) -> list[float]:
+        losses = Losses()
+        internsp.Trainer(
+            sections(
+                train={"steps": 9, "eval_every": 0}, checkpoint={"save": False, "every": 0},
+                weight_parallel={"blocks": ["layers.*"], "trigger": "qkv"},
+            ), output=f"{folder}/{name}", callbacks=[losses],
+            **{"model": Tiny(), "loss": loss, "data": own_data, **parts},
+        ).train()  # fmt: skip
+        return losses.found
+
+    def refused(name: str, **parts: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            run(name, **parts)
+        return str(caught.value)
+
+    def short(mesh: internsp.ParallelMesh) -> Iterator[Tensor]:
+        yield rows(0, mesh.data_rank, 2)
+        yield rows(1, mesh.data_rank, 2)[mesh.data_rank :]  # one row too few on one rank
+
+    return [run("iterator"), run("list", data=lambda mesh: list(own_data(mesh)))], [
+        refused("short", data=short),
+        refused("mean", loss=lambda model, at: loss(model, at).expand(2)),
+        refused("detached", loss=lambda model, at: loss(model, at).detach()),
+        refused("plain", optimizer=lambda _: torch.optim.SGD(Tiny().parameters(), lr=0.1)),
+    ]
+
+
+def test_a_list_of_batches_is_gone_through_once_and_wrong_parts_are_named(tmp_path: Path) -> None:
+    for (iterated, listed_), (short, mean, detached, plain) in run_ranks(
+        listed, 2, str(tmp_path)
+    ):
+        assert len(iterated) == 3
+        assert listed_ == iterated
+        assert "rank 1: data gives 1 rows where" in short
+        assert "drop_last=True" in short
+        assert "loss gives [2], no scalar tensor" in mean
+        assert "loss gives a value without gradients" in detached
+        assert "optimizer gives SGD, no ZeroOptimizer" in plain
+
+
 SCRIPT = """
 import internsp
 

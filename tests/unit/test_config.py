@@ -63,6 +63,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
     fraction = 1.5
     [optimizer]
     betas = [0.9, "x"]
+    rest = "sgd"
     learning_rate = 0.1
     warmup_steps = 2.5
     [data]
@@ -103,6 +104,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         'weight_parallel.prefetch_triggers: expected a list of texts, got "wo"',
         "activation_checkpoint.fraction: must be at most 1.0, got 1.5",
         "activation_checkpoint.blocks: must be at least 0, got [0, -1]",
+        'optimizer.rest: expected "adamw" or "none", got "sgd"',
         'optimizer.betas: expected a list of 2 numbers, got [0.9, "x"]',
         "optimizer.warmup_steps: expected a whole number, got 2.5",
         'train.name: must be usable as the name of a folder, got "a/b"',
