@@ -43,12 +43,24 @@ class Own:
         """Refuse what cannot be.
 
         Raises:
-            ConfigError: a loss without a model, a pipeline of an own model, or one without values.
+            ConfigError: a loss without a model, a pipeline of an own model, one without values, or
+                a setting of what the program replaces that would do nothing.
         """
         if self.data is not None and config.train.batch_tokens:
             raise ConfigError(
                 "train.batch_tokens: batches of a program's own data are what it gives; set it to 0"
             )
+        if self.data is not None and config.train.early_stop:
+            raise ConfigError(
+                "train.early_stop: a program's own data have no held-out loss; set it to 0, and "
+                "call trainer.stop() in a callback"
+            )
+        if self.model is not None:
+            for name in ("dropout", "embedding_dropout"):
+                if getattr(config.model, name):
+                    raise ConfigError(
+                        f"model.{name}: a model of your own drops what it drops itself; set it to 0"
+                    )
         if self.model is None:
             if self.loss is not None:
                 raise ConfigError("Trainer: loss is for a model of your own; give model, too")

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import internsp
 from internsp.cli.environment import launched
+from internsp.config import load_config
 from internsp.errors import ConfigError
 from internsp.report.metrics import read_metrics
+from internsp.train.own import Own
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +223,23 @@ def test_ranks_of_a_sequence_that_are_given_other_rows_are_told(tmp_path: Path) 
     for text in run_ranks(apart, 2, str(tmp_path / "run")):
         assert "gives ranks 0 and 1 other rows" in text
         assert "mesh.data_rank" in text
+
+
+@pytest.mark.parametrize(
+    ("parts", "section", "key", "value"),
+    [
+        (Own(model=Tiny()), "model", "dropout", 0.1),
+        (Own(model=Tiny()), "model", "embedding_dropout", 0.1),
+        (Own(data=own_data), "train", "early_stop", 2),
+        (Own(data=own_data), "train", "batch_tokens", 100),
+    ],
+)
+def test_what_a_part_of_ones_own_would_leave_without_effect_is_refused(
+    parts: Own, section: str, key: str, value: float
+) -> None:
+    parts.check(load_config(sections()))
+    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: "):
+        parts.check(load_config(sections(**{section: {key: value}})))
 
 
 def listed(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[str]]:
