@@ -289,13 +289,21 @@ def _print_pipeline(
     for rank in plan.ranks:
         mine: dict[str, int] = {}
         for chunk in rank.chunks:
-            each = _memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule)
-            for name, nbytes in each:
+            for name, nbytes in _memory(
+                config, plan.shape, chunk.plan, chunk.assignments, rank.schedule
+            ):
                 mine[name] = mine.get(name, 0) + nbytes
         memory.append(mine)
     names = dict.fromkeys(name for mine in memory for name in mine)  # a rule may be of one alone
     console.print(memory_by_rank({n: [mine.get(n, 0) for mine in memory] for n in names}))
     for number, rank in enumerate(plan.ranks):
+        each = [MatrixPlan.of(config, plan.shape, chunk.assignments) for chunk in rank.chunks]
+        if exchanges := sum(one.exchanges for one in each):
+            received = human(sum(one.received for one in each))
+            console.print(
+                f"Pipeline rank {number}: a step has {exchanges} exchanges of matrices to and from "
+                f"owners, {received} received (mean)"
+            )
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
             told = rank.kept(config.weight_parallel.overlap).line()
             console.print(f"Pipeline rank {number}: {told}")

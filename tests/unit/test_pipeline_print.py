@@ -111,6 +111,16 @@ def test_every_pass_is_printed_with_what_it_launches() -> None:
         assert len({at.stage for at in rank.actions}) == 2
 
 
+def test_exchanges_of_matrices_are_told_for_each_pipeline_rank() -> None:
+    settings = config(optimizer={"name": "muon"})
+    text = printed(settings)
+    for number, rank in enumerate(make_pipeline_plan(settings, 4).ranks):
+        matrices = [7 * len(chunk.plan.blocks) for chunk in rank.chunks]
+        exchanges = sum(2 * -(-count // 2) for count in matrices)
+        assert f"rank {number}: a step has {exchanges} exchanges of matrices" in text
+    assert "exchanges of matrices" not in printed(config())
+
+
 def test_kept_blocks_cost_the_memory_that_the_plan_says() -> None:
     def slots(keep: str) -> list[int]:
         settings = config(weight_parallel={"keep_unsharded": keep})
