@@ -47,19 +47,24 @@ class Activations:
         kept: on the device between forward and backward.
         working: beside that at the peak, in the backward of a block or of the loss.
         exchanged: copies of queries, keys and values that exchanges of heads have in flight.
+        around: what attention around a ring has in its backward beside attention of one rank.
         host: in host memory, at the end of forward.
     """
 
     kept: int
     working: int
     exchanged: int
+    around: int
     host: int
 
     def rows(self) -> list[tuple[str, int]]:
         """(component, bytes) on the device."""
         found = [("activations that are kept", self.kept), ("block or loss at work", self.working)]
-        exchanged = [("exchanges of heads (at most)", self.exchanged)] if self.exchanged else []
-        return found + exchanged
+        moving = [
+            ("exchanges of heads (at most)", self.exchanged),
+            ("keys and values around a ring (at most)", self.around),
+        ]
+        return found + [row for row in moving if row[1]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class ActivationModel:
             _line((small, large), [getattr(step, name) for step in steps], local)
             for name in ("kept", "peak", "host")
         )
-        return Activations(kept, peak - kept, self._exchanged(local), host)
+        return Activations(kept, peak - kept, self._exchanged(local), self._around(local), host)
 
     def _step(self, positions: int, tiles: int) -> _Step:
         key = positions, tiles
@@ -143,6 +148,22 @@ class ActivationModel:
         features = heads * (model.head_dim or model.hidden_size // model.heads)
         size = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype].itemsize
         return 2 * self.rows * local * features * size
+
+
+    def _around(self, local: int) -> int:
+        """In a step of the ring's backward (:mod:`internsp.sp.ring`): sums of gradients for queries
+        and, of two parts, for keys and values, wide; a part of these that has come and gradients
+        that come home; the next part, where there is one; gradients that leave, where they are
+        narrower than their sums."""
+        ring, model = self.shape.ring, self.config.model
+        if ring == 1:
+            return 0
+        dtype = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype]
+        size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+        blocks = 4 + 2 * (ring > 2) + 2 * (size < wide)
+        features = model.head_dim or model.hidden_size // model.heads
+        each = model.heads * wide + (model.kv_heads or model.heads) * (4 * wide + blocks * size)
+        return self.rows * local * features * each
 
 
 def _line(at: tuple[int, int], values: Sequence[int], wanted: int) -> int:

@@ -116,6 +116,16 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert bound.bound == bound.host[-1][0]
 
 
+def test_what_goes_around_a_ring_is_counted_beside_attention_of_one_rank() -> None:
+    name = "keys and values around a ring (at most)"
+    settings = config({"mode": "full"}, parallel={"sequence": 2, "ring": 2})
+    budget = Budget(settings, 2)
+    found = {length: dict(budget.at(length)[0])[name] for length in (1024, 4096)}
+    # fp32: sums for q, k and v, and of another part's; that part, and gradients that come home.
+    assert found == {length: length // 2 * 64 * 4 * (1 + 4 + 4) for length in found}
+    assert name not in dict(Budget(config(parallel={"sequence": 2, "ring": 1}), 2).at(1024)[0])
+
+
 def test_activations_and_the_optimizers_step_are_not_there_at_the_same_time() -> None:
     offload = {"offload": ["weights", "optimizer", "gradients"]}
     budget = Budget(config({"mode": "full"}, weight_parallel=offload), 1)
