@@ -102,7 +102,7 @@ class Own:
                 f"Trainer: loss gives {shape}, no scalar tensor: sum over this rank's tokens "
                 '(reduction="sum")'
             )
-        if not output.requires_grad:
+        if torch.is_grad_enabled() and not output.requires_grad:  # in training
             raise ConfigError("Trainer: loss gives a value without gradients: it was detached")
         return output
 

@@ -45,7 +45,7 @@ def mistakes(line: str) -> list[str]:
     """What a command names and there is not."""
     if tool := re.search(r"python\S* (?:-m )?(tools[\w./]*)", line):
         source = source_of(tool[1])
-        told = options_in(line)
+        told = [option.removeprefix("no-") for option in options_in(line)]  # tyro's way to say no
         names = [rf"\b({option}|{option.replace('-', '_')})\b" for option in told]
         absent = [
             f"--{o}" for o, name in zip(told, names, strict=True) if not re.search(name, source)
