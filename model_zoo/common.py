@@ -234,7 +234,7 @@ class CausalLM(nn.Module):
         """``[B, s]`` int64, of which dropout makes its masks; None where nothing is dropped.
 
         Raises:
-            LayoutError: nobody has said which rows of the data these are.
+            LayoutError: there are no keys that say which rows of the data these are.
         """
         if not (self.config.dropout or self.config.embedding_dropout):
             return None

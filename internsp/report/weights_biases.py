@@ -31,7 +31,7 @@ class WeightsAndBiases:
         told: called with a sentence for the user.
 
     Raises:
-        ConfigError: nobody is logged in.
+        ConfigError: there is no login to W&B here.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Writers:
 
     Raises:
         MissingDependencyError: a writer's package is not installed.
-        ConfigError: a server is to be used that knows nobody here.
+        ConfigError: a server is to be used, and there is no login to it here.
     """
 
     def __init__(

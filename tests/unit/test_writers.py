@@ -150,7 +150,7 @@ def test_a_choice_that_makes_no_sense_is_refused(report: dict[str, Any], wanted:
 
 
 class _Server(types.ModuleType):
-    """Stands for wandb: a run of which the server has three steps; nobody may be logged in."""
+    """Stands for wandb: a run of which the server has three steps; a login may be lacking."""
 
     class errors:
         class UsageError(Exception):
