@@ -150,6 +150,7 @@ class _WrittenBuffers:
                     for name, value in module._buffers.items()
                     if value is not None and not value.is_inference()
                 ]
+                named = [list(module._buffers) for module in self._modules]
                 try:
                     return inner(*args, **kwargs)
                 finally:
@@ -157,6 +158,9 @@ class _WrittenBuffers:
                         same = module._buffers.get(name) is value and value._version == version
                         if not same and module not in self._writing:
                             self._writing.append(module)
+                    for module, names in zip(self._modules, named, strict=True):
+                        if list(module._buffers) != names and module not in self._writing:
+                            self._writing.append(module)  # it has made one
             # All of a module's: no counter shows what a batch norm does to its statistics.
             held: list[dict[str, Any]] = [dict(module._buffers) for module in self._writing]
             for module, buffers in zip(self._writing, held, strict=True):

@@ -122,6 +122,9 @@ class Counting(nn.Module):
         logits = self.router(self.norm(x)) + self.table
         self.tokens += torch.bincount(logits.argmax(1), minlength=3)
         self.seen = self.seen + len(x)
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.zeros(()))
+        self.made += 1
         return x + self.out(logits.tanh())
 
 
