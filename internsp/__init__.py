@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from internsp.layers.dropout import row_keys as row_keys
     from internsp.load import load_weights as load_weights
     from internsp.mesh import ParallelMesh as ParallelMesh
+    from internsp.mesh import SequenceAxes as SequenceAxes
     from internsp.mesh import WeightAxis as WeightAxis
     from internsp.optim import LossScaler as LossScaler
     from internsp.optim import ZeroOptimizer as ZeroOptimizer

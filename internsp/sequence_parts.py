@@ -90,7 +90,8 @@ def attach_sequences(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: b
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
             heads = mesh.heads_group if mesh.sequence > 1 else None
-            module.attach(heads, trace, name, ring=mesh.ring_group)
+            axes = mesh.sequence_axes
+            module.attach(heads, trace, name, ring=mesh.ring_group, axes=axes)
     attach(model, mesh, trace, mean)
 
 

@@ -43,7 +43,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         "tokenizer index index_dir mixture evaluation",
     },
     "parallel": {
-        Rule.TAKEN: "weight sequence ring balance pipeline zero expert_weight expert",
+        Rule.TAKEN: "weight sequence ring near balance pipeline zero expert_weight expert",
         Rule.FREE: "device timeout_seconds",
     },
     "pipeline": {Rule.TAKEN: "chunks schedule"},

@@ -242,6 +242,8 @@ class ParallelConfig(Section):
     """Ranks over which every sequence is cut."""
     ring: Degree | None = None
     """Of those, ranks in a ring for keys and values; none: 1, or what gives each rank a head."""
+    near: Literal["heads", "ring"] = "heads"
+    """Whose ranks are neighbors, on the fastest links: those that share heads, or a ring's."""
     balance: Literal["auto", "contiguous", "zigzag", "level"] = "auto"
     """How positions are dealt to the ranks of a ring, see internsp.sp.dispatch."""
     pipeline: Degree = 1

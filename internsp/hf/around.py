@@ -29,20 +29,19 @@ _WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "out
 
 
 class Around:
-    """A ring of ranks, each with a part of the positions, and of them ``shares`` that share heads.
+    """A ring of ranks, each with some heads of a part of the positions.
 
     Args:
         channel: of the ranks between which keys and values travel.
-        shares: ranks that hold one part, each with some of the heads.
     """
 
-    def __init__(self, channel: Channel, shares: int) -> None:
-        self.channel, self.shares = channel, shares
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.rings = Rings(channel)
 
     def held(self, cut: Cut) -> tuple[Ranges, ...]:
         """The positions of each part."""
-        return by_part(cut.ranges, self.shares)
+        return by_part(cut.ranges, cut.axes)
 
     def attend(
         self, cut: Cut, seen: Seen, reads: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor,

@@ -34,7 +34,7 @@ def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> No
         by_kernel.setdefault(config._attn_implementation, {})[module] = name
     around = None
     if mesh.ring_group is not None and mesh.ring > 1:
-        around = Around(Channel.of(mesh.ring_group, trace), mesh.sequence // mesh.ring)
+        around = Around(Channel.of(mesh.ring_group, trace))
     shared = mesh.sequence > mesh.ring
     heads = Channel.of(mesh.heads_group, trace) if shared and mesh.heads_group else None
     kernels = [Kernel(names, kernel, heads, around) for kernel, names in by_kernel.items()]
@@ -43,7 +43,7 @@ def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> No
         now = config._attn_implementation_internal
         config._attn_implementation_internal = keys.get(now, now)
     of, finds = own_positions(inner), finds_documents(inner)
-    Entry(inner, kernels, channel, mesh.ring, mean, of, finds, mesh.device)
+    Entry(inner, kernels, channel, mesh.sequence_axes, mean, of, finds, mesh.device)
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -239,8 +239,7 @@ class Kernel:
                 "attention to other than the model's own tokens cannot be cut"
             )
         plan, around = _plan(heads, kv_heads, self.size), self.around
-        first = cut.rank - self.rank
-        sizes = cut.sizes[first : first + self.size]
+        sizes = cut.sharing
         pending = [
             start_exchange(
                 x.transpose(1, 2), self.channel, sizes, heads_of, to="heads", unit=name, label=role

@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from internsp.hf.seen import Rows
+from internsp.mesh import SequenceAxes
 from internsp.sp.layout import in_order, taken
 from internsp.sp.ranges import Ranges
 
@@ -19,6 +20,7 @@ class Cut:
     Attributes:
         ranges: of each rank of the sequence group, the positions that it holds, in that order.
         rank: this rank's place in it.
+        axes: which of its ranks share heads, and which are a ring.
         positions: ``[1 or B, S]``, ``position_ids`` of the whole batch.
         mask: what the user gave as ``attention_mask``, or None.
         packed: ``[B, S]``, the number of each position's document; None: one document a row.
@@ -30,6 +32,7 @@ class Cut:
 
     ranges: tuple[Ranges, ...]
     rank: int
+    axes: SequenceAxes
     batch: int
     positions: Tensor
     mask: Tensor | None
@@ -43,6 +46,12 @@ class Cut:
     def sizes(self) -> tuple[int, ...]:
         """Positions of each rank."""
         return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
+
+    @cached_property
+    def sharing(self) -> tuple[int, ...]:
+        """Positions of each rank that shares this one's heads."""
+        part, _ = self.axes.place(self.rank)
+        return tuple(self.sizes[rank] for rank in self.axes.sharing(part))
 
     @property
     def length(self) -> int:

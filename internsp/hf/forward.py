@@ -23,6 +23,7 @@ from internsp.errors import LayoutError, StructureError
 from internsp.hf.attention import Kernel
 from internsp.hf.cut import Cut
 from internsp.hf.seen import Rows, documents_of
+from internsp.mesh import SequenceAxes
 from internsp.sp.dispatch import cut as deal
 from internsp.sp.exchange import Channel
 from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
@@ -48,7 +49,7 @@ class Entry:
     Args:
         model: the ``transformers`` model itself, whatever it is wrapped in.
         channel: the sequence group's.
-        ring: of its ranks, over how many attention is cut by positions.
+        axes: which of its ranks share heads, and which are a ring.
         mean: gradients are averaged over ranks later, not summed.
         finds_documents: the model separates documents by ``position_ids`` (``examine``).
         positions_of: of what the model makes positions that it is not given (``examine``).
@@ -59,13 +60,13 @@ class Entry:
         model: Any,
         kernels: list[Kernel],
         channel: Channel,
-        ring: int,
+        axes: SequenceAxes,
         mean: bool,
         positions_of: str,
         finds_documents: bool,
         device: torch.device,
     ) -> None:
-        self.model, self.kernels, self.channel, self.ring = model, kernels, channel, ring
+        self.model, self.kernels, self.channel, self.axes = model, kernels, channel, axes
         self.positions_of, self.finds_documents = positions_of, finds_documents
         # What gradients are multiplied by here because they are divided by all ranks later.
         self.weight = float(channel.size) if mean else 1.0
@@ -195,7 +196,7 @@ class Entry:
         packed = find_packed_sequence_indices(positions.expand(batch, -1)) if documents else None
         rows = self._documents(packed, mask, length, shifted)
         ranges = self._ranges(length, rows, layout)
-        cut = Cut(ranges, self.channel.rank, batch, positions, mask, packed, rows)
+        cut = Cut(ranges, self.channel.rank, self.axes, batch, positions, mask, packed, rows)
         if shifted is not None:
             cut.valid = (shifted != IGNORE_INDEX).sum().clamp(min=1)  # no NaN where none counts
             cut.labels = cut.part(shifted).contiguous()
@@ -208,7 +209,7 @@ class Entry:
         size, rank = self.channel.size, self.channel.rank
         if layout is None:
             seen = Seen(True, None, rows or ((length,),))
-            return deal(length, size, self.ring, "auto", seen)
+            return deal(length, self.axes, "auto", seen)
         if (layout.length, layout.size, layout.rank) != (length, size, rank):
             raise LayoutError(
                 f"the layout is for rank {layout.rank} of {layout.size} and {layout.length} "
@@ -216,13 +217,14 @@ class Entry:
                 f"batch has {length}: make it of this batch, with rank = mesh.sequence_rank and "
                 "size = mesh.sequence"
             )
+        self.axes.require_layout(layout.axes)
         return layout.ranges
 
     def _documents(
         self, packed: Tensor | None, mask: Any, length: int, shifted: Tensor | None
     ) -> Rows | None:
         """What a ring must know of documents and padding; None without a ring."""
-        if self.ring == 1:
+        if self.axes.ring == 1:
             return None
         counted = None
         if self.model.training and shifted is not None:  # only the loss counts

@@ -1,6 +1,7 @@
 """Ranks -> named groups: degrees and their arithmetic, and the groups themselves."""
 
 from internsp.mesh.parallel_mesh import ParallelMesh, WeightAxis
+from internsp.mesh.sequence import SequenceAxes
 from internsp.mesh.shape import AxisShape, MeshShape
 
-__all__ = ["AxisShape", "MeshShape", "ParallelMesh", "WeightAxis"]
+__all__ = ["AxisShape", "MeshShape", "ParallelMesh", "SequenceAxes", "WeightAxis"]

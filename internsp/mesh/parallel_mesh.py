@@ -128,9 +128,10 @@ class WeightAxis:
         return [Replicate(), *between, own]
 
 
-Asked = tuple[int | tuple[int, ...] | None, ...]
+Asked = tuple[int | str | tuple[int, ...] | None, ...]
 DEGREES = (
-    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "ring", "order",
+    "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "ring", "near",
+    "order",
 )  # fmt: skip
 """What is asked for, in this order; ``order`` by a user's DeviceMesh alone."""
 """The arguments of :class:`MeshShape` after the world's size."""
@@ -153,6 +154,8 @@ class ParallelMesh:
         stage_ranks, model_ranks: global ranks of :attr:`stage_group`, and of ``model_group``, which
             is the stages of all tensor ranks together.
         ring: of the ranks of a sequence, those between which keys and values travel.
+        near: whose ranks of a sequence are neighbors, ``heads`` or ``ring``.
+        sequence_axes: both, and which ranks these are (``internsp.mesh.sequence``).
         heads_group, ring_group: a sequence's ranks that share heads, which hold neighboring
             positions, and its ranks with the same heads.
         dense, experts: weight axes (:class:`WeightAxis`); the same object where experts have none
@@ -190,7 +193,8 @@ class ParallelMesh:
         self.sequence_rank, self.data_rank = inside % shape.sequence, inside // shape.sequence
         self.stage_group = groups["stage"]
         self.sequence_group = groups["sequence"]
-        self.ring, self.heads_group, self.ring_group = shape.ring, groups["heads"], groups["ring"]
+        self.ring, self.near, self.sequence_axes = shape.ring, shape.near, shape.sequence_axes
+        self.heads_group, self.ring_group = groups["heads"], groups["ring"]
         self.data_group = groups["data"]
         self.pipeline_group = groups["pipeline"]
         self.tensor_group, self.model_group = groups["tensor"], groups["model"]
@@ -228,6 +232,7 @@ class ParallelMesh:
         expert: int = 1,
         tensor: int = 1,
         ring: int = 1,
+        near: str = "heads",
     ) -> ParallelMesh:
         """Make the groups. Collective: all ranks call it with the same arguments; blocks.
 
@@ -244,8 +249,10 @@ class ParallelMesh:
             expert: expert parallel degree: so many ranks own different experts.
             tensor: ranks over which torch's ``parallelize_module`` will cut layers (on
                 :attr:`tensor_mesh`, before ``internsp.parallelize``): neighbors.
-            ring: ranks of a sequence over which attention itself is cut, by positions; the other
-                ``sequence / ring``, neighbors, share its heads.
+            ring: ranks of a sequence over which attention itself is cut, by positions; the others,
+                ``sequence / ring`` for each, share its heads.
+            near: which of these are neighbors, on the fastest links: the ranks that share
+                ``heads``, or those of a ``ring``. Of no effect where one of the two is one rank.
 
         Raises:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
@@ -255,7 +262,7 @@ class ParallelMesh:
         if not dist.is_initialized():
             _initialize(device_type, timeout_seconds)
         device = _device(device_type)
-        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring)
+        degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring, near)
         return cls._made(degrees, device, timeout_seconds)
 
     @classmethod
@@ -273,6 +280,7 @@ class ParallelMesh:
         expert_weight: int | None = None,
         expert: int = 1,
         ring: int = 1,
+        near: str = "heads",
     ) -> ParallelMesh:
         """:meth:`create` with the degrees of ``device_mesh``. Collective; blocks.
 
@@ -295,7 +303,7 @@ class ParallelMesh:
         Args:
             device_mesh: of all ranks, with names of its axes. Its device type is taken.
             weight, replicas, sequence, pipeline, tensor: names of axes; ``()`` for none.
-            zero, timeout_seconds, expert_weight, expert, ring: see :meth:`create`.
+            zero, timeout_seconds, expert_weight, expert, ring, near: see :meth:`create`.
 
         Raises:
             MeshError: on every rank: an axis is named twice, absent or left without a meaning, the
@@ -313,7 +321,7 @@ class ParallelMesh:
         try:
             found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
             *degrees, tensors = found.values()
-            asked = (*degrees, zero, expert_weight, expert, tensors, ring, order)
+            asked = (*degrees, zero, expert_weight, expert, tensors, ring, near, order)
         except MeshError as error:
             asked = error
         return cls._made(asked, _device(kind), timeout_seconds)
@@ -409,7 +417,7 @@ class ParallelMesh:
             f" (ZeRO over {s.zero_size})"
         )
         if s.ring > 1:
-            line += f"; sequence = heads {s.sequence // s.ring} x ring {s.ring}"
+            line += f"; sequence {s.sequence_axes}"
         if s.tensor > 1:
             line += f", each x tensor {s.tensor}"
         if s.separate:

@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 
 from internsp.errors import MeshError
+from internsp.mesh.sequence import NEAR, SequenceAxes
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class MeshShape:
         expert: ranks that own experts of their own (expert parallel degree).
         tensor: ranks over which torch's ``parallelize_module`` has cut the layers.
         ring: of ``sequence``, the ranks between which keys and values travel; the others share
-            heads: ``sequence_rank = ring_rank * (sequence / ring) + heads_rank``.
+            heads.
+        near: whose ranks are neighbors, ``heads`` or ``ring`` (:class:`SequenceAxes`).
         order: the global rank at each place of ``pipeline x stage x tensor``; ``None``: its number.
 
     Raises:
@@ -101,6 +103,7 @@ class MeshShape:
     expert: int = 1
     tensor: int = 1
     ring: int = 1
+    near: str = "heads"
     order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +123,8 @@ class MeshShape:
             "ring": self.ring,
         }
         found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
+        if self.near not in NEAR:
+            found.append(f"near={self.near!r} names no axis of a sequence; choose one of {NEAR}")
         if found:
             return found
         if self.world_size % self.pipeline:
@@ -225,6 +230,11 @@ class MeshShape:
         """:attr:`experts` or :attr:`dense`."""
         return self.experts if experts else self.dense
 
+    @cached_property
+    def sequence_axes(self) -> SequenceAxes:
+        """Which ranks of a sequence share heads, and which are a ring."""
+        return SequenceAxes.create(self.sequence, self.ring, self.near)
+
     @property
     def replicas(self) -> int:
         """Ranks that hold the same shard of a dense weight."""
@@ -279,8 +289,7 @@ class MeshShape:
             grid = stages.view(-1, self.data, self.sequence)
             grid = grid if name == "sequence" else grid.transpose(1, 2).sort().values
         elif name in ("heads", "ring"):
-            grid = stages.reshape(-1, self.ring, self.sequence // self.ring)
-            grid = grid if name == "heads" else grid.transpose(1, 2)
+            grid = stages.reshape(-1, self.sequence)[:, self.sequence_axes.groups(name)]
         elif name.startswith("expert"):
             grid = self.experts.groups(stages, name.removeprefix("expert_"))
         else:

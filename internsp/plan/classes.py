@@ -32,6 +32,8 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
     if shape.world_size > FEW_RANKS:
         console.print(_stages_table(shape))
         console.print(_groups_table(shape))
+        if shape.ring > 1:
+            console.print(f"Sequence of {shape.sequence_axes}.")
         return
     rows, own = [], []
     for rank in range(shape.world_size):
@@ -39,11 +41,16 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
         replica, _, weight = shape.dense.place(inside)
         data, sequence = divmod(inside, shape.sequence)
         zero = replica % shape.zero_size
-        rows.append((rank, rank // shape.stage_size, data, sequence, replica, zero, weight))
+        places = shape.sequence_axes.place(sequence) if shape.ring > 1 else ()
+        stage = rank // shape.stage_size
+        rows.append((rank, stage, data, sequence, *places, replica, zero, weight))
         replica, expert, weight = shape.experts.place(inside)
         own.append((rank, replica, replica % shape.experts.zero, expert, weight))
-    columns = ("rank", "pipeline", "data", "sequence", "replica", "zero", "weight")
+    axes = ("ring", "heads") if shape.ring > 1 else ()
+    columns = ("rank", "pipeline", "data", "sequence", *axes, "replica", "zero", "weight")
     console.print(table(f"Mesh of {shape.world_size} ranks", columns, rows))
+    if shape.ring > 1:
+        console.print(f"Sequence of {shape.sequence_axes}.")
     if shape.separate:
         around = ("rank", "replica", "zero", "expert", "expert weight")
         console.print(table("Experts on the same ranks", around, own))
@@ -66,6 +73,8 @@ def _stages_table(shape: MeshShape) -> Table:
 
 def _groups_table(shape: MeshShape) -> Table:
     names = ["weight", "replica", "zero", "sequence", "data", "pipeline"]
+    if shape.ring > 1:
+        names[4:4] = ["heads", "ring"]
     if shape.separate:
         names += ["expert", "expert_weight", "expert_replica", "expert_zero"]
     rows = []

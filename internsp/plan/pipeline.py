@@ -52,6 +52,8 @@ class ChunkOutline:
     plan: ChunkPlan
     assignments: tuple[Assignment, ...]
     splits: bool
+    again: int
+    """Blocks that recompute."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _message_bytes(config: Config, shape: MeshShape) -> int:
     """Hidden states ``[rows, s, hidden]`` of the longest part of a sequence."""
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)
-    length = max(fixed_sizes(config.data.sequence_length, shape.sequence, shape.ring))
+    length = max(fixed_sizes(config.data.sequence_length, shape.sequence_axes))
     dtype = DTYPES[config.weight_parallel.compute_dtype or train.dtype]
     return rows * length * config.model.hidden_size * dtype.itemsize
 
@@ -212,7 +214,7 @@ def _outlines(
         )
         cut = {id(a.parameter) for a in assignments if a.unit is not None}
         splits = splittable(chunk, cut, bool(again) or weights.compile)
-        found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits))
+        found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits, len(again)))
     return found, shared_by(model, chunks)
 
 

@@ -39,11 +39,9 @@ from internsp.plan.pipeline import (
     tables,
 )
 from internsp.plan.rules import Rules, lay
+from internsp.plan.sequences import SequenceTraffic
 from internsp.plan.simulate import simulate
 from internsp.plan.units import chunk_plan, quantized_bytes
-from internsp.sp.dispatch import deal
-from internsp.sp.ranges import Seen
-from internsp.sp.routes import routes
 from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
@@ -69,9 +67,8 @@ class Plan:
     chunk: ChunkPlan
     schedule: Schedule
     memory: tuple[tuple[str, int], ...]
-    exchange_bytes: int
+    traffic: SequenceTraffic
     matrices: MatrixPlan
-    """Sequence exchange: payload that a rank receives in one step, at most."""
     kept: KeptBlocks
     rules: Rules
 
@@ -103,7 +100,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         chunk,
         schedule,
         tuple(_memory(config, shape, chunk, assignments, schedule)),
-        _exchange_bytes(config, shape),
+        _traffic(config, shape, config.model.layers, len(recomputed)),
         MatrixPlan.of(config, shape, assignments),
         KeptBlocks.of(
             [chunk],
@@ -186,39 +183,9 @@ def _copied(nbytes: int, parameters: int) -> list[tuple[str, int]]:
     return [(WRITTEN, file), (COPIED, 2 * file)]
 
 
-def _exchange_bytes(config: Config, shape: MeshShape) -> int:
-    """Four exchanges of a block (q, k, v there, out back), forward and backward, and recompute;
-    and what travels around a ring."""
-    if shape.sequence == 1:
-        return 0
-    model = config.model
-    heads = 2 * model.heads + 2 * (model.kv_heads or model.heads)
-    features = heads * (model.head_dim or model.hidden_size // model.heads)
-    rows = config.train.global_batch // shape.data
-    tokens = rows * config.data.sequence_length // shape.sequence
-    one = tokens * features * DTYPES[config.train.dtype].itemsize
-    shares = shape.sequence // shape.ring
-    one = one * (shares - 1) // shares
-    ring, home = _ring_bytes(config, shape, rows)
-    again = 0
-    if config.activation_checkpoint.mode == "full":
-        again = len(config.activation_checkpoint.selected(config.model.layers))
-    return (one + ring) * (2 * config.model.layers + again) + home * config.model.layers
-
-
-def _ring_bytes(config: Config, shape: MeshShape, rows: int) -> tuple[int, int]:
-    """Of a block: keys and values that the busiest rank of a ring passes on, for one document a
-    row, and their gradients on the way home."""
-    model, length = config.model, config.data.sequence_length
-    seen = Seen(True, None, ((length,),))
-    held = deal(length, shape.ring, config.parallel.balance, seen)
-    found = routes(held, seen)
-    shares = shape.sequence // shape.ring
-    heads = -(-(model.kv_heads or model.heads) // shares)
-    features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
-    one = rows * features * DTYPES[config.train.dtype].itemsize
-    sent = max(route.sent_positions for route in found)
-    return one * sent, one * max(route.returned_positions for route in found)
+def _traffic(config: Config, shape: MeshShape, blocks: int, recomputed: int) -> SequenceTraffic:
+    again = recomputed if config.activation_checkpoint.mode == "full" else 0
+    return SequenceTraffic.of(config, shape, blocks, again)
 
 
 def print_plan(
@@ -304,6 +271,10 @@ def _print_pipeline(
                 f"Pipeline rank {number}: a step has {exchanges} exchanges of matrices to and from "
                 f"owners, {received} received (mean)"
             )
+        blocks = sum(len(chunk.blocks) for chunk in rank.chunks)
+        again = sum(chunk.again for chunk in rank.chunks)
+        for name, nbytes in _traffic(config, plan.shape, blocks, again).rows(plan.shape):
+            console.print(f"Pipeline rank {number}: {name}: {human(nbytes)} a step")
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
             told = rank.kept(config.weight_parallel.overlap).line()
             console.print(f"Pipeline rank {number}: {told}")
@@ -334,8 +305,7 @@ def _schedule_table(plan: Plan) -> Table:
             own = [a.nbytes for a in schedule.actions if a.kind == kind and a.weight in experts]
             size = plan.shape.experts.size
             rows.append((f"  of it experts, over {size} ranks", len(own), human(sum(own))))
-    if plan.exchange_bytes:
-        rows.append(("sequence exchange", "", human(plan.exchange_bytes)))
+    rows += [(name, "", human(nbytes)) for name, nbytes in plan.traffic.rows(plan.shape)]
     if plan.matrices.exchanges:
         name = "matrices to and from owners (mean)"
         rows.append((name, plan.matrices.exchanges, human(plan.matrices.received)))

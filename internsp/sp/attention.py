@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.errors import LayoutError
+from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import by_part
 from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
 from internsp.sp.heads import HeadPlan
@@ -73,6 +74,7 @@ class DistributedAttention(nn.Module):
         self.unit = ""
         self.channel: Channel | None = None
         self.around: Rings | None = None
+        self.axes = SequenceAxes()
         self.plan = HeadPlan.create(heads, kv_heads, 1)
 
     def attach(
@@ -82,8 +84,9 @@ class DistributedAttention(nn.Module):
         unit: str = "",
         *,
         ring: dist.ProcessGroup | None = None,
+        axes: SequenceAxes | None = None,
         form: str = "auto",
-        near: int = 1,
+        inner: int = 1,
     ) -> None:
         """Exchange heads over ``group`` from now on (None: not at all).
 
@@ -92,15 +95,23 @@ class DistributedAttention(nn.Module):
                 spent waiting for it; ``RING`` and ``RING_WAIT`` for keys and values that travel.
             unit: this module's name in the trace.
             ring: ranks between which keys and values travel: those with the same heads, in the
-                order of their positions' parts. Ranks of ``group`` are neighbors in the sequence.
-            form, near: how they travel, see :func:`internsp.sp.routes.routes`.
+                order of their positions' parts.
+            axes: which ranks of the sequence both are (``mesh.sequence_axes``); None: those of
+                ``group`` are neighbors.
+            form, inner: how they travel, see :func:`internsp.sp.routes.routes`.
+
+        Raises:
+            LayoutError: groups that are not those of ``axes``.
+            ConfigError: a form that cannot be.
         """
         size = 1 if group is None else dist.get_world_size(group)
         self.channel = None if group is None or size == 1 else Channel.of(group, trace)
         parts = 1 if ring is None else dist.get_world_size(ring)
+        self.axes = SequenceAxes(size, parts) if axes is None else axes
+        self.axes.require_groups(_ranks(group), _ranks(ring))
         self.around = None
         if ring is not None and parts > 1:
-            self.around = Rings(Channel.of(ring, trace), form, near)
+            self.around = Rings(Channel.of(ring, trace), form, inner)
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 
@@ -180,18 +191,13 @@ class DistributedAttention(nn.Module):
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, window={self.window}, kernel={self.kernel!r}, "
-            f"sequence={self.plan.size * self._parts}"
+            f"sequence={self.axes.size}"
         )
 
     @property
-    def _parts(self) -> int:
-        """Parts of the positions over which attention is cut."""
-        return 1 if self.around is None else self.around.channel.size
-
-    @property
-    def _first(self) -> int:
-        """Rank in the sequence of the first that shares heads with this one."""
-        return 0 if self.around is None else self.around.channel.rank * self.plan.size
+    def _part(self) -> int:
+        """Of the positions over which attention is cut."""
+        return 0 if self.around is None else self.around.channel.rank
 
     @property
     def _rank(self) -> int:
@@ -207,14 +213,15 @@ class DistributedAttention(nn.Module):
         """Positions of each rank that shares heads, from the layout or taken to be equal."""
         if layout is None:
             return (length,) * self.plan.size
-        size, rank = self.plan.size * self._parts, self._first + self._rank
+        self.axes.require_layout(layout.axes)
+        size, rank = self.axes.size, self.axes.rank(self._part, self._rank)
         if layout.size != size or layout.rank != rank:
             raise LayoutError(
                 f"The layout is for rank {layout.rank} of {layout.size}, but this "
                 f"DistributedAttention is rank {rank} of {size}. Attach the "
                 "sequence group (attach), or make the layout for it."
             )
-        return layout.sizes[self._first : self._first + self.plan.size]
+        return tuple(layout.sizes[rank] for rank in self.axes.sharing(self._part))
 
     def _start(
         self,
@@ -266,17 +273,23 @@ class DistributedAttention(nn.Module):
 
     def _ring(self, around: Rings, length: int, layout: SequenceLayout | None) -> Ring:
         """How keys and values travel for a batch."""
-        if layout is None:
-            parts = around.channel.size
-            held: tuple[Ranges, ...] = tuple(
-                ((n * length, n * length + length),) for n in range(parts)
-            )
-            documents: tuple[tuple[int, ...], ...] = ((parts * length,),)
+        ranges: tuple[Ranges, ...]
+        if layout is None:  # as long on every rank, one after another
+            each, size = length // self.axes.heads, self.axes.size
+            ranges = tuple(((n * each, n * each + each),) for n in range(size))
+            documents: tuple[tuple[int, ...], ...] = ((size * each,),)
         else:
-            held = by_part(layout.ranges, self.plan.size)
-            documents = layout.documents.rows
+            ranges, documents = layout.ranges, layout.documents.rows
+        held = by_part(ranges, self.axes)
         seen = Seen(self.causal, self.window, documents)
         return around.of(held, seen, self.plan.key_value_of(self._rank), self.scale)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks; of none this one alone, which without a process group is the only one."""
+    if group is None:
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    return dist.get_process_group_ranks(group)
 
 
 def no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

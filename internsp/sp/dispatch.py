@@ -1,6 +1,7 @@
 """Which positions of a sequence each rank holds.
 
-Ranks that share heads (:mod:`.exchange`) hold neighboring positions. Ranks of a ring compute with
+Ranks that share heads (:mod:`.exchange`) hold neighboring positions, whichever ranks these are
+(:class:`internsp.mesh.sequence.SequenceAxes`). Ranks of a ring compute with
 different queries, and under a causal mask a late query costs more than an early one: what they hold
 is dealt so that all have as many positions and about as many pairs of a query and a key.
 
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from internsp.errors import ConfigError, LayoutError
+from internsp.errors import ConfigError
+from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.heads import Span, balanced, spans
 from internsp.sp.ranges import Ranges, Seen
 
@@ -29,40 +31,37 @@ _LEVEL = 1.05  # what the busiest rank may have of the average
 
 
 @lru_cache(maxsize=64)
-def cut(length: int, size: int, ring: int, balance: str, seen: Seen) -> tuple[Ranges, ...]:
-    """The ranges of each of ``size`` ranks, of which those that share heads are neighbors.
+def cut(length: int, axes: SequenceAxes, balance: str, seen: Seen) -> tuple[Ranges, ...]:
+    """The ranges of each rank of a sequence.
 
     Args:
-        ring: ranks over which attention is cut by positions; a divisor of ``size``.
         balance: see the module's text; ``auto`` takes the first that is level, since fewer ranges
             need fewer keys of others.
 
     Raises:
         ConfigError: an unknown balance.
-        LayoutError: a ring that does not divide the ranks.
     """
     if balance not in BALANCES:
         raise ConfigError(f"No balance {balance!r} of positions; choose one of {BALANCES}.")
-    if ring < 1 or size % ring:
-        raise LayoutError(f"A ring of {ring} does not divide the {size} ranks of the sequence.")
-    if ring == 1:
-        return tuple((span,) if span[0] < span[1] else () for span in spans(balanced(length, size)))
-    dealt = deal(length, ring, balance, seen)
-    return tuple(share for held in dealt for share in _shares(held, size // ring))
+    if axes.ring == 1:
+        even = spans(balanced(length, axes.size))
+        return tuple((span,) if span[0] < span[1] else () for span in even)
+    dealt = [_shares(held, axes.heads) for held in deal(length, axes.ring, balance, seen)]
+    places = map(axes.place, range(axes.size))
+    return tuple(dealt[part][share] for part, share in places)
 
 
-def fixed_sizes(length: int, size: int, ring: int) -> tuple[int, ...]:
+def fixed_sizes(length: int, axes: SequenceAxes) -> tuple[int, ...]:
     """Positions of each rank in a :data:`FIXED` balance: the same for all batches."""
-    held = cut(length, size, ring, FIXED, Seen(True, None, ((length,),)))
+    held = cut(length, axes, FIXED, Seen(True, None, ((length,),)))
     return tuple(sum(stop - start for start, stop in ranges) for ranges in held)
 
 
-def by_part(ranges: Sequence[Ranges], shares: int) -> tuple[Ranges, ...]:
-    """What each rank of a ring computes with: all that the ``shares`` ranks hold that share its
-    heads, which are neighbors in ``ranges``."""
+def by_part(ranges: Sequence[Ranges], axes: SequenceAxes) -> tuple[Ranges, ...]:
+    """What each rank of a ring computes with: all that those ranks hold that share its heads."""
     return tuple(
-        joined([span for held in ranges[first : first + shares] for span in held])
-        for first in range(0, len(ranges), shares)
+        joined([span for rank in axes.sharing(part) for span in ranges[rank]])
+        for part in range(axes.ring)
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import LayoutError
+from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import cut, order_of
 from internsp.sp.ranges import Ranges, Seen
 
@@ -94,6 +95,7 @@ class SequenceLayout:
         boundaries: per row, the starts of its documents.
         documents: the same for attention kernels.
         rank, size: place in the sequence group.
+        axes: which ranks of the group share heads, and which are a ring.
         row_keys: ``[B]`` int64, a word for each row, of which dropout makes its masks
             (:mod:`internsp.layers.dropout`); None: not given.
     """
@@ -110,9 +112,14 @@ class SequenceLayout:
     boundaries: tuple[tuple[int, ...], ...] = field(repr=False)
     documents: Documents = field(repr=False)
     rank: int
-    size: int
+    axes: SequenceAxes
     ignore_index: int = IGNORE_INDEX
     row_keys: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the sequence group."""
+        return self.axes.size
 
     @classmethod
     def create(
@@ -126,6 +133,7 @@ class SequenceLayout:
         ignored: Sequence[Sequence[tuple[int, int]]] | None = None,
         ignore_index: int = IGNORE_INDEX,
         ring: int = 1,
+        near: str = "heads",
         balance: str = "auto",
         causal: bool = True,
         window: int | None = None,
@@ -137,6 +145,7 @@ class SequenceLayout:
             ids: ``[B, S]`` integers, the whole batch, equal on all ranks of the group.
             ring: of the ranks, over how many attention is cut by positions (``mesh.ring``); the
                 others share heads.
+            near: which of these are neighbors (``mesh.near``).
             balance: how positions are dealt to the ranks of a ring (:mod:`internsp.sp.dispatch`):
                 ``contiguous``, ``zigzag``, ``level`` or ``auto``. With a ring of one they follow
                 one another.
@@ -173,7 +182,8 @@ class SequenceLayout:
             raise LayoutError(f"{batch} rows of ids, but boundaries of {len(starts)} rows.")
         documents = Documents.create(starts, length, ids.device)
         seen = Seen(causal, window, documents.rows)
-        ranges = cut(length, size, ring, balance, seen)
+        axes = SequenceAxes.create(size, ring, near)
+        ranges = cut(length, axes, balance, seen)
         sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
         held = ranges[rank]
         index = _indices(held, ids.device)
@@ -196,7 +206,7 @@ class SequenceLayout:
             boundaries=starts,
             documents=documents,
             rank=rank,
-            size=size,
+            axes=axes,
             ignore_index=ignore_index,
             row_keys=row_keys,
         )

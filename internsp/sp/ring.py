@@ -23,7 +23,7 @@ from internsp.sp.exchange import Channel, phase_of
 from internsp.sp.handles import Handles
 from internsp.sp.partial import Attend
 from internsp.sp.ranges import Part, Ranges, Seen
-from internsp.sp.routes import Move, Route, routes
+from internsp.sp.routes import Move, Route, require_form, routes
 
 
 @dataclass(eq=False)
@@ -58,11 +58,15 @@ class Rings:
 
     Args:
         channel: ranks between which keys and values travel, in the order of their parts.
-        form, near: how they travel, see :func:`internsp.sp.routes.routes`.
+        form, inner: how they travel, see :func:`internsp.sp.routes.routes`.
+
+    Raises:
+        ConfigError: a form that cannot be.
     """
 
-    def __init__(self, channel: Channel, form: str = "auto", near: int = 1) -> None:
-        self.channel, self.form, self.near = channel, form, near
+    def __init__(self, channel: Channel, form: str = "auto", inner: int = 1) -> None:
+        require_form(channel.size, form, inner)
+        self.channel, self.form, self.inner = channel, form, inner
         self._known: dict[tuple[Any, ...], Ring] = {}
 
     def of(
@@ -72,7 +76,7 @@ class Rings:
         key = (held, seen, reads, scale)
         ring = self._known.get(key)
         if ring is None:
-            route = routes(held, seen, self.form, self.near)[self.channel.rank]
+            route = routes(held, seen, self.form, self.inner)[self.channel.rank]
             ring = Ring(self.channel, route, seen, reads, scale)
             while len(self._known) >= _MOST_RINGS:
                 self._known.pop(next(iter(self._known)))

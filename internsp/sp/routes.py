@@ -5,8 +5,8 @@ which blocks it sends on and receives meanwhile. Two forms exist, and a ring in 
 
 - a *ring* (arXiv 2310.01889): each block goes from neighbor to neighbor, either way around, and
   only what ranks further on still need of it;
-- a ring of rings (*double*, arXiv 2406.18485): around the ranks of a near group, while what the
-  next group needs is already on its way to it;
+- a ring of rings (*double*, arXiv 2406.18485): around the near ranks of an inner ring, while what
+  the next one needs is already on its way to it;
 - *direct*: each block's owner sends each rank at once what it needs. Never more bytes than a ring,
   since nothing is passed on; but all of it is held at the same time.
 
@@ -90,30 +90,44 @@ class Route:
         return sum(step.home.positions for step in self.steps if step.home is not None)
 
 
-def routes(held: tuple[Ranges, ...], seen: Seen, form: str = "auto", near: int = 1) -> Routes:
+def routes(held: tuple[Ranges, ...], seen: Seen, form: str = "auto", inner: int = 1) -> Routes:
     """The routes of all ranks.
 
     Args:
         held: the ranges of each rank of the group.
         form: ``auto`` takes the one in which the busiest rank sends least, then all together; of
             equals the first of ``ring``, ``reverse`` (the other way around) and ``direct``.
-        near: ranks of a near group, for ``double``; a divisor of the ranks.
+        inner: ranks of an inner ring, for ``double``; a divisor of the ranks. They follow one
+            another in ``held``, which is the order of the ring, whether its ranks are neighbors in
+            the sequence or have others between them that share their heads: of those, as many as
+            have fast links to each other.
 
     Raises:
-        ConfigError: an unknown form, or ``near`` that does not divide the ranks.
+        ConfigError: see :func:`require_form`.
+    """
+    require_form(len(held), form, inner)
+    return _routes(held, seen, form, inner)
+
+
+def require_form(size: int, form: str, inner: int) -> None:
+    """A ring of ``size`` ranks can send so.
+
+    Raises:
+        ConfigError: an unknown form; ``inner`` that does not divide the ranks, or without effect.
     """
     if form not in FORMS:
         raise ConfigError(f"No form {form!r} of attention over ranges; choose one of {FORMS}.")
-    if len(held) % near:
-        raise ConfigError(f"Near groups of {near} do not divide {len(held)} ranks.")
-    return _routes(held, seen, form, near)
+    if inner < 1 or size % inner:
+        raise ConfigError(f"Inner rings of {inner} do not divide a ring of {size} ranks.")
+    if inner > 1 and form != "double":
+        raise ConfigError(f"Inner rings of {inner} are of the form 'double', not of {form!r}.")
 
 
 Routes = tuple[Route, ...]
 
 
 @lru_cache(maxsize=64)
-def _routes(held: tuple[Ranges, ...], seen: Seen, form: str, near: int) -> Routes:
+def _routes(held: tuple[Ranges, ...], seen: Seen, form: str, inner: int) -> Routes:
     size = len(held)
     needs = tuple(
         tuple(needed(held[rank], held[block], seen) for block in range(size))
@@ -122,7 +136,7 @@ def _routes(held: tuple[Ranges, ...], seen: Seen, form: str, near: int) -> Route
     makers: dict[str, Callable[[], list[list[_Raw]]]] = {
         "ring": lambda: _double(needs, size, 1),
         "reverse": lambda: _double(needs, size, -1),
-        "double": lambda: _double(needs, near, 1),
+        "double": lambda: _double(needs, inner, 1),
         "direct": lambda: _direct(needs),
     }
     if form != "auto":

@@ -143,7 +143,7 @@ def _pipeline(
         return None
     train = config.train
     rows = train.global_batch // (train.micro_batches * mesh.data)
-    lengths = fixed_sizes(config.data.sequence_length, mesh.sequence, mesh.ring)
+    lengths = fixed_sizes(config.data.sequence_length, mesh.sequence_axes)
     length = lengths[mesh.sequence_rank]
     return Pipeline.create(
         model,

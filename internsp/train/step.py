@@ -184,7 +184,7 @@ class StepRunner:
         balance = config.parallel.balance if mesh.pipeline == 1 else FIXED
         layout = SequenceLayout.create(
             batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
-            ignored=batch.ignored, ring=mesh.ring, balance=balance,
+            ignored=batch.ignored, ring=mesh.ring, near=mesh.near, balance=balance,
             row_keys=None if numbers is None else row_keys(config.train.seed, numbers),
         )  # fmt: skip
         return layout.to(mesh.device)

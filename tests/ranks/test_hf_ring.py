@@ -42,21 +42,22 @@ def holed(data: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("weight", "sequence", "ring", "world_size"),
-    [(1, 2, 2, 2), (2, 4, 2, 4), (2, 4, 4, 4)],
-    ids=["ring of 2", "heads x ring", "ring of 4"],
+    ("weight", "sequence", "ring", "near", "world_size"),
+    [(1, 2, 2, "heads", 2), (2, 4, 2, "heads", 4), (2, 4, 2, "ring", 4), (2, 4, 4, "heads", 4)],
+    ids=["ring of 2", "heads x ring", "ring x heads", "ring of 4"],
 )
 @ranks()
 def test_losses_gradients_and_steps_are_those_of_one_process(
-    weight: int, sequence: int, ring: int, world_size: int
+    weight: int, sequence: int, ring: int, near: str, world_size: int
 ) -> None:
-    mesh = mesh_of(weight, sequence, ring=ring)
+    mesh = mesh_of(weight, sequence, ring=ring, near=near)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("llama", {}), ("mistral", {}), ("gemma2", {}), ("gpt_oss", {}), ("mixtral", {}),
         ("gpt2", {"attn_implementation": "sdpa"}),
     ]  # fmt: skip
     if sequence > 2:  # fewer heads than ranks; soft caps; sinks
         cases = [("llama", {}), ("gemma2", {}), ("gpt_oss", {})]
+        cases += [("mistral", {})] * (near == "ring")  # a window
     for family, changes in cases:
         twin = HuggingTwin(family, mesh, changes)
         trace = twin.communicator.state.trace

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from internsp.errors import LayoutError
+from internsp.mesh import SequenceAxes
 from internsp.sp import DistributedAttention, SequenceLayout
 from internsp.sp.layout import Documents
 from internsp.sp.partial import Attend
@@ -52,22 +54,30 @@ def one_process(case: tuple[int, int], shape: tuple) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-@pytest.mark.parametrize(("world_size", "ring"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "ring", "near"),
+    [(2, 2, "heads"), (3, 3, "heads"), (4, 4, "heads"), (4, 2, "heads"), (4, 2, "ring"),
+     (8, 4, "ring"), (8, 2, "ring")],
+)  # fmt: skip
 @ranks()
-def test_every_form_equals_one_process(rank: int, world_size: int, ring: int) -> None:
-    heads, around = groups(world_size, ring)
-    cases = itertools.product(HEADS, SHAPES)
+def test_every_form_equals_one_process(rank: int, world_size: int, ring: int, near: str) -> None:
+    heads, around = groups(world_size, ring, near)
+    axes = SequenceAxes.create(world_size, ring, near)
+    cases = list(itertools.product(HEADS, SHAPES))
+    if world_size == 8:  # some: as many processes as that are slow
+        cases = cases[1::4]
     ways = itertools.cycle(itertools.product(FORMS, ("contiguous", "zigzag", "level")))
     for (case, shape), (form, balance) in zip(cases, ways, strict=False):
         wanted = one_process(case, shape)
         length, starts, causal, window = shape
         layout = SequenceLayout.create(
             torch.zeros(2, length, dtype=torch.long), rank=rank, size=world_size,
-            boundaries=starts, ring=ring, balance=balance, causal=causal, window=window,
+            boundaries=starts, ring=ring, near=near, balance=balance, causal=causal,
+            window=window,
         )  # fmt: skip
         attend = DistributedAttention(*case, DEPTH, causal=causal, window=window)
-        near = 2 if form == "double" and ring == 4 else 1
-        attend.attach(heads, ring=around, form=form, near=near)
+        inner = 2 if form == "double" and ring == 4 else 1
+        attend.attach(heads, ring=around, axes=axes, form=form, inner=inner)
         *given, upstream = (layout.own(x) for x in inputs(*case, length))
         leaves = [x.clone().requires_grad_() for x in given]
         out = attend(*leaves, layout)
@@ -97,6 +107,48 @@ def test_without_a_layout_positions_follow_one_another(rank: int) -> None:
         [("RING", "forward", "kv", block), ("RING", "backward", "kv", block)] if rank
         else [("RING", "backward", "gradients", block)]
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("near", ["heads", "ring"])
+@ranks(4)
+def test_ranks_hold_what_their_numbers_say_where_there_is_no_layout(rank: int, near: str) -> None:
+    heads, around = groups(4, 2, near)
+    wanted = one_process((2, 1), (12, None, True, None))
+    attend = DistributedAttention(2, 1, DEPTH)
+    attend.attach(heads, ring=around, axes=SequenceAxes.create(4, 2, near))
+    here = slice(rank * 3, rank * 3 + 3)
+    leaves = [x[:, here].clone().requires_grad_() for x in inputs(2, 1, 12)[:3]]
+    out = attend(*leaves)
+    got = [out, *torch.autograd.grad(out, leaves, inputs(2, 1, 12)[3][:, here])]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b[:, here], **CLOSE)
+
+
+@pytest.mark.parametrize("near", ["heads", "ring"])
+@ranks(4)
+def test_another_order_of_the_layout_or_the_groups_is_refused_and_one_dealt_to_no_ring_is_right(
+    rank: int, near: str
+) -> None:
+    """Put in on purpose. No rank sends anything, so none waits for one that has raised."""
+    axes = SequenceAxes.create(4, 2, near)
+    other = "ring" if near == "heads" else "heads"
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    layouts = {n: SequenceLayout.create(ids, rank=rank, size=4, ring=2, near=n)
+               for n in ("heads", "ring")}  # fmt: skip
+    q, k, v = (layouts[near].own(x) for x in inputs(2, 1, 12)[:3])
+    attend = DistributedAttention(2, 1, DEPTH)
+    of = {n: groups(4, 2, n) for n in ("heads", "ring")}
+    attend.attach(of[near][0], ring=of[near][1], axes=axes)
+    with pytest.raises(LayoutError, match=r"ring = mesh\.ring and near = mesh\.near"):
+        attend(q, k, v, layouts[other])
+    with pytest.raises(LayoutError, match=r"those of a sequence of|is for rank"):  # noqa: PT012
+        attend.attach(of[other][0], ring=of[other][1], axes=axes)
+        attend(q, k, v, layouts[near])
+    attend.attach(of[near][0], ring=of[near][1], axes=axes)
+    wanted = one_process((2, 1), (12, None, True, None))[0]
+    plain = SequenceLayout.create(ids, rank=rank, size=4)
+    q, k, v = (plain.own(x) for x in inputs(2, 1, 12)[:3])
+    torch.testing.assert_close(attend(q, k, v, plain).detach(), plain.own(wanted), **CLOSE)
 
 
 @ranks(2)

@@ -36,6 +36,8 @@ class Case:
     packed: bool = False
     one_rank_without_tokens: bool = False
     seed: int = 0
+    ring: int = 1
+    near: str = "heads"
 
     def model_config(self) -> ModelConfig:
         sizes: dict[str, Any] = {
@@ -71,7 +73,8 @@ def run_case(
     Returns:
         The gap of the loss, and the largest of all gradients and of all parameters after a step.
     """
-    mesh = mesh or mesh_of(case.weight, case.sequence, device=device)
+    axes = {"ring": case.ring, "near": case.near} if case.ring > 1 else {}
+    mesh = mesh or mesh_of(case.weight, case.sequence, device=device, **axes)
     plain = model_zoo.build(
         case.model_config(), dtype=torch.float64, generator=torch.Generator().manual_seed(case.seed)
     )
@@ -124,6 +127,8 @@ def _parallel_loss(
             ids[row],
             rank=mesh.sequence_rank,
             size=mesh.sequence,
+            ring=mesh.ring,
+            near=mesh.near,
             boundaries=None if boundaries is None else boundaries[row],
             labels=None if labels is None else labels[row],
         ).to(mesh.device)

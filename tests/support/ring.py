@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
-def groups(size: int, ring: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def groups(
+    size: int, ring: int, near: str = "heads"
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Of ``size`` ranks, this one's that share heads, and those with the same heads. Collective."""
     shares = size // ring
-    heads, _ = dist.new_subgroups_by_enumeration(
-        [[n * shares + i for i in range(shares)] for n in range(ring)]
-    )
-    around, _ = dist.new_subgroups_by_enumeration(
-        [[n * shares + i for n in range(ring)] for i in range(shares)]
-    )
+    rows = [[n * shares + i for i in range(shares)] for n in range(ring)]
+    columns = [[n * shares + i for n in range(ring)] for i in range(shares)]
+    if near == "ring":
+        rows = [[i * ring + n for i in range(shares)] for n in range(ring)]
+        columns = [[i * ring + n for n in range(ring)] for i in range(shares)]
+    heads, _ = dist.new_subgroups_by_enumeration(rows)
+    around, _ = dist.new_subgroups_by_enumeration(columns)
     return heads, around

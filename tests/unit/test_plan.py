@@ -145,6 +145,33 @@ def test_the_print_has_mesh_bytes_memory_and_every_action() -> None:
     assert text.count("\n  AG ") == plan.schedule.count("AG")
 
 
+@pytest.mark.parametrize("near", ["heads", "ring"])
+@pytest.mark.parametrize("pipeline", [1, 2], ids=["no pipeline", "a pipeline"])
+def test_who_is_near_is_printed_and_what_each_kind_of_ranks_sends(near: str, pipeline: int) -> None:
+    axes = {"sequence": 4, "ring": 2, "near": near, "pipeline": pipeline}
+    settings = config(parallel=axes, train={"global_batch": 4, "micro_batches": 2})
+    out = io.StringIO()
+    print_plan(settings, 4 * pipeline, Console(file=out, width=200, soft_wrap=True))
+    text = out.getvalue()
+    assert f"Sequence of 4 ranks = heads 2 x ring 2, the ranks of the {near} near." in text
+    rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    second = "1 0 0 1 0 1" if near == "heads" else "1 0 0 1 1 0"  # its ring rank, that of heads
+    assert any(row.startswith(second) for row in rows)
+    blocks = 4 // pipeline
+    # Four rows' quarter of 32 positions, two heads of q, k, v and out, half of it to the other.
+    heads = human(2 * blocks * (4 * 8) * (4 * 2 * 8) * 4 // 2)
+    # The busiest of a zigzag sends half of the 16 positions of each part forward and backward (all
+    # of what precedes, or nothing) and the gradients of as many home: of one key/value head.
+    ring = human(blocks * 3 * (4 * 16) * (2 * 8) * 4)
+    where = {"heads": "far", "ring": "far", near: "near"}
+    for name, kind, nbytes in (
+        ("heads", "all-to-alls of heads, {} ranks", heads),
+        ("ring", "keys and values around a ring, {} ranks (busiest rank sends)", ring),
+    ):
+        (row,) = {row for row in rows if kind.format(where[name]) in row and ": 1" not in row[:18]}
+        assert nbytes in row
+
+
 def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() -> None:
     train = {"batch_tokens": 32768, "micro_batches": 1}
     out = io.StringIO()

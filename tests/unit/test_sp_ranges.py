@@ -6,8 +6,10 @@ import random
 
 import pytest
 
-from internsp.errors import ConfigError, LayoutError
-from internsp.sp.dispatch import BALANCES, cost, cut, deal, fixed_sizes, imbalance
+from internsp.errors import ConfigError
+from internsp.mesh import SequenceAxes
+from internsp.mesh.sequence import NEAR
+from internsp.sp.dispatch import BALANCES, by_part, cost, cut, deal, fixed_sizes, imbalance
 from internsp.sp.heads import Span
 from internsp.sp.ranges import BAND, CAUSAL, FULL, Part, Ranges, Seen, parts, united
 from internsp.sp.routes import FORMS, routes
@@ -83,8 +85,8 @@ def test_blocks_arrive_before_they_are_used_and_messages_meet(form: str) -> None
     for number in range(150):
         held, seen, _ = drawn(random.Random(number))
         size = len(held)
-        near = random.Random(number).choice([n for n in range(1, size + 1) if size % n == 0])
-        found = routes(held, seen, form, near)
+        inner = random.Random(number).choice([n for n in range(1, size + 1) if size % n == 0])
+        found = routes(held, seen, form, inner if form == "double" else 1)
         for rank, route in enumerate(found):
             assert route.steps[0].block == rank
             assert sorted(step.block for step in route.steps) == list(range(size))
@@ -125,7 +127,7 @@ def test_direct_sends_no_more_than_a_ring_and_auto_takes_the_least() -> None:
 
 
 def test_a_zigzag_of_one_causal_document_is_level_and_sends_what_is_needed() -> None:
-    held = cut(64, 4, 4, "zigzag", Seen(True, None, ((64,),)))
+    held = cut(64, SequenceAxes(1, 4), "zigzag", Seen(True, None, ((64,),)))
     assert held[1] == ((8, 16), (48, 56))
     seen = Seen(True, None, ((64,),))
     assert imbalance(held, seen) == 1.0
@@ -139,7 +141,7 @@ def test_a_zigzag_of_one_causal_document_is_level_and_sends_what_is_needed() -> 
 
 def test_a_window_needs_the_edge_of_the_neighbor_alone() -> None:
     seen = Seen(True, 5, ((64,),))
-    held = cut(64, 4, 4, "auto", seen)
+    held = cut(64, SequenceAxes(1, 4), "auto", seen)
     assert held == (((0, 16),), ((16, 32),), ((32, 48),), ((48, 64),))
     assert [route.sent_positions for route in routes(held, seen)] == [4, 4, 4, 0]
 
@@ -155,12 +157,15 @@ def test_every_position_is_held_once_and_costs_are_those_of_the_pairs(balance: s
             )  # fmt: skip
             assert sum(cost(span, seen) for span in ranges) == pairs
         shares, ring = random.Random(number).choice([(1, 2), (2, 2), (2, 3), (3, 1), (1, 4)])
-        found = cut(length, shares * ring, ring, balance, seen)
+        axes = SequenceAxes.create(shares * ring, ring, random.Random(number).choice(NEAR))
+        found = cut(length, axes, balance, seen)
         assert sorted(p for ranges in found for p in positions(ranges)) == list(range(length))
         sizes = [sum(b - a for a, b in ranges) for ranges in found]
         assert max(sizes) - min(sizes) <= (16 if balance in ("auto", "level") else 3)
         if balance == "zigzag":
-            assert tuple(sizes) == fixed_sizes(length, shares * ring, ring)
+            assert tuple(sizes) == fixed_sizes(length, axes)
+        other = SequenceAxes.create(shares * ring, ring)  # the same, to other ranks
+        assert by_part(found, axes) == by_part(cut(length, other, balance, seen), other)
 
 
 @pytest.mark.parametrize("lengths", [(100, 300, 112), (400, 50, 62), (512,), (17,) * 30 + (2,)])
@@ -176,9 +181,26 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     seen = Seen(True, None, ((8,),))
     with pytest.raises(ConfigError, match="No form 'circle'"):
         routes((((0, 8),),), seen, "circle")
-    with pytest.raises(ConfigError, match="Near groups of 3 do not divide 2 ranks"):
+    with pytest.raises(ConfigError, match="Inner rings of 3 do not divide a ring of 2 ranks"):
         routes((((0, 4),), ((4, 8),)), seen, "double", 3)
+    with pytest.raises(ConfigError, match="Inner rings of 2 are of the form 'double', not of 'r"):
+        routes((((0, 4),), ((4, 8),)), seen, "ring", 2)
     with pytest.raises(ConfigError, match="No balance 'fair'"):
-        cut(8, 2, 2, "fair", seen)
-    with pytest.raises(LayoutError, match="A ring of 3 does not divide the 4 ranks"):
-        cut(8, 4, 3, "auto", seen)
+        cut(8, SequenceAxes(1, 2), "fair", seen)
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_an_inner_ring_is_of_ranks_that_follow_one_another_in_either_order(near: str) -> None:
+    """Between the nodes that hold one each a block goes once, not at every step."""
+    axes, seen = SequenceAxes.create(16, 8, near), Seen(False, None, ((64,),))
+    held = by_part(cut(64, axes, "contiguous", seen), axes)
+    node = 4 * axes.heads if near == "heads" else 4  # ranks; between a ring's are those of heads
+    hops = {form: [0, 0] for form in ("ring", "double")}  # within a node, between two
+    for form, counts in hops.items():
+        found = routes(held, seen, form, 4 if form == "double" else 1)
+        for share in range(axes.heads):
+            around = axes.around(share)
+            for part, route in enumerate(found):
+                for move in (move for step in route.steps for move in step.sends):
+                    counts[around[part] // node != around[move.peer] // node] += 1
+    assert hops == {"ring": [2 * 7 * 6, 2 * 7 * 2], "double": [2 * 8 * 6, 2 * 8 * 1]}

@@ -96,7 +96,7 @@ class Ours:
             first = (part * mesh.data + mesh.data_rank) * rows
             ids = torch.cat([_ids(first + row, length) for row in range(rows)])
             layout = SequenceLayout.create(
-                ids, rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring,
+                ids, rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring, near=mesh.near,
                 balance=self.config.parallel.balance,
             )  # fmt: skip
             loss, _ = self.model(

@@ -1,0 +1,124 @@
+"""Heads x ring with either axis near: the numbers of one process, in steps and in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compare import TOLERANCE
+from tests.support.pairs import Combination, covering
+from tests.support.parity import Case, run_case
+from tests.support.ranks import run_ranks
+from tests.support.runs import Changes, Ran, run_all
+
+HEADS = {
+    "own": {"heads": 4, "hidden_size": 16},
+    "grouped": {"heads": 4, "kv_heads": 2, "hidden_size": 16},
+    "one": {"heads": 3, "kv_heads": 1, "hidden_size": 12},
+    "one in all": {"heads": 1, "hidden_size": 12},
+}
+OPTIONS: dict[str, list[Any]] = {
+    "near": ["heads", "ring"],
+    "weight": [1, 2, 4],
+    "heads": list(HEADS),
+    "length": [12, 13, 3],
+    "packed": [False, True],
+    "silent_rank": [False, True],
+    "checkpoint": ["none", "full", "selective"],
+    "micro_batches": [1, 2],
+    "output": ["local", "gather", "vocabulary"],
+}
+
+
+def cases() -> list[Case]:
+    def possible(c: Combination) -> bool:
+        return not (c.get("packed") and c.get("length") == 3)
+
+    return [
+        Case(
+            weight=c["weight"], sequence=4, ring=2, near=c["near"], length=c["length"],
+            micro_batches=c["micro_batches"], model=HEADS[c["heads"]], packed=c["packed"],
+            weights={"head_output": c["output"]}, checkpoint={"mode": c["checkpoint"]},
+            one_rank_without_tokens=c["silent_rank"],
+        )
+        for c in covering(OPTIONS, possible)
+    ]  # fmt: skip
+
+
+def gaps(rank: int, world_size: int, given: list[Case]) -> list[tuple[float, float]]:
+    return [run_case(case) for case in given]
+
+
+def test_loss_and_every_gradient_equal_one_process() -> None:
+    given = cases()
+    for found in run_ranks(gaps, 4, given, timeout=240):
+        for case, (loss, gradient) in zip(given, found, strict=True):
+            assert loss < TOLERANCE, case
+            assert gradient < TOLERANCE, case
+
+
+def parallel(near: str, **degrees: Any) -> Changes:
+    return {"parallel": {"sequence": 4, "ring": 2, "near": near, **degrees}}
+
+
+def again(**options: Any) -> Changes:
+    return {"activation_checkpoint": options}
+
+
+DROPPED: Changes = {"model": {"dropout": 0.2, "embedding_dropout": 0.1}}
+PADDED: Changes = {"data": {"pack": False}}
+TWICE: Changes = {"train": {"micro_batches": 2}}
+SAVED: Changes = {"checkpoint": {"every": 1}}
+FOUR: dict[str, list[Changes]] = {
+    "ring near": [parallel("ring", weight=2), again(mode="selective", tiles=2), TWICE, SAVED],
+    "ring near, level": [parallel("ring", weight=4, balance="level"), again(mode="full")],
+    "ring near, zigzag, padded": [parallel("ring", balance="zigzag"), PADDED],
+    "heads near": [parallel("heads", weight=4), SAVED],
+}
+EIGHT: dict[str, list[Changes]] = {
+    f"{near} near, a pipeline": [parallel(near, pipeline=2, weight=2), TWICE]
+    for near in ("heads", "ring")
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """One process."""
+    runs: dict[str, list[Changes]] = {"": [DROPPED], "padded": [DROPPED, PADDED]}
+    return run_all(tmp_path_factory.mktemp("alone"), 1, runs)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    given = {name: [DROPPED, *changes] for name, changes in FOUR.items()}
+    return run_all(tmp_path_factory.mktemp("four"), 4, given)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_every_step_and_every_weight_equal_one_process_in_either_order(
+    alone: dict[str, Ran], four: dict[str, Ran], name: str
+) -> None:
+    four[name].equals(alone["padded" if "padded" in name else ""], name)
+
+
+@pytest.mark.parametrize("near", ["heads", "ring"])
+def test_a_saved_run_goes_on_in_the_other_order(
+    tmp_path: Path, alone: dict[str, Ran], four: dict[str, Ran], near: str
+) -> None:
+    saved = four[f"{near} near"].folder / "checkpoints" / "step-000001"
+    other = "ring" if near == "heads" else "heads"
+    resume = {"checkpoint": {"resume": str(saved)}}
+    (ran,) = run_all(tmp_path, 4, {"on": [DROPPED, parallel(other, weight=2), resume]}).values()
+    assert [row.step for row in ran.rows] == [2, 3]
+    ran.equals(alone[""], near)
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_two_stages_on_eight_ranks_equals_one_process(
+    tmp_path: Path, alone: dict[str, Ran]
+) -> None:
+    given = {name: [DROPPED, *changes] for name, changes in EIGHT.items()}
+    for name, ran in run_all(tmp_path, 8, given).items():
+        ran.equals(alone[""], name)
