@@ -10,6 +10,7 @@ from rich.console import Console
 from internsp.config import Config
 from internsp.config.sizes import human
 from internsp.errors import ConfigError, StructureError
+from internsp.plan.pipeline import make_pipeline_plan
 from internsp.plan.printed import Plan, make_plan, print_plan
 from internsp.plan.tiles import tiles_of
 
@@ -157,19 +158,23 @@ def test_who_is_near_is_printed_and_what_each_kind_of_ranks_sends(near: str, pip
     rows = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     second = "1 0 0 1 0 1" if near == "heads" else "1 0 0 1 1 0"  # its ring rank, that of heads
     assert any(row.startswith(second) for row in rows)
-    blocks = 4 // pipeline
+    blocks = [4]
+    if pipeline > 1:
+        planned = make_pipeline_plan(settings, 4 * pipeline).ranks
+        blocks = [sum(len(chunk.blocks) for chunk in rank.chunks) for rank in planned]
     # Four rows' quarter of 32 positions, two heads of q, k, v and out, half of it to the other.
-    heads = human(2 * blocks * (4 * 8) * (4 * 2 * 8) * 4 // 2)
-    # The busiest of a zigzag sends half of the 16 positions of each part forward and backward (all
-    # of what precedes, or nothing) and the gradients of as many home: of one key/value head.
-    ring = human(blocks * 3 * (4 * 16) * (2 * 8) * 4)
+    heads = 2 * (4 * 8) * (4 * 2 * 8) * 4 // 2
+    # Of a zigzag of two the second's 16 positions go to the first in forward and in backward, and
+    # as many gradients home: of one key/value head.
+    ring = 3 * (4 * 16) * (2 * 8) * 4
     where = {"heads": "far", "ring": "far", near: "near"}
     for name, kind, nbytes in (
         ("heads", "all-to-alls of heads, {} ranks", heads),
         ("ring", "keys and values around a ring, {} ranks (busiest rank sends)", ring),
     ):
-        (row,) = {row for row in rows if kind.format(where[name]) in row and ": 1" not in row[:18]}
-        assert nbytes in row
+        told = [row for row in rows if kind.format(where[name]) in row]
+        for row, number in zip(told, blocks, strict=True):
+            assert human(number * nbytes) in row
 
 
 def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() -> None:
