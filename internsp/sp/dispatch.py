@@ -84,11 +84,6 @@ def imbalance(held: Sequence[Ranges], seen: Seen) -> float:
     return max(areas) * len(areas) / max(1, sum(areas))
 
 
-def idle_share(held: Sequence[Ranges], seen: Seen) -> float:
-    """The share of attention's time in which the average rank waits for the busiest one."""
-    return 1 - 1 / imbalance(held, seen)
-
-
 def _contiguous(length: int, ring: int, seen: Seen) -> tuple[Ranges, ...]:
     return tuple(joined([span]) for span in spans(balanced(length, ring)))
 

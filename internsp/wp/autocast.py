@@ -24,9 +24,8 @@ def active(device_type: str) -> torch.dtype | None:
 
 
 def follow(weight: ShardedParameter) -> None:
-    """Before a use of ``weight``."""
-    if weight.autocasts:
-        _lower(weight, active(weight.device_type))
+    """Before a use of ``weight``, whose dtype autocast decides (``weight.autocasts``)."""
+    _lower(weight, active(weight.device_type))
 
 
 def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:

@@ -243,7 +243,8 @@ class Collectives:
                 trace.finish(event)
             return Handle(None)
         ledger = self.ledger
-        ledger.launched(kind, first or unit, phase)
+        if ledger.launched is not None:
+            ledger.launched(kind, first or unit, phase)
         try:
             work = send(*tensors)
         except RuntimeError as error:  # another rank has closed the connection

@@ -31,7 +31,7 @@ from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
-from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE, Action
+from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.slots import Slot, Unit
 from internsp.wp.tied import PlainGradients, StepGradients
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
@@ -111,7 +111,8 @@ class UsersCommunicator(WPCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        follow(weight)
+        if weight.autocasts:
+            follow(weight)
         weight.shown = weight.tag()
         return self.own.unshard(weight)
 
@@ -144,7 +145,8 @@ class EmbeddingWeightParallelCommunicator(WPCommunicator):
 
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """See :meth:`WPCommunicator.unshard`."""
-        follow(weight)
+        if weight.autocasts:
+            follow(weight)
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         if not self._chunk.inside and phase == FORWARD:  # the model was not entered, which looks
             self._chunk.forget_older(self.unit)
@@ -313,9 +315,13 @@ class ISPCommunicator(WPCommunicator):
         if graph_task() != NO_TASK:
             phase = RECOMPUTE
             self._note_recompute(unit)
-        follow(weight)
-        self._use(self.queue.use(unit, weight, phase))
-        return self.state.pool.view(weight)
+        if weight.autocasts:
+            follow(weight)
+        state = self.state
+        actions = self.queue.use(unit, weight, phase, state.trace.enabled or state.streams)
+        if actions:
+            state.perform(actions)
+        return state.pool.view(weight)
 
     def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
         """See :meth:`WPCommunicator.unshard_all`."""
@@ -324,7 +330,8 @@ class ISPCommunicator(WPCommunicator):
             phase = RECOMPUTE
             self._note_recompute(unit)
         for weight in weights:
-            follow(weight)
+            if weight.autocasts:
+                follow(weight)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
         self._slot(unit).streams.read(*unit.weights)
         return [self.state.pool.view(weight) for weight in weights]
@@ -332,8 +339,8 @@ class ISPCommunicator(WPCommunicator):
     def release(self, weight: ShardedParameter) -> None:
         """See :meth:`WPCommunicator.release`."""
         if graph_task() == NO_TASK:
-            actions = self.queue.release(weight.unit, weight)
-            if len(actions) > 1 or self.state.trace.enabled:
+            actions = self.queue.release(weight.unit, weight, self.state.trace.enabled)
+            if actions:
                 self.state.perform(actions)
 
     def release_all(self, weights: Sequence[ShardedParameter]) -> None:
@@ -347,13 +354,16 @@ class ISPCommunicator(WPCommunicator):
         torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
         waiting here would hold the recompute's first layer up for the whole block.
         """
-        unit = weight.unit
+        unit, state = weight.unit, self.state
         if unit is self.queue.open and weight in self.queue.reduced:
             return  # an output of its module that no weight had a part in
         if not unit.recomputed or (
             self._recomputed and unit is self.queue.open and not self.queue.holds(weight)
         ):
-            self._use(self.queue.use(unit, weight, BACKWARD))
+            told = state.trace.enabled or state.streams
+            actions = self.queue.use(unit, weight, BACKWARD, told)
+            if actions:
+                state.perform(actions)
 
     def before_nodes(self, weight: ShardedParameter) -> None:
         """:meth:`before_backward` for a function that keeps a weight by itself.
@@ -402,12 +412,6 @@ class ISPCommunicator(WPCommunicator):
         for weight, gradient in ready:
             _add(self.state.reducer.ready, weight, gradient)
         self.state.perform(self.queue.grads_ready(unit, [weight for weight, _ in ready]))
-
-    def _use(self, actions: list[Action]) -> None:
-        """Perform what a use has brought about, unless it is there and nothing wants to know."""
-        state = self.state
-        if len(actions) > 1 or state.trace.enabled or state.streams:
-            state.perform(actions)
 
     def _refuse_other_way(self, unit: Unit) -> None:
         if unit.at_entry and unit is not self.queue.open and not self.queue.split:

@@ -37,10 +37,6 @@ def _ignored(message: str) -> None:
     """No other rank is told."""
 
 
-def _unwritten(kind: str, what: str, phase: str) -> None:
-    """No log is kept."""
-
-
 @dataclass
 class Ledger:
     """What all collectives of a model's weights and gradients have in common.
@@ -58,7 +54,7 @@ class Ledger:
             each time.
         groups: names of those whose launches are counted.
         recent: tags of the last launches of each kind and group.
-        launched: called before each launch: kind, weight or unit, phase.
+        launched: called before each launch: kind, weight or unit, phase; ``None``: no log is kept.
     """
 
     model: int = 0
@@ -69,7 +65,7 @@ class Ledger:
     waiting: tuple[Wait, str, str, str] | None = None
     groups: set[str] = field(default_factory=set)
     recent: list[deque[int]] = field(default_factory=list)
-    launched: Callable[[str, str, str], None] = _unwritten
+    launched: Callable[[str, str, str], None] | None = None
 
     def register(self, group: str = "") -> int:
         """The index in ``counts`` of one more kind and group."""

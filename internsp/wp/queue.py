@@ -249,10 +249,12 @@ class GatherQueue(Generic[U, W]):
         self._prefetch(unit, BACKWARD if recompute else FORWARD, out)
         return out
 
-    def use(self, unit: U, weight: W, phase: str) -> list[Action]:
+    def use(self, unit: U, weight: W, phase: str, told: bool = True) -> list[Action]:
         """A weight is about to be used. Only its own gather is waited for.
 
-        ``phase`` is recompute or backward where that runs.
+        Args:
+            phase: recompute or backward where that runs.
+            told: whether anything wants to know of the use itself.
         """
         out: list[Action] = []
         group = self._group[weight]
@@ -272,12 +274,13 @@ class GatherQueue(Generic[U, W]):
                 self._gather(unit, group, (weight,), phase, out)
             if weight in self.flying:
                 self._wait(weight, unit, phase, out)
-        out.append(Action(USE, phase, unit, (weight,)))
+        if told:
+            out.append(Action(USE, phase, unit, (weight,)))
         if one_by_one:
             self._follow(unit, group, out)
         return out
 
-    def use_all(self, unit: U, phase: str, traced: bool) -> list[Action]:
+    def use_all(self, unit: U, phase: str, told: bool) -> list[Action]:
         """All weights of a block are about to be used at once, each once in a pass."""
         out: list[Action] = []
         contents, flying = self.contents, self.flying
@@ -291,7 +294,7 @@ class GatherQueue(Generic[U, W]):
                     self._gather(unit, group, (weight,), phase, out)
                 if weight in flying:
                     self._wait(weight, unit, phase, out)
-                if traced:
+                if told:
                     out.append(Action(USE, phase, unit, (weight,)))
         return out
 
@@ -302,9 +305,9 @@ class GatherQueue(Generic[U, W]):
             self._wait(weight, unit, phase, out)
         return out
 
-    def release(self, unit: U, weight: W) -> list[Action]:
-        """The layer that used a weight in forward is done with it."""
-        out = [Action(FREE, FORWARD, unit, (weight,))]
+    def release(self, unit: U, weight: W, told: bool = True) -> list[Action]:
+        """The layer that used a weight in forward is done with it; ``told``: see :meth:`use`."""
+        out = [Action(FREE, FORWARD, unit, (weight,))] if told else []
         if unit.block < 0 or self.policy.one_order:
             return out
         group = self._group[weight]
