@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from internsp.errors import StructureError
 from internsp.wp.parameter import same_bits
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 RESETS = ("reset_buffers", "reset_running_stats", "reset_parameters", "_reset_parameters", "reset")
 """Methods by which modules compute what they hold, as torch and its users call them."""

@@ -63,11 +63,10 @@ from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import Buffers, GradientReducer
-from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.replicated import Member, ReplicatedParameter, ReplicatedParameters
 from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
 from internsp.wp.tensor_parallel import require_on_tensor_ranks
-from internsp.wp.tied import name_in_model
 
 MakeCollectives = Callable[..., Collectives]
 Initialize = Callable[[str, Tensor, torch.Generator], None]
@@ -215,7 +214,7 @@ class _Builder:
         self.units: dict[str, Unit] = {}
         self.options: dict[str, WeightOptions] = {}
         self.link: HostLink | None = None
-        self.unfilled: list[ShardedParameter | ReplicatedParameter] = []
+        self.unfilled: list[Member] = []
         self.again = {
             i: structure.recomputes(i, recomputed) for i in range(len(structure.blocks))
         }
@@ -241,7 +240,7 @@ class _Builder:
             self.split,
             self.mesh.device.type,
         )
-        places: list[tuple[Owner, ShardedParameter | ReplicatedParameter]] = []
+        places: list[tuple[Owner, Member]] = []
         offloaded = [a.name for a in assignments if a.unit is not None and a.options.offload]
         if offloaded:
             if self.own is not None:
@@ -343,7 +342,7 @@ class _Builder:
             triggers = [b.trigger_module for b in self.structure.blocks if b.trigger_module]
             tile_all(find_tiled(self.structure, checkpoint), checkpoint.tiles, triggers)
 
-    def _place(self, a: Assignment) -> list[tuple[Owner, ShardedParameter | ReplicatedParameter]]:
+    def _place(self, a: Assignment) -> list[tuple[Owner, Member]]:
         for o in a.owners:
             self.originals[o.module, o.name] = a.parameter
         if a.unit is None:
@@ -542,16 +541,12 @@ def initialize(communicator: ISPCommunicator, fill: Initialize, seed: int) -> No
     """
     device = communicator.mesh.device
     for member in communicator.replicated.everyone():
-        name = name_in_model(member)
+        name = member.name_in_model
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))
         parameter = member.parameter
         value = torch.empty(parameter.shape, dtype=member.dtype)
         fill(name, value, generator)
         with torch.no_grad():
-            if isinstance(member, ShardedParameter):
-                rows = member.rows_of(value)
-                member.storage[: len(rows)].copy_(rows.to(device))
-            else:
-                member.storage.copy_(member.own(value).to(device))
+            member.local(member.storage).copy_(member.own(value).to(device))
         member.invalidate()

@@ -33,8 +33,8 @@ from internsp.optim.bucket import Bucket
 from internsp.optim.zero import ZeroOptimizer
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import ShardedParameter, grad_dtype, same_bits
-from internsp.wp.unfinished import Member, UnfinishedGradient
-from internsp.wp.values import like_storage, own_part
+from internsp.wp.replicated import Member
+from internsp.wp.unfinished import UnfinishedGradient
 
 Write = Literal["none", "shards", "rank0"]
 
@@ -403,7 +403,7 @@ class Masters:
             if part is None:
                 parameter.grad = None
             elif parameter.grad is None:
-                made = like_storage(member, part.to(grad_dtype(parameter)))
+                made = member.like_storage(part.to(grad_dtype(parameter)))
                 parameter.grad = member.wrap(made)
             else:
                 parameter.grad._local_tensor.copy_(part)  # type: ignore[attr-defined]
@@ -412,7 +412,7 @@ class Masters:
             parameter.grad = None
             return
         assert bucket.gradient is not None, "gradients were handed out, so they are in slices"
-        wide = like_storage(member, part.to(bucket.gradient.dtype) / optimizer._unit())
+        wide = member.like_storage(part.to(bucket.gradient.dtype) / optimizer._unit())
         bucket.put(bucket.gradient, member, wide)
 
     def forget(self) -> None:
@@ -670,7 +670,7 @@ class _Access:
         device = self.part.mesh.device
         if self.write == "shards":
             assert whole is not None, "every rank has reported the same checksum"
-            return own_part(entry.member, whole.to(device))
+            return entry.member.part_of(whole.to(device))
         parameter: Any = entry.member.parameter
         given = torch.empty(parameter.shape, dtype=dtype, device=device)
         if self.part.first:

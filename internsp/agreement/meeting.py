@@ -13,9 +13,7 @@ from internsp.errors import CollectiveError, StructureError
 from internsp.failure.lookout import Lookout
 from internsp.failure.recovery import default_store
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import ReplicatedParameter
-
-Member = ShardedParameter | ReplicatedParameter
+from internsp.wp.replicated import Member
 
 
 class Meeting:

@@ -13,7 +13,6 @@ parameters, so that each keeps its own settings, its own step count and its own 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +29,7 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.wp.layout import laid_out
 from internsp.wp.parameter import Ready, ShardedParameter
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 _Place = tuple[frozenset[str], HostLink | None, torch.device]
 
@@ -139,7 +138,7 @@ class Bucket:
         link: HostLink | None = None,
     ) -> Bucket:
         """Lay ``members`` (of one kind) out and move their storage. No message."""
-        dtype, axis = members[0].dtype, _axis(members[0], mesh)
+        dtype, axis = members[0].dtype, members[0].axis
         numels = [member.storage.numel() for member in members]
         starts, length = laid_out(numels, dtype.itemsize, axis.zero)
         offsets = dict(zip(members, starts, strict=True))
@@ -161,7 +160,7 @@ class Bucket:
             master.copy_(owned)
         total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
         small, tensor = not isinstance(members[0], ShardedParameter), _tensor(members[0])
-        segments = _segments(offsets, master, mesh, place)
+        segments = _segments(offsets, master, place)
         return cls(
             name, axis, method, small, tensor, flat, offsets, gaps, owned, master, segments,
             offload, link, total, place=place,
@@ -355,34 +354,23 @@ def _zeros(what: str, like: _Place, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _segments(
-    offsets: dict[Member, int], master: Tensor, mesh: ParallelMesh, place: dict[Member, int]
+    offsets: dict[Member, int], master: Tensor, place: dict[Member, int]
 ) -> list[Segment]:
     """The parameters' own elements (no padding) within this rank's slice."""
     length = master.numel()
-    begin = _axis(next(iter(offsets)), mesh).zero_rank * length
+    begin = next(iter(offsets)).axis.zero_rank * length
     segments = []
     for member, start in offsets.items():
-        first, last = max(start, begin), min(start + _valid(member), begin + length)
+        valid = member.local(member.storage).numel()  # padded rows come last
+        first, last = max(start, begin), min(start + valid, begin + length)
         if first < last:
             tensor = master[first - begin : last - begin]
             segments.append(Segment(member, tensor, first - begin, first - start, place[member]))
     return segments
 
 
-def _axis(member: Member, mesh: ParallelMesh) -> WeightAxis:
-    """Replicated parameters are the same on all ranks, and cut over the dense axis' ZeRO group."""
-    return member.axis if isinstance(member, ShardedParameter) else mesh.dense
-
-
 def _tensor(member: Member) -> bool:
     return member.tensor is not None and member.tensor.cut
-
-
-def _valid(member: Member) -> int:
-    if isinstance(member, ShardedParameter):  # padded rows come last
-        layout = member.layout
-        return layout.valid_rows(member.rank) * math.prod(layout.front[1:])
-    return member.storage.numel()
 
 
 def make_buckets(
@@ -413,7 +401,7 @@ def make_buckets(
         mesh = communicator.mesh
         # Slices of a weight that other stages have too must end where theirs do: it goes alone.
         kinds = [
-            (m.dtype, _axis(m, mesh), _tensor(m), m.offload, m.tied, methods[place[m]])
+            (m.dtype, m.axis, _tensor(m), m.offload, m.tied, methods[place[m]])
             for m in trained
         ]
         for kind in dict.fromkeys(kinds):

@@ -21,7 +21,6 @@ from internsp.optim.matrices import Matrix, MatrixSteps
 from internsp.optim.slices import Slices
 from internsp.optim.state_names import Names
 from internsp.optim.whole_state import MASTER
-from internsp.wp.tied import name_in_model
 
 StateDict = dict[str, Any]
 USED = "used"
@@ -47,7 +46,7 @@ def collect(
         if bucket.inner is None:
             if bucket.has_master:
                 masters = Slices.of(segment.region, segment.tensor)
-                state.setdefault(name_in_model(segment.member), {})[MASTER] = masters
+                state.setdefault(segment.member.name_in_model, {})[MASTER] = masters
             continue
         assert bucket.method.on_slices is not None, "it has an inner optimizer"
         key = segment.group, bucket.master.dtype
@@ -66,14 +65,14 @@ def collect(
                 entry[name] = value.clone() if isinstance(value, Tensor) else value
         if bucket.has_master:
             entry[MASTER] = Slices.of(segment.region, segment.tensor)
-        state[name_in_model(segment.member)] = entry
+        state[segment.member.name_in_model] = entry
     for matrix in steps.own:
         _collect_matrix(matrix, steps.names(matrix, settings), state)
     return state
 
 
 def _collect_matrix(matrix: Matrix, names: Names, state: StateDict) -> None:
-    entry = state.setdefault(name_in_model(matrix.member), {})
+    entry = state.setdefault(matrix.member.name_in_model, {})
     live, like = matrix.state, matrix.bucket.master
     entry[USED] = torch.tensor(bool(live), dtype=torch.uint8)
     for name, dtype in names.slices.items():
@@ -95,15 +94,15 @@ def restore(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> 
     """
     segments = list(_segments(buckets))
     for bucket, segment in segments:
-        _check(bucket, segment, state.get(name_in_model(segment.member)))
+        _check(bucket, segment, state.get(segment.member.name_in_model))
     for matrix in steps.own:
-        _check_matrix(matrix, state.get(name_in_model(matrix.member)))
+        _check_matrix(matrix, state.get(matrix.member.name_in_model))
     for matrix in steps.own:
-        _restore_matrix(matrix, state[name_in_model(matrix.member)])
+        _restore_matrix(matrix, state[matrix.member.name_in_model])
     for bucket, segment in segments:
         if bucket.inner is None and not bucket.has_master:
             continue
-        entry = dict(state[name_in_model(segment.member)])
+        entry = dict(state[segment.member.name_in_model])
         if bucket.has_master:
             _fill(segment.tensor, entry[MASTER], segment)
         entry.pop(MASTER, None)

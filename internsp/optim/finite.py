@@ -16,8 +16,7 @@ from torch import Tensor
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.wp.collectives import all_reduce
-from internsp.wp.tied import name_in_model
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 _SHOWN = 6  # names in a message
 
@@ -96,4 +95,4 @@ def broken_gradients(buckets: Sequence[Bucket], own: Tensor, mesh: ParallelMesh)
             for segment in bucket.segments:
                 parts[segment.member].append(bucket.gradient[segment.start : segment.stop])
     bad = [not_finite(tensors, mesh.device) for tensors in parts.values()]
-    return agree(mesh, [name_in_model(member) for member in parts], bad, own)
+    return agree(mesh, [member.name_in_model for member in parts], bad, own)

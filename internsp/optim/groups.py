@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 

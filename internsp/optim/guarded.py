@@ -17,14 +17,8 @@ from torch.utils._pytree import tree_map
 from internsp.errors import GradientError
 from internsp.wp.dtensors import ShardParameter
 from internsp.wp.mixed import raw_grad
-from internsp.wp.unfinished import Member, UnfinishedGradient
-
-
-def publish(member: Member) -> None:
-    """Wait until ``member``'s storage is what the optimizer made of it."""
-    if member.ready is not None:
-        ready, member.ready = member.ready, None
-        ready.wait()
+from internsp.wp.replicated import Member
+from internsp.wp.unfinished import UnfinishedGradient
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
@@ -106,22 +100,22 @@ class GuardedParameter(ShardParameter):
 
     def full_tensor(self, **options: Any) -> Tensor:
         """The whole parameter, published. Collective over the weight group; blocks."""
-        publish(self._member)
+        self._member.publish()
         return super().full_tensor(**options)
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's rows, published."""
-        publish(self._member)
+        self._member.publish()
         return super().to_local(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """Published, then as ``DTensor.redistribute``."""
-        publish(self._member)
+        self._member.publish()
         return super().redistribute(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Published; a copy belongs to no optimizer: an ordinary ``DTensor`` parameter."""
-        publish(self._member)
+        self._member.publish()
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -136,7 +130,7 @@ class GuardedParameter(ShardParameter):
         def plain(value: Any) -> Any:
             if not isinstance(value, GuardedParameter):
                 return value
-            publish(value._member)
+            value._member.publish()
             return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))

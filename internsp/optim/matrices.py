@@ -36,7 +36,7 @@ from internsp.optim.state_names import Names
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 State = dict[str, Any]
 Place = tuple[int, int, int]
@@ -566,13 +566,10 @@ def _matrices(
     member: Member, bucket: Bucket, start: int, places: Sequence[Place], rank: int
 ) -> list[Matrix]:
     """What is stepped as one of ``member``, which begins at ``start`` in the bucket's storage."""
-    dim, shard, rows = 0, 0, member.storage.numel()
+    shape, dim, shard, rows = tuple(member.shape), 0, 0, member.storage.numel()
     if isinstance(member, ShardedParameter):
         layout = member.layout
-        shape, dim, shard = layout.shape, layout.dim, layout.shard_numel
-        rows = math.prod(layout.front[1:])
-    else:
-        shape = tuple(member.shape)
+        dim, shard, rows = layout.dim, layout.shard_numel, math.prod(layout.front[1:])
     count = 1
     if bucket.method.stacks and len(shape) == 3:
         count, shape = shape[0], shape[1:]

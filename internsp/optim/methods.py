@@ -19,7 +19,7 @@ from internsp.optim.elementwise import (
 )
 from internsp.optim.muon import MuonSlices, splits
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 _OWN_KEYS = ("params", "param_names", "optimizer", "whole_matrix")
 
@@ -116,7 +116,7 @@ def require_steppable(member: Member, method: Method) -> None:
     """
     if not method.whole:
         return
-    shape = tuple(member.layout.shape if isinstance(member, ShardedParameter) else member.shape)
+    shape = tuple(member.shape)
     why = ""
     if method.stacks and len(shape) not in (2, 3):
         why = f"its shape is {list(shape)}, no matrix and no stack of them"

@@ -25,8 +25,8 @@ from internsp.optim.guarded import drop_raw_gradient, raw_gradient
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import ReplicatedParameter
-from internsp.wp.unfinished import Member, discard_sums
+from internsp.wp.replicated import Member, ReplicatedParameter
+from internsp.wp.unfinished import discard_sums
 
 IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from internsp.optim.bucket import Bucket, Segment
 from internsp.wp.host import OPTIMIZER, PIECE, HostLink
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 
 def update(bucket: Bucket, link: HostLink, used: set[Member], factor: float) -> None:

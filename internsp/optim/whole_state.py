@@ -21,8 +21,7 @@ from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.matrices import MatrixSteps
 from internsp.optim.state_names import Names, State
 from internsp.wp.host import OPTIMIZER
-from internsp.wp.unfinished import Member
-from internsp.wp.values import like_storage, own_part
+from internsp.wp.replicated import Member
 
 MASTER = "master"
 
@@ -151,7 +150,7 @@ def restore(
             state = dict(states.get(member, {}))
             names = of_whole.get(member)
             parts = {
-                name: like_storage(member, own_part(member, value, f"{name} of {member.name}"))
+                name: member.like_storage(member.part_of(value, f"{name} of {member.name}"))
                 for name, value in state.items()
                 if _is_slice(value) and (names is None or name in names.slices or name == MASTER)
             }

@@ -29,7 +29,7 @@ from internsp.optim.whole_state import States
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.host import OPTIMIZER
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 _LOG = logging.getLogger("internsp.optim")
 

@@ -11,7 +11,6 @@ from internsp.errors import NotFiniteError
 from internsp.optim.finite import agree, not_finite
 from internsp.optim.slices import Slices
 from internsp.train.session import Session
-from internsp.wp.tied import name_in_model
 
 
 def remark(session: Session, step: int, loss: float) -> str:
@@ -57,7 +56,7 @@ def require_finite(session: Session, consequence: str) -> None:
     for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
         communicator.publish()
         members = communicator.replicated.everyone()
-        held: dict[str, list[Tensor]] = {name_in_model(m): [m.storage] for m in members}
+        held: dict[str, list[Tensor]] = {m.name_in_model: [m.storage] for m in members}
         for name, entry in optimizer.local_state_dict()["state"].items():
             for value in entry.values():
                 if isinstance(value, Slices):

@@ -16,8 +16,7 @@ from internsp.errors import ConfigError
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.groups import members
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.tied import name_in_model
-from internsp.wp.unfinished import Member
+from internsp.wp.replicated import Member
 
 _CLASSES = {
     "adamw": torch.optim.AdamW,
@@ -44,7 +43,7 @@ def make_optimizer(
     matrices = _block_matrices(communicator)
     groups: dict[tuple[str, float, float], list[Any]] = {}
     for member in members(communicator):
-        name = name_in_model(member)
+        name = member.name_in_model
         own, by = settings.group_of(name), settings.stepped_by(name, member in matrices)
         lr = settings.lr
         if by != settings.name and settings.rest_lr is not None:

@@ -15,7 +15,7 @@ from internsp.wp.collectives import Handle, wait_all
 from internsp.wp.host import OPTIMIZER
 from internsp.wp.parameter import ShardedParameter, grad_dtype
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.replicated import Member, ReplicatedParameters
 from internsp.wp.slots import Unit
 
 
@@ -157,7 +157,7 @@ def _wide(weight: ShardedParameter) -> torch.dtype:
     return torch.promote_types(weight.reduce_dtype, torch.float32)
 
 
-def _settled(member: ShardedParameter | ReplicatedParameter) -> bool | None:
+def _settled(member: Member) -> bool | None:
     """Zeros may be added to a ``.grad`` that is there, whether or not another rank used it."""
     if not member.requires_grad:
         return False
@@ -175,7 +175,7 @@ def _own(weights: Iterable[ShardedParameter]) -> None:
             seen.add(place)
 
 
-def _accumulate(member: ShardedParameter | ReplicatedParameter, value: Tensor) -> None:
+def _accumulate(member: Member, value: Tensor) -> None:
     """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of that."""
     gradient = member.wrap(value.to(grad_dtype(member.parameter)))
     if member.parameter.grad is None:

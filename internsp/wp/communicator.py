@@ -30,7 +30,7 @@ from internsp.wp.contents import Contents
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
+from internsp.wp.replicated import Member, ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.slots import Slot, Unit
 from internsp.wp.tied import PlainGradients, StepGradients
@@ -249,7 +249,7 @@ class ISPCommunicator(WPCommunicator):
         self.whole_in = ""
         self.step_gradients: StepGradients = PlainGradients()
         self.plan: ChunkPlan | None = None
-        self.places: dict[tuple[nn.Module, str], ShardedParameter | ReplicatedParameter] = {}
+        self.places: dict[tuple[nn.Module, str], Member] = {}
         self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)
         self.more_to_come: bool | None = None
         self.expects_exchange: Callable[[], bool] = lambda: True
@@ -765,9 +765,7 @@ class ISPCommunicator(WPCommunicator):
     def publish(self) -> None:
         """Wait until every shard is what the optimizer made of it (WP-3)."""
         for member in self.replicated.everyone():
-            if member.ready is not None:
-                ready, member.ready = member.ready, None
-                ready.wait()
+            member.publish()
 
     def settle_gathers(self) -> None:
         """Let gathers that were not used arrive: the shards they read are about to be written."""

@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from internsp.errors import StaleWeightError
-from internsp.wp.parameter import ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import ReplicatedParameter
+from internsp.wp.replicated import Member
 from internsp.wp.slots import Unit
-
-Member = ShardedParameter | ReplicatedParameter
 
 
 class Contents:

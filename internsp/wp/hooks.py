@@ -47,7 +47,6 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.enclosing import Enclosing
 from internsp.wp.parameter import dtensor_like, not_to_be_copied
 from internsp.wp.slots import Unit
-from internsp.wp.values import own_part
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
@@ -456,7 +455,7 @@ def _loading(
         values = state.get(prefix + name)
         if isinstance(values, Tensor):
             member = communicator.places[module, name]
-            state[prefix + name] = dtensor_like(member.parameter, own_part(member, values))
+            state[prefix + name] = dtensor_like(member.parameter, member.part_of(values))
 
 
 def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from internsp.errors import LayoutError, StaleWeightError, StructureError
@@ -27,7 +27,166 @@ _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
 
 
-class ShardedParameter:
+class ModelParameter:
+    """A parameter of a parallel model, at rest: a :class:`ShardedParameter`, or a replicated one.
+
+    The module's parameter is a ``DTensor`` over ``storage``, or over what of it is not padding.
+
+    Attributes:
+        name: fully qualified, of the first owner when several modules share the weight.
+        axis: over whose ranks it is cut, or replicated; dense weights and experts may have
+            different ones.
+        tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
+        ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
+        offload: what of it lies in host memory (``weight_parallel.offload``).
+        guarded: whether other weights take its bytes between forward and backward.
+        communicator: unshards it and takes its gradient.
+        tied: what the whole model calls a weight of which other stages have copies; else empty.
+        counted: whether it is counted, and saved: of copies the first.
+    """
+
+    tied = ""
+    counted = True
+    guarded = True
+    offload: frozenset[str] = frozenset()
+    storage: Tensor
+    parameter: nn.Parameter
+    communicator: Any
+
+    def __init__(self, name: str, parameter: nn.Parameter, axis: WeightAxis) -> None:
+        self.name, self.dtype, self.axis = name, parameter.dtype, axis
+        self.tensor = TensorPart.of(parameter)
+        self.ready: Ready | None = None
+        self.meet: Callable[[str], None] | None = None
+        self.aliases: Aliases = {}
+        self._generation = 0
+
+    def _hold(
+        self, storage: Tensor, placement: Placement, shape: Sequence[int], trained: bool
+    ) -> None:
+        """Its values lie in ``storage``, as ``placement`` says, on the axis' mesh."""
+        self.storage = storage
+        whole = DTensor.from_local(
+            self.local(storage),
+            self.axis.param_mesh,
+            self.axis.placements(placement, self.tensor.placement if self.tensor else None),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=strides(tuple(shape)),
+        )
+        self._counter = whole  # has the parameter's version counter, and is read at once
+        self.parameter = own(nn.Parameter(whole, requires_grad=trained), self)
+
+    @property
+    def name_in_model(self) -> str:
+        """What the whole model calls it: of a copy the name of the weight."""
+        return self.tied or self.name
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what this rank has of it while it is unsharded."""
+        raise NotImplementedError
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, now: a user may freeze and thaw it."""
+        # Past __torch_function__, by which every read of a parameter's attribute goes.
+        return bool(_plainly(_requires_grad, (), (self.parameter,), {}))
+
+    def wrap(self, storage: Tensor) -> DTensor:
+        """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
+        return dtensor_like(self.parameter, self.local(storage))
+
+    def local(self, storage: Tensor) -> Tensor:
+        """What the parameter's local tensor is of a tensor like ``storage``."""
+        return storage
+
+    def own(self, values: Tensor) -> Tensor:
+        """What this rank has, like the local tensor, of values of the whole parameter."""
+        raise NotImplementedError
+
+    def part_of(self, values: Tensor, what: str = "") -> Tensor:
+        """This rank's part of ``values``, like the local tensor.
+
+        No message, except for a ``DTensor`` that is placed otherwise, which all ranks gather
+        together.
+
+        Args:
+            values: whole (in the parameter's own shape, the same on all ranks), a ``DTensor``, or
+                this rank's part itself.
+            what: what they are, for errors; by default the parameter.
+
+        Raises:
+            LayoutError: they have another shape, or are on the meta device.
+        """
+        spec, local = self.parameter._spec, self.parameter._local_tensor  # type: ignore[attr-defined]
+        shape, found = self.parameter.shape, values.shape
+        fits = found == shape or (not isinstance(values, DTensor) and found == local.shape)
+        if not fits or values.is_meta:
+            given = "values on the meta device" if fits else f"the shape {list(found)}"
+            raise LayoutError(
+                f"{what or self.name} on rank {dist.get_rank()} was given {given}: it takes whole "
+                f"values {list(shape)}, this rank's part {list(local.shape)}, or a DTensor "
+                f"{list(shape)}"
+            )
+        if isinstance(values, DTensor):
+            if values.placements == spec.placements and values.device_mesh == spec.mesh:
+                return values._local_tensor.detach()
+            values = values.full_tensor()
+        elif found != shape:
+            return values.detach()
+        return self.own(values.detach())
+
+    def like_storage(self, part: Tensor) -> Tensor:
+        """``part``, like the local tensor, as a tensor like ``storage``."""
+        made = part.new_zeros(self.storage.shape, device=self.storage.device)
+        self.local(made).copy_(part)
+        return made
+
+    def relocate(self, storage: Tensor) -> None:
+        """Move the values into ``storage`` (same shape): an optimizer packs a unit's."""
+        storage.copy_(self.storage)
+        self.storage = storage
+        # `.data =` on a DTensor leaves its local tensor where it was.
+        self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
+        self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
+
+    def publish(self) -> None:
+        """Wait until ``storage`` is what the optimizer has made of it (WP-3)."""
+        if self.ready is not None:
+            ready, self.ready = self.ready, None
+            ready.wait()
+
+    def take(self, values: Tensor) -> None:
+        """Copy values, whole or a ``DTensor`` placed alike, into the storage.
+
+        Raises:
+            LayoutError: they have another shape or placement.
+        """
+        self.publish()  # what an optimizer still publishes would overwrite them
+        local = local_of(self.name, values, self.parameter)
+        if local is None:
+            local = self.own(values.detach())
+        part(self.parameter, self.aliases, values)
+        with torch.no_grad():
+            self.local(self.storage).copy_(local.detach())
+
+    def version(self) -> int:
+        """A number that changes whenever the values may have.
+
+        Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
+        that one's. What raises neither (``foreach`` and fused operations, numpy) must be told by
+        :meth:`invalidate`.
+        """
+        local = self.parameter._local_tensor  # type: ignore[attr-defined]
+        return self._counter._version + local._version + self._generation
+
+    def invalidate(self) -> None:
+        """The values were written behind autograd's back."""
+        self._generation += 1
+
+
+class ShardedParameter(ModelParameter):
     """A parameter at rest as this rank's rows.
 
     ``storage`` is the padded shard ``[rows, ...]``, contiguous, cut dimension first; the module's
@@ -38,14 +197,10 @@ class ShardedParameter:
     layer is tensor parallel, ``layout`` is of this tensor rank's part.
 
     Attributes:
-        tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
-        name: fully qualified, of the first owner when several modules share the weight.
-        axis: along which it is cut; dense weights and experts may have different ones.
         reduced_grad: the gradient summed from finished reductions so far in this backward, like
             ``storage`` but fp32 or wider (unless ``borrowed``); ``None`` before the first reduction
             is finished. In host memory where gradients are offloaded: read :meth:`reduced`.
         borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
-        ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
         compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
         sent_as: what its gradient is reduced in; ``None``: in the compute dtype, as in a group of
             one always.
@@ -54,25 +209,17 @@ class ShardedParameter:
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
         device, device_type: where it computes.
         link: copies what is offloaded of it; ``None``: nothing is, of the whole chunk.
-        offload: what of it lies in host memory (``weight_parallel.offload``).
         hosted: whether the shard does, and so ``storage`` and the parameter.
         travels: whether it comes from elsewhere, other ranks or the host, and is waited for.
         moves: whether it is gathered: false where the shard is the unsharded weight already.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
         unit: its block, or what it is beside the blocks; decides when it is gathered.
-        communicator: unshards it and takes its gradient.
         slices: near ranks that keep slices of it after its first gather of a step; 0: none do.
         shown: version and dtype of what its bytes in the slot hold; ``None``: of nothing.
-        tied: what the whole model calls a weight of which other stages have copies; else empty.
-        counted: whether it is counted, and saved: of copies the first.
     """
 
-    tied = ""
-    counted = True
     slices = 0
-    guarded = True  # other weights take its bytes between forward and backward
     unit: Any
-    communicator: Any
 
     def __init__(
         self,
@@ -87,13 +234,10 @@ class ShardedParameter:
         offload: Collection[str] = (),
         link: HostLink | None = None,
     ) -> None:
-        self.name = name
+        super().__init__(name, parameter, axis)
         self.layout = layout
-        self.axis = axis
         self.rank = axis.rank
-        self.tensor = TensorPart.of(parameter)
         self._valid = layout.valid_rows(axis.rank)
-        self.dtype = parameter.dtype
         self.sent_as = sent_as if layout.size > 1 else None
         self.use_dtype(compute_dtype or parameter.dtype)
         self.base_compute_dtype = self.compute_dtype
@@ -108,85 +252,55 @@ class ShardedParameter:
         self._sum: HostSum | None = None
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
-        self.ready: Ready | None = None
-        self.meet: Callable[[str], None] | None = None
-        self.aliases: Aliases = {}
         self.shown: Tag | None = None
-        self._generation = 0
         if self.hosted and link is not None:
-            self.storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
+            storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
         else:
-            self.storage = self.zeros(self.dtype)
+            storage = self.zeros(self.dtype)
         if parameter.device.type != "meta":
             with torch.no_grad():
                 rows = layout.cut(own_part(parameter), self.rank)
-                self.storage[: len(rows)].copy_(rows)
-        self._flat = self.storage.data.view(-1)
+                storage[: len(rows)].copy_(rows)
+        self._flat = storage.data.view(-1)
         shape = (layout.shape[0] * axis.expert, *layout.shape[1:])
         if self.tensor is not None:
             shape = self.tensor.shape
-        whole = DTensor.from_local(
-            self.local(self.storage),
-            axis.param_mesh,
-            axis.placements(Shard(layout.dim), self.tensor.placement if self.tensor else None),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=strides(shape),
-        )
-        self._counter = whole  # has the parameter's version counter, and is read at once
         self.trained = parameter.requires_grad
-        self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
+        self._hold(storage, Shard(layout.dim), shape, self.trained)
+
+    @property
+    def shape(self) -> torch.Size:
+        """See :class:`ModelParameter`."""
+        return torch.Size(self.layout.shape)
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """Zeros like the padded shard, where it computes."""
         return torch.zeros(self.layout.shard_shape, dtype=dtype, device=self.device)
-
-    def wrap(self, storage: Tensor) -> DTensor:
-        """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
-        return dtensor_like(self.parameter, self.local(storage))
 
     def local(self, storage: Tensor) -> Tensor:
         """The valid rows of a tensor like ``storage``, dimensions in the parameter's order."""
         rows = storage if self._valid == self.layout.rows else storage[: self._valid]
         return rows.movedim(0, self.layout.dim) if self.layout.dim else rows
 
-    def rows_of(self, values: Tensor) -> Tensor:
-        """This rank's rows of whole values in the parameter's shape, cut dimension first."""
+    def own(self, values: Tensor) -> Tensor:
+        """See :class:`ModelParameter`."""
         if self.tensor is not None:
-            return self.layout.cut(self.tensor.own(values), self.rank)
-        count = self.layout.shape[0]
-        own = values.narrow(0, self.axis.expert_rank * count, count)
-        return self.layout.cut(own, self.rank)
+            values = self.tensor.own(values)
+        else:
+            count = self.layout.shape[0]
+            values = values.narrow(0, self.axis.expert_rank * count, count)
+        return self.layout.cut(values, self.rank).movedim(0, self.layout.dim)
 
     def relocate(self, storage: Tensor) -> None:
-        """Move the shard into ``storage`` (same shape): an optimizer packs a unit's shards."""
-        storage.copy_(self.storage)
-        self.storage, self._flat = storage, storage.data.view(-1)
-        # `.data =` on a DTensor leaves its local tensor where it was.
-        self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
-        self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether it is trained, now: a user may freeze and thaw it."""
-        # Past __torch_function__, by which every read of a parameter's attribute goes.
-        return bool(_plainly(_requires_grad, (), (self.parameter,), {}))
+        """See :class:`ModelParameter`."""
+        super().relocate(storage)
+        self._flat = storage.data.view(-1)
 
     def use_dtype(self, dtype: torch.dtype) -> None:
         """Gather it in ``dtype`` from now on, and reduce its gradient accordingly."""
         self.compute_dtype = dtype
         self.reduce_dtype = self.sent_as or dtype
         self.gradient_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
-
-    def version(self) -> int:
-        """A number that changes whenever the shard's values may have.
-
-        Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
-        that one's. What raises neither (``foreach`` and fused operations, numpy) must be told by
-        :meth:`invalidate`.
-        """
-        local = self.parameter._local_tensor  # type: ignore[attr-defined]
-        return self._counter._version + local._version + self._generation
 
     def tag(self) -> Tag:
         """What a slot with this weight holds: the same values in two dtypes differ (WP-11)."""
@@ -215,10 +329,6 @@ class ShardedParameter:
         own, shard = gathered[self.rank * count : (self.rank + 1) * count], self.fresh()
         return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
-    def invalidate(self) -> None:
-        """The shard was written behind autograd's back."""
-        self._generation += 1
-
     def to_send(self) -> Tensor:
         """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
         fresh = self.fresh()
@@ -228,9 +338,7 @@ class ShardedParameter:
 
     def fresh(self) -> Tensor:
         """The padded shard, flat, in its own dtype, once an optimizer has published it (WP-3)."""
-        if self.ready is not None:
-            ready, self.ready = self.ready, None
-            ready.wait()
+        self.publish()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
         if local.data_ptr() != self.storage.data_ptr():
             # The parameter's local tensor was given other storage (`.data =`, `to_empty`).
@@ -241,20 +349,6 @@ class ShardedParameter:
                 )
             self.local(self.storage).copy_(local)
         return self._flat
-
-    def take(self, values: Tensor) -> None:
-        """Copy values, whole or a ``DTensor`` placed alike, into the shard.
-
-        Raises:
-            LayoutError: they have another shape or placement.
-        """
-        self.fresh()  # what an optimizer still publishes would overwrite them
-        local = local_of(self.name, values, self.parameter)
-        if local is None:
-            local = self.rows_of(values.detach()).movedim(0, self.layout.dim)
-        part(self.parameter, self.aliases, values)
-        with torch.no_grad():
-            self.local(self.storage).copy_(local.detach())
 
     def add_reduced_grad(self, total: Tensor) -> None:
         """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""

@@ -10,40 +10,26 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import all_reduce
-from internsp.wp.dtensors import Aliases, own, part
-from internsp.wp.layout import strides
 from internsp.wp.ledger import Counters
-from internsp.wp.parameter import (
-    Ready,
-    ShardedParameter,
-    dtensor_like,
-    local_of,
-    stale,
-    unflatten,
-)
-from internsp.wp.tensor_parallel import TensorPart, own_part
+from internsp.wp.parameter import ModelParameter, ShardedParameter, stale, unflatten
+from internsp.wp.tensor_parallel import own_part
 
 
-class ReplicatedParameter:
+class ReplicatedParameter(ModelParameter):
     """A whole parameter on every rank, as a ``DTensor`` on the same mesh as the cut ones.
 
     Args:
         compute_dtype: what its module computes with (``None``: its own).
 
     Attributes:
-        tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
-        communicator: takes its gradient.
+        axis: the dense one, over whose ZeRO group an optimizer cuts it.
         shown: the version that was last computed with.
-        tied, counted: as of a :class:`ShardedParameter`.
     """
 
-    tied = ""
-    counted = True
-    offload: frozenset[str] = frozenset()  # too small for it to be worth a copy
     guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
     communicator: ReplicatedParameters
     index: int
@@ -55,59 +41,28 @@ class ReplicatedParameter:
         mesh: ParallelMesh,
         compute_dtype: torch.dtype | None,
     ) -> None:
-        self.name = name
-        self.dtype = parameter.dtype
-        self.tensor = TensorPart.of(parameter)
-        self.shape = own_part(parameter).shape
+        super().__init__(name, parameter, mesh.dense)
         self.compute_dtype = compute_dtype or parameter.dtype
-        self._generation = 0
         self.shown = -1
-        self.ready: Ready | None = None
-        self.meet: Callable[[str], None] | None = None
-        self.aliases: Aliases = {}
-        local = torch.zeros(self.shape, dtype=parameter.dtype, device=mesh.device)
+        mine = own_part(parameter)
+        storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
-            local.copy_(own_part(parameter))
-        self.storage = local
-        whole = DTensor.from_local(
-            local,
-            mesh.param_mesh,
-            mesh.dense.placements(Replicate(), self.tensor.placement if self.tensor else None),
-            run_check=False,
-            shape=parameter.shape,
-            stride=strides(tuple(parameter.shape)),
-        )
-        self._counter = whole  # has the parameter's version counter, and is read at once
-        self.parameter = own(nn.Parameter(whole, requires_grad=parameter.requires_grad), self)
-
-    def wrap(self, storage: Tensor) -> DTensor:
-        """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
-        return dtensor_like(self.parameter, storage)
-
-    def relocate(self, storage: Tensor) -> None:
-        """Move the values into ``storage`` (same shape).
-
-        An optimizer packs replicated parameters.
-        """
-        storage.copy_(self.storage)
-        self.storage = storage
-        # `.data =` on a DTensor leaves its local tensor where it was.
-        self.parameter._local_tensor.data = storage  # type: ignore[attr-defined]
-        self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
-
-    def local(self, storage: Tensor) -> Tensor:
-        """A tensor like ``storage``, as the parameter sees it."""
-        return storage
+            storage.copy_(mine)
+        self._hold(storage, Replicate(), parameter.shape, parameter.requires_grad)
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether it is trained, now: a user may freeze and thaw it."""
-        return self.parameter.requires_grad
+    def shape(self) -> torch.Size:
+        """See :class:`ModelParameter`."""
+        return self.storage.shape
 
-    def version(self) -> int:
-        """See :meth:`ShardedParameter.version`."""
-        local = self.parameter._local_tensor  # type: ignore[attr-defined]
-        return self._counter._version + local._version + self._generation
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.storage.device
+
+    def own(self, values: Tensor) -> Tensor:
+        """See :class:`ModelParameter`."""
+        return values if self.tensor is None else self.tensor.own(values)
 
     def show_again(self, shown: int) -> None:
         """The gradient of what was ``shown`` is ready: check that the values are the same (WP-14).
@@ -118,33 +73,16 @@ class ReplicatedParameter:
         if shown != self.version():
             raise stale(self.name, dist.get_rank())
 
-    def invalidate(self) -> None:
-        """The values were written behind autograd's back."""
-        self._generation += 1
-
-    def take(self, values: Tensor) -> None:
-        """Copy values, plain or a ``DTensor`` placed alike; raises ``LayoutError``."""
-        self.current()  # what an optimizer still publishes would overwrite them
-        local = local_of(self.name, values, self.parameter)
-        part(self.parameter, self.aliases, values)
-        with torch.no_grad():
-            self.storage.copy_((self.own(values) if local is None else local).detach())
-
-    def own(self, values: Tensor) -> Tensor:
-        """What this rank has of whole values."""
-        return values if self.tensor is None else self.tensor.own(values)
-
     def current(self) -> Tensor:
         """The values to compute with, published (WP-3)."""
-        if self.ready is not None:
-            ready, self.ready = self.ready, None
-            ready.wait()
+        self.publish()
         return self.parameter._local_tensor.data.to(  # type: ignore[attr-defined]
             self.compute_dtype
         )
 
 
-Parameter = ReplicatedParameter | ShardedParameter
+Member = ReplicatedParameter | ShardedParameter
+"""A parameter of a parallel model."""
 
 
 class ReplicatedParameters:
@@ -176,7 +114,7 @@ class ReplicatedParameters:
         self._with_gradient: set[int] = set()
         self._mine: list[bool] = []  # what this rank used, as last flagged
 
-    def everyone(self) -> list[ReplicatedParameter | ShardedParameter]:
+    def everyone(self) -> list[Member]:
         """All parameters of the chunk, small and sharded."""
         return [*self.members, *self.sharded]
 
@@ -265,7 +203,7 @@ class ReplicatedParameters:
     def _shaped(self, flat: Tensor) -> Sequence[Tensor]:
         return unflatten(flat[: self.numel], [member.storage for member in self.members])
 
-    def used(self, settled: Callable[[Parameter], bool | None]) -> tuple[list[bool], list[bool]]:
+    def used(self, settled: Callable[[Member], bool | None]) -> tuple[list[bool], list[bool]]:
         """After the reduction: which small and which sharded parameters some rank used.
 
         What this rank used is known. Of the rest other ranks' flags tell, and reading them is the

@@ -21,19 +21,13 @@ from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import swap
-from internsp.wp.parameter import ShardedParameter, dtensor_like, grad_dtype, same_bits
-from internsp.wp.replicated import ReplicatedParameter
+from internsp.wp.parameter import dtensor_like, grad_dtype, same_bits
+from internsp.wp.replicated import Member
 
-Member = ShardedParameter | ReplicatedParameter
 Watch = Callable[[list[dist.P2POp]], list[dist.P2POp]]
 
 _LOWEST = torch.iinfo(torch.int64).min
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def name_in_model(member: Member) -> str:
-    """What the whole model calls it: of a copy the name of the weight."""
-    return member.tied or member.name
 
 
 class StepGradients(Protocol):
@@ -85,7 +79,7 @@ class PlainGradients:
     def take(self, member: Member) -> tuple[Tensor, bool]:
         """See :class:`StepGradients`."""
         gradient: Any = member.parameter.grad
-        wide, device = torch.promote_types(member.dtype, torch.float32), device_of(member)
+        wide, device = torch.promote_types(member.dtype, torch.float32), member.device
         if gradient is None:
             local = member.parameter._local_tensor  # type: ignore[attr-defined]
             return torch.zeros(local.numel(), dtype=wide, device=device), False
@@ -114,11 +108,6 @@ class PlainGradients:
     def values(self, member: Member) -> list[Tensor]:
         """See :class:`StepGradients`."""
         return [member.parameter._local_tensor]  # type: ignore[attr-defined]
-
-
-def device_of(member: Member) -> torch.device:
-    """Where it computes."""
-    return member.device if isinstance(member, ShardedParameter) else member.storage.device
 
 
 class Place(NamedTuple):
@@ -271,7 +260,7 @@ class TiedWeights:
         """Copy the first place's values, and master values, to the others. Collective; blocks."""
         group, rank = self._mesh.pipeline_group, self._mesh.pipeline_rank
         for weight in (weight for weight in self.weights if weight.own):
-            first, device = weight.places[0].rank, device_of(weight.own[0][1])
+            first, device = weight.places[0].rank, weight.own[0][1].device
             held = [(m, c.step_gradients.values(m)) for c, m in weight.own]
             for number, mine in enumerate(held[0][1]):
                 values = mine.to(device).contiguous()
@@ -289,9 +278,7 @@ class TiedWeights:
 
 def _digest(member: Member) -> Tensor:
     """Of the bits of this rank's part, as a tensor: nothing waits for it."""
-    if member.ready is not None:
-        ready, member.ready = member.ready, None
-        ready.wait()
+    member.publish()
     local = member.parameter._local_tensor.detach()  # type: ignore[attr-defined]
     bits = local.reshape(-1).view(_BITS[local.element_size()])
     return bits.sum(dtype=torch.int64) >> 1  # so that its negative exists, and none is the lowest

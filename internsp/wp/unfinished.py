@@ -18,11 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from internsp.autograd import in_backward
 from internsp.errors import GradientError
-from internsp.wp.parameter import ShardedParameter, grad_dtype, spec_in
+from internsp.wp.parameter import grad_dtype, spec_in
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import ReplicatedParameter, ReplicatedParameters
-
-Member = ShardedParameter | ReplicatedParameter
+from internsp.wp.replicated import Member, ReplicatedParameter, ReplicatedParameters
 
 _aten: Any = torch.ops.aten
 

@@ -28,7 +28,7 @@ LEVELS = [
      "internsp.wp.reductions", "internsp.sp"],
     ["internsp.wp.slots", "internsp.wp.reduce", "internsp.quantize", "internsp.packed",
      "internsp.wp.replicated",
-     "internsp.wp.values", "internsp.failure"],
+     "internsp.failure"],
     ["internsp.plan"],
     ["internsp.wp", "internsp.agreement"],
     ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf", "internsp.meta"],
