@@ -16,7 +16,7 @@ from internsp.wp.replicated import Member
 
 
 class ZeroGradients:
-    """This rank's slices (:class:`internsp.wp.tied.StepGradients`).
+    """This rank's slices (:class:`internsp.pipeline.tied.StepGradients`).
 
     Args:
         finish: finishes the reductions, and returns what was used on some rank.

@@ -27,7 +27,7 @@ from internsp.pipeline.picture import draw
 from internsp.pipeline.pipeline import local_config, require_patterns, splittable
 from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
 from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
-from internsp.pipeline.tied import Tie, shared_by
+from internsp.pipeline.tied import Place, Tie, shared_by
 from internsp.plan.assign import Assignment, assign
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
@@ -38,7 +38,6 @@ from internsp.plan.repeats import Item, folded_lines, ranges
 from internsp.plan.units import chunk_plan
 from internsp.sp.dispatch import fixed_sizes
 from internsp.wp.layout import ShardLayout, laid_out
-from internsp.wp.tied import Place
 
 _LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times
 

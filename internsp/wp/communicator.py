@@ -33,7 +33,6 @@ from internsp.wp.perform import Chunk
 from internsp.wp.replicated import Member, ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.slots import Slot, Unit
-from internsp.wp.tied import PlainGradients, StepGradients
 from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
@@ -221,7 +220,8 @@ class ISPCommunicator(WPCommunicator):
         learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
             where none is learned, and once it is (``learned``).
         meeting: where the ranks of the stage agree on what is done at rest.
-        step_gradients: what a pipeline's step adds to gradients of tied weights.
+        step_gradients: what a pipeline's step adds to gradients of weights that other stages have,
+            too (:class:`internsp.pipeline.tied.StepGradients`); ``None``: there are none.
         whole_in: what has made parameters whole outside of training
             (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
     """
@@ -247,7 +247,7 @@ class ISPCommunicator(WPCommunicator):
         self.hooks: object | None = None
         self.meeting: Any = None
         self.whole_in = ""
-        self.step_gradients: StepGradients = PlainGradients()
+        self.step_gradients: Any = None
         self.plan: ChunkPlan | None = None
         self.places: dict[tuple[nn.Module, str], Member] = {}
         self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)
