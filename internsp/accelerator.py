@@ -8,13 +8,24 @@ and random state; its groups have the backend that torch has for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 HOST = "cpu"
+
+
+class Stream(Hashable, Protocol):
+    """What is needed of ``torch.Stream``."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Everything queued here from now on runs after what is queued on ``stream`` now."""
+
+
+CurrentStream = Callable[[], Stream]
 
 
 def kind() -> str:
@@ -70,3 +81,35 @@ def random_state(device: torch.device) -> torch.Tensor:
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     """See :func:`random_state`."""
     torch.get_device_module(device).set_rng_state(state, device)
+
+
+class DeviceClock:
+    """When the device reached a point of the current stream (:class:`internsp.trace.Clock`).
+
+    The host only queues work, so its own clock says when something was asked for, not when it ran.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Tie the device's clock to the host's. Blocks until the device is idle."""
+        torch.accelerator.synchronize(self._device)
+        self._base = timed_event(self._device)
+        torch.accelerator.synchronize(self._device)
+        self._began = time.perf_counter()
+
+    def mark(self) -> Any:
+        """A point of the current stream. Does not block."""
+        return timed_event(self._device)
+
+    def seconds(self, mark: Any) -> float:
+        """When it was reached, as ``time.perf_counter()`` would say. Blocks until it is."""
+        mark.synchronize()
+        return self._began + self._base.elapsed_time(mark) / 1e3
+
+
+def device_clock(device: torch.device) -> DeviceClock | None:
+    """A clock for work on ``device``; ``None`` where the host's own is right."""
+    return DeviceClock(device) if has_streams(device) else None

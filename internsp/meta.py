@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import StructureError
-from internsp.wp.parameter import same_bits
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, same_bits
 
 RESETS = ("reset_buffers", "reset_running_stats", "reset_parameters", "_reset_parameters", "reset")
 """Methods by which modules compute what they hold, as torch and its users call them."""

@@ -14,7 +14,9 @@ from internsp.agreement.additions import Additions
 from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
+from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
+from internsp.host import HostLink
 from internsp.layers.casts import find_casts, register_casts
 from internsp.layers.offload import ActivationOffload
 from internsp.layers.parameters import Scope, attach, put
@@ -54,19 +56,17 @@ from internsp.wp.communicator import (
 )
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.hooks import BlockHooks, EnclosingHooks, register_hooks
-from internsp.wp.host import HostLink
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.near import NearSlices
 from internsp.wp.order import OrderLearner
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import Buffers, GradientReducer
-from internsp.wp.replicated import Member, ReplicatedParameter, ReplicatedParameters
+from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
-from internsp.wp.tensor_parallel import require_on_tensor_ranks
 
 MakeCollectives = Callable[..., Collectives]
 Initialize = Callable[[str, Tensor, torch.Generator], None]

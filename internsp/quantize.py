@@ -25,7 +25,7 @@ from internsp.errors import ConfigError
 from internsp.packed import OwnGather, PackedShard
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import Buffers
-from internsp.wp.streams import SlotStreams
+from internsp.wp.slots import SlotStreams
 
 BLOCK = 128
 SCALES = {

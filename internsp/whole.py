@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from internsp.agreement.compare import checksum
+from internsp.dtensor.placed import grad_dtype
+from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import (
     CollectiveError,
     InternspError,
@@ -32,9 +34,7 @@ from internsp.layers.parameters import Scope, Weights, put
 from internsp.optim.bucket import Bucket
 from internsp.optim.zero import ZeroOptimizer
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import ShardedParameter, grad_dtype, same_bits
-from internsp.wp.replicated import Member
-from internsp.wp.unfinished import UnfinishedGradient
+from internsp.wp.parameter import Member, ShardedParameter, same_bits
 
 Write = Literal["none", "shards", "rank0"]
 

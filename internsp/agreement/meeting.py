@@ -12,8 +12,7 @@ import torch.distributed as dist
 from internsp.errors import CollectiveError, StructureError
 from internsp.failure.lookout import Lookout
 from internsp.failure.recovery import default_store
-from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, ShardedParameter
 
 
 class Meeting:

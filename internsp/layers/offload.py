@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from internsp.config.kept import size_in_bytes
-from internsp.wp.host import ACTIVATIONS, Copied, HostLink, HostPool
+from internsp.host import ACTIVATIONS, Copied, HostLink, HostPool
 
 Offload = int | str | None
 """``activation_checkpoint.offload``."""

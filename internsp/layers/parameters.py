@@ -32,9 +32,9 @@ from internsp.autograd import (
     transforming,
     under_transform,
 )
+from internsp.dtensor.tensor_parallel import TensorPart
 from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.wp.parameter import not_to_be_copied
-from internsp.wp.tensor_parallel import TensorPart
 
 
 class Weight(Protocol):

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.optim.methods import Method
 from internsp.optim.slices import Region
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS, HostLink, HostSum
 from internsp.wp.layout import laid_out
-from internsp.wp.parameter import Ready, ShardedParameter
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, Ready, ShardedParameter
 
 _Place = tuple[frozenset[str], HostLink | None, torch.device]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.wp.collectives import all_reduce
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 _SHOWN = 6  # names in a message
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 ParamGroups = Iterable[dict[str, Any] | nn.Parameter | tuple[str, nn.Parameter]]
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from internsp.dtensor.mixed import raw_grad
+from internsp.dtensor.parameter import ShardParameter
+from internsp.dtensor.unfinished import UnfinishedGradient
 from internsp.errors import GradientError
-from internsp.wp.dtensors import ShardParameter
-from internsp.wp.mixed import raw_grad
-from internsp.wp.replicated import Member
-from internsp.wp.unfinished import UnfinishedGradient
+from internsp.wp.parameter import Member
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:

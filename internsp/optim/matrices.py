@@ -35,8 +35,7 @@ from internsp.optim.slices import Slices
 from internsp.optim.state_names import Names
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, ShardedParameter
 
 State = dict[str, Any]
 Place = tuple[int, int, int]

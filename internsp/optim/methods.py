@@ -18,8 +18,7 @@ from internsp.optim.elementwise import (
     require_whole_matrix,
 )
 from internsp.optim.muon import MuonSlices, splits
-from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, ShardedParameter
 
 _OWN_KEYS = ("params", "param_names", "optimizer", "whole_matrix")
 

@@ -22,11 +22,10 @@ from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
+from internsp.wp.collect import discard_sums
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import Member, ReplicatedParameter
-from internsp.wp.unfinished import discard_sums
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 
 IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)
 

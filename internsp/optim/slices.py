@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from internsp.wp.parameter import ShardedParameter
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, ShardedParameter
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """Offsets, sizes, and the first of its elements, counted from the slice's first one."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.host import OPTIMIZER, PIECE, HostLink
 from internsp.optim.bucket import Bucket, Segment
-from internsp.wp.host import OPTIMIZER, PIECE, HostLink
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 
 def update(bucket: Bucket, link: HostLink, used: set[Member], factor: float) -> None:

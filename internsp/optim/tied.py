@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from internsp.optim.bucket import Bucket
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 
 class ZeroGradients:

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from internsp.errors import LayoutError
+from internsp.host import OPTIMIZER
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.matrices import MatrixSteps
 from internsp.optim.state_names import Names, State
-from internsp.wp.host import OPTIMIZER
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 MASTER = "master"
 

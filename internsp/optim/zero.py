@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from internsp.failure.recovery import unbroken
+from internsp.host import OPTIMIZER
 from internsp.optim import checkpoint, streamed, whole_state
 from internsp.optim.bucket import Bucket, Publication, make_buckets
 from internsp.optim.elementwise import OptimizerClass
@@ -28,8 +29,7 @@ from internsp.optim.tied import ZeroGradients
 from internsp.optim.whole_state import States
 from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.host import OPTIMIZER
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 _LOG = logging.getLogger("internsp.optim")
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from internsp.dtensor.placed import dtensor_like, grad_dtype
 from internsp.errors import OrderError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.wp.collectives import swap
-from internsp.wp.parameter import ShardedParameter, dtensor_like, grad_dtype, same_bits
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member, ShardedParameter, same_bits
 
 Watch = Callable[[list[dist.P2POp]], list[dist.P2POp]]
 Tie = Mapping[int, str]

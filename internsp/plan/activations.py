@@ -26,6 +26,7 @@ from internsp.config import Config
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
 from internsp.factory import build_of_length, one_document_a_row, to_parallelize
+from internsp.host import HostLink
 from internsp.layers.offload import ActivationOffload, offloaded_blocks
 from internsp.layers.recompute import checkpoint_block
 from internsp.layers.tiles import ROWS, tile_all
@@ -34,7 +35,6 @@ from internsp.plan.blocks import read
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.tiles import find_tiled, tile_tokens, tiles_of
 from internsp.sp import SequenceLayout, checkpoint_context_fn
-from internsp.wp.host import HostLink
 
 _LEAST = 512  # positions of the smaller of two steps; small ones round to ROWS
 

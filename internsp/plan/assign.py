@@ -16,12 +16,12 @@ from torch import nn
 
 from internsp.config import PlanRule, WeightParallelConfig
 from internsp.config.names import within
+from internsp.dtensor.tensor_parallel import largest_part, own_part
 from internsp.errors import LayoutError, StructureError
 from internsp.packed import OwnGather
 from internsp.plan.blocks import Structure, did_you_mean
 from internsp.plan.dtypes import WeightDtypes
 from internsp.plan.rules import BLOCK_KEYS, MODULE_KEYS, NO_RULES, Rules
-from internsp.wp.tensor_parallel import largest_part, own_part
 
 EMBEDDING_CUTS = {"vocabulary": 0, "hidden": 1}
 PATTERNS = ("experts", "own_dtype")

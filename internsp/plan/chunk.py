@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch
 
+from internsp.host import WEIGHTS
 from internsp.packed import PackedShard
 from internsp.quantize import QuantizedShard
 from internsp.wp.enclosing import Enclosing
-from internsp.wp.host import WEIGHTS
 from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
 
 

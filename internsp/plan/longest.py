@@ -12,11 +12,11 @@ from internsp.config import Config
 from internsp.config.kept import size_in_bytes
 from internsp.config.sizes import human
 from internsp.errors import ConfigError
+from internsp.host import ACTIVATIONS
 from internsp.plan.activations import ActivationModel
 from internsp.plan.classes import table
 from internsp.plan.offloaded import HOSTED, STEPPING
 from internsp.plan.printed import make_plan
-from internsp.wp.host import ACTIVATIONS
 
 MOST_TOKENS = 1 << 31
 

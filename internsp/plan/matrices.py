@@ -10,10 +10,10 @@ from torch import nn
 
 from internsp.config import Config
 from internsp.config.sizes import moments
+from internsp.host import OPTIMIZER
 from internsp.mesh.shape import MeshShape
 from internsp.plan.assign import Assignment
 from internsp.plan.dtypes import DTYPES
-from internsp.wp.host import OPTIMIZER
 
 PASSING = "whole matrices in the step (at most)"
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from internsp.host import ACTIVATIONS, GRADIENTS, OPTIMIZER, PIECE, WEIGHTS
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import ChunkPlan, WeightPlan
-from internsp.wp.host import ACTIVATIONS, GRADIENTS, OPTIMIZER, PIECE, WEIGHTS
 from internsp.wp.layout import laid_out
 
 HOSTED = {

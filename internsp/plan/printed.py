@@ -17,6 +17,7 @@ from internsp.config import Config
 from internsp.config.sizes import human, moments
 from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
+from internsp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.mesh import MeshShape
 from internsp.plan.assign import Assignment, assign, require_patterns_matched
 from internsp.plan.blocks import read
@@ -42,7 +43,6 @@ from internsp.plan.rules import Rules, lay
 from internsp.plan.sequences import SequenceTraffic
 from internsp.plan.simulate import simulate
 from internsp.plan.units import chunk_plan, quantized_bytes
-from internsp.wp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 
 _LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
 _ENTRY_BYTES = 400  # of a tensor in the table of a checkpoint's file, its number of steps included

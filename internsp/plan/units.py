@@ -11,6 +11,7 @@ import torch
 from internsp.config import WeightParallelConfig
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
+from internsp.host import WEIGHTS
 from internsp.mesh.shape import MeshShape
 from internsp.packed import PackedShard
 from internsp.plan.assign import Assignment, require_effect, require_experts
@@ -19,7 +20,6 @@ from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_
 from internsp.plan.prefetch import KEYS
 from internsp.quantize import QuantizedShard, buffer_bytes
 from internsp.wp.enclosing import Enclosing
-from internsp.wp.host import WEIGHTS
 from internsp.wp.layout import ShardLayout
 from internsp.wp.schedule import FORWARD, Policy, fitting, spread
 from internsp.wp.slots import aligned

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from internsp.host import ACTIVATIONS
 from internsp.plan.offloaded import HOSTED, STAGED
 from internsp.train.session import Session
-from internsp.wp.host import ACTIVATIONS
 
 
 def components(session: Session) -> list[tuple[str, int]]:

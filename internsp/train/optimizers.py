@@ -16,7 +16,7 @@ from internsp.errors import ConfigError
 from internsp.optim import LossScaler, ZeroOptimizer
 from internsp.optim.groups import members
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.replicated import Member
+from internsp.wp.parameter import Member
 
 _CLASSES = {
     "adamw": torch.optim.AdamW,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from internsp.accelerator import device_clock
 from internsp.config import Config
 from internsp.data.batches import DataSource
 from internsp.errors import ConfigError
@@ -25,7 +26,6 @@ from internsp.train.optimizers import make_optimizer, names_matched
 from internsp.train.own import Own, OwnData
 from internsp.train.rates import RateFactor
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.streams import device_clock
 
 _NOTHING = Own()
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from internsp.dtensor.placed import grad_dtype
 from internsp.errors import ConfigError
+from internsp.host import OPTIMIZER
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Handle, wait_all
-from internsp.wp.host import OPTIMIZER
-from internsp.wp.parameter import ShardedParameter, grad_dtype
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import Member, ReplicatedParameters
+from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.slots import Unit
 
 
@@ -182,3 +183,32 @@ def _accumulate(member: Member, value: Tensor) -> None:
         member.parameter.grad = gradient
     else:
         member.parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+
+
+def with_sums(state: Chunk, replicated: ReplicatedParameters) -> list[Member]:
+    """The parameters that have sums on this rank."""
+    return [*replicated.with_gradient(), *state.reducer.touched]
+
+
+def discard_sums(
+    state: Chunk, replicated: ReplicatedParameters, member: Member, used: bool
+) -> None:
+    """Forget ``member``'s sums on this rank; waits for what is in flight. No message.
+
+    A sum becomes zeros, not nothing: the ranks' next messages stay the same (WP-2).
+
+    Args:
+        used: whether its gradient is zeros rather than none, where this rank had one: a gradient
+            that was set to zero in place exists, and optimizers step with it.
+    """
+    state.finish_reductions()
+    if isinstance(member, ReplicatedParameter):
+        replicated.discard(member, used)
+        return
+    state.reducer.whole.drop(member)
+    if member.reduced_grad is not None:
+        wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
+        member.drop_reduced_grad()
+        member.add_reduced_grad(member.zeros(wide))
+    if member in state.reducer.touched:
+        state.reducer.touched[member] &= used

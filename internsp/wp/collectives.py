@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
-from internsp.accelerator import current_stream
+from internsp.accelerator import Stream, current_stream
 from internsp.failure.standstill import Wait
 from internsp.trace import Trace
 from internsp.wp.ledger import Counters, Ledger
-from internsp.wp.streams import Stream
 from internsp.wp.works import Watcher, Work, when_over
 
 CPU = torch.device("cpu")

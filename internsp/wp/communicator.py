@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from internsp.autograd import NO_TASK, graph_task
+from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import OrderError, StaleWeightError, StructureError
 from internsp.failure.last_words import EndOfBackward
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
 from internsp.plan.chunk import ChunkPlan
 from internsp.wp.autocast import Autocast, follow
-from internsp.wp.collect import ReplicaSums, collect
+from internsp.wp.collect import ReplicaSums, collect, discard_sums, with_sums
 from internsp.wp.contents import Contents
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
-from internsp.wp.parameter import ShardedParameter
+from internsp.wp.parameter import Member, ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import Member, ReplicatedParameters
+from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
 from internsp.wp.slots import Slot, Unit
-from internsp.wp.unfinished import UnfinishedGradients, discard_sums, with_sums
 
 
 class WPCommunicator(ABC):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from internsp.errors import StaleWeightError
+from internsp.wp.parameter import Member
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import Member
 from internsp.wp.slots import Unit
 
 
@@ -110,17 +110,20 @@ class Contents:
             return
         state, held = self._state, self._state.queue.contents
         rounded = state.quantizer.weights if state.quantizer is not None else ()
-        for unit in self._units():
-            slot = state.pool.slots[unit.slot]
-            for weight in unit.weights:
-                if held.get(weight) != weight.compute_dtype or weight in rounded:
-                    continue
-                if weight in state.handles or weight.ready is not None:
-                    continue  # on its way, to its slot or from an optimizer
-                if not weight.agrees_with(slot.flat(unit, weight)):
-                    raise StaleWeightError(
-                        f"{weight.name} was written on rank {self._rank} between a forward and its "
-                        "backward, or within unchanged(), by a way that no version counter shows "
-                        "(torch._foreach_*, numpy): write weights between a backward and the next "
-                        "forward"
-                    )
+        there = [
+            (weight, state.pool.slots[unit.slot].flat(unit, weight))
+            for unit in self._units()
+            for weight in unit.weights
+            if held.get(weight) == weight.compute_dtype
+            and weight not in rounded
+            and weight not in state.handles  # on its way to its slot
+            and weight.ready is None  # or from an optimizer
+        ]
+        for weight, gathered in there:
+            if not weight.agrees_with(gathered):
+                raise StaleWeightError(
+                    f"{weight.name} was written on rank {self._rank} between a forward and its "
+                    "backward, or within unchanged(), by a way that no version counter shows "
+                    "(torch._foreach_*, numpy): write weights between a backward and the next "
+                    "forward"
+                )

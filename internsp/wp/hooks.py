@@ -37,6 +37,7 @@ from internsp.autograd import (
     transforming,
 )
 from internsp.config import ActivationCheckpointConfig
+from internsp.dtensor.placed import dtensor_like
 from internsp.errors import GradientError, StructureError
 from internsp.layers.entry import compile_block, take_at_entry
 from internsp.layers.offload import ActivationOffload
@@ -45,7 +46,7 @@ from internsp.layers.recompute import ContextFn, checkpoint_block
 from internsp.layers.watch import refuse_optimizer, require_no_gradient_hooks
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.enclosing import Enclosing
-from internsp.wp.parameter import dtensor_like, not_to_be_copied
+from internsp.wp.parameter import not_to_be_copied
 from internsp.wp.slots import Unit
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]

@@ -122,13 +122,3 @@ def laid_out(numels: Sequence[int], itemsize: int, ranks: int) -> tuple[list[int
         starts.append(end)
         end += math.ceil(numel / step) * step
     return starts, math.ceil(end / (step * ranks)) * step
-
-
-def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
-    found: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        found.insert(0, step)
-        step *= n
-    return tuple(found)

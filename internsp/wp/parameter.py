@@ -9,22 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from internsp.dtensor.mixed import plainly
+from internsp.dtensor.parameter import Aliases, own, part
+from internsp.dtensor.placed import dtensor_like, local_of, strides
+from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
-from internsp.mesh import WeightAxis
-from internsp.wp.dtensors import Aliases, own, part
-from internsp.wp.host import GRADIENTS, WEIGHTS, HostLink, HostSum
-from internsp.wp.layout import ShardLayout, strides
-from internsp.wp.tensor_parallel import TensorPart, own_part
+from internsp.host import GRADIENTS, WEIGHTS, HostLink, HostSum
+from internsp.mesh import ParallelMesh, WeightAxis
+from internsp.wp.layout import ShardLayout
 
 Tag = tuple[int, torch.dtype]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_plainly: Any = torch._C._disabled_torch_function_impl
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
 
 
 class ModelParameter:
@@ -91,7 +90,7 @@ class ModelParameter:
     def requires_grad(self) -> bool:
         """Whether it is trained, now: a user may freeze and thaw it."""
         # Past __torch_function__, by which every read of a parameter's attribute goes.
-        return bool(_plainly(_requires_grad, (), (self.parameter,), {}))
+        return bool(plainly(_requires_grad, (), (self.parameter,), {}))
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
@@ -395,6 +394,97 @@ class ShardedParameter(ModelParameter):
             self._sum.clear()
 
 
+class ReplicatedParameter(ModelParameter):
+    """A whole parameter on every rank, as a ``DTensor`` on the same mesh as the cut ones.
+
+    To layers it is its own communicator (:class:`internsp.wp.communicator.WPCommunicator` names the
+    methods): there is nothing to gather.
+
+    Args:
+        compute_dtype: what its module computes with (``None``: its own).
+
+    Attributes:
+        axis: the dense one, over whose ZeRO group an optimizer cuts it.
+        shown: the version that was last computed with.
+        sums: takes its gradient, as that of its ``index``
+            (:class:`internsp.wp.replicated.ReplicatedParameters`).
+    """
+
+    guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
+    weight_part = False
+    sums: Any
+    index: int
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        mesh: ParallelMesh,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(name, parameter, mesh.dense)
+        self.communicator = self
+        self.compute_dtype = compute_dtype or parameter.dtype
+        self.shown = -1
+        mine = own_part(parameter)
+        storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
+        if parameter.device.type != "meta":
+            storage.copy_(mine)
+        self._hold(storage, Replicate(), parameter.shape, parameter.requires_grad)
+
+    @property
+    def shape(self) -> torch.Size:
+        """See :class:`ModelParameter`."""
+        return self.storage.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.storage.device
+
+    def own(self, values: Tensor) -> Tensor:
+        """See :class:`ModelParameter`."""
+        return values if self.tensor is None else self.tensor.own(values)
+
+    def show_again(self, shown: int) -> None:
+        """The gradient of what was ``shown`` is ready: check that the values are the same (WP-14).
+
+        Raises:
+            StaleWeightError: they have changed since.
+        """
+        if shown != self.version():
+            raise stale(self.name, dist.get_rank())
+
+    def current(self) -> Tensor:
+        """The values to compute with, published (WP-3)."""
+        self.publish()
+        return self.parameter._local_tensor.data.to(  # type: ignore[attr-defined]
+            self.compute_dtype
+        )
+
+    # as a communicator: ``weight`` is itself
+
+    def unshard(self, weight: ReplicatedParameter) -> Tensor:
+        """The local replica, in the compute dtype."""
+        tensor = self.current()
+        self.shown = self.version()
+        return tensor
+
+    def at_hand(self, weight: ReplicatedParameter) -> bool:
+        """Always."""
+        return True
+
+    def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
+        """Add this rank's part to the flat sum."""
+        if not self.sums.in_backward:
+            self.sums.began()
+        self.sums.add(self.index, gradient)
+
+
+Member = ReplicatedParameter | ShardedParameter
+"""A parameter of a parallel model."""
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
     kind = _BITS[math.gcd(one.element_size(), 8)]
@@ -405,52 +495,6 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of ``flat`` in the shapes of ``like``, in one call: a split and views take longer."""
     views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
     return views
-
-
-def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:
-    """The local part of ``values``, or ``None`` when they are whole and plain.
-
-    Raises:
-        LayoutError: they do not fit ``parameter``.
-    """
-    placements = parameter.placements  # type: ignore[attr-defined]
-    if values.shape != parameter.shape:
-        raise LayoutError(
-            f"{name} has shape {list(parameter.shape)}, the given values {list(values.shape)}"
-        )
-    if not isinstance(values, DTensor):
-        return None
-    if values.placements != placements:
-        raise LayoutError(
-            f"{name} is placed {placements}, the given values {values.placements}: redistribute "
-            "them first"
-        )
-    return values._local_tensor
-
-
-def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
-    """``local`` as a ``DTensor`` placed like ``parameter``, in its own dtype.
-
-    Not by ``from_local``, which takes ten times as long, for every gradient of every step; nor by
-    ``DTensor()``, whose ``__init__`` does nothing but keep the compiler out.
-    """
-    return DTensor.__new__(DTensor, local, spec_in(parameter, local.dtype), requires_grad=False)
-
-
-def spec_in(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
-    """What a ``DTensor`` like ``parameter`` is, in another dtype."""
-    spec = parameter._spec  # type: ignore[attr-defined]
-    meta = spec.tensor_meta
-    if dtype == meta.dtype:
-        return spec
-    return DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=dtype))
-
-
-def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """What its ``.grad`` is kept in, now: the user may set ``parameter.grad_dtype``."""
-    # Past __torch_function__, as requires_grad; `None` (any dtype) is taken for its own.
-    chosen: torch.dtype | None = _plainly(_grad_dtype, (), (parameter,), {})
-    return chosen or parameter._local_tensor.dtype  # type: ignore[attr-defined]
 
 
 def stale(name: str, rank: int) -> StaleWeightError:

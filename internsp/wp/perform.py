@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from internsp.host import Copied, HostLink
 from internsp.mesh import WeightAxis
 from internsp.quantize import Quantizer
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
-from internsp.wp.host import Copied, HostLink
 from internsp.wp.ledger import Counters
 from internsp.wp.near import NearSlices
 from internsp.wp.parameter import ShardedParameter

@@ -920,4 +920,5 @@ class GatherQueue(Generic[U, W]):
         self.reduced.update(group.weights)
         if not self.policy.one_order and len(weights) == len(group.weights):
             self.held.pop(group, None)
-            self._advance(out)
+            if self._at < self._limit:
+                self._advance(out)

@@ -16,16 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from internsp.accelerator import current_stream
+from internsp.accelerator import Stream, current_stream
+from internsp.host import GRADIENTS, HostSum
 from internsp.mesh import WeightAxis
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.host import GRADIENTS, HostSum
 from internsp.wp.layout import ShardLayout
 from internsp.wp.parameter import ShardedParameter, unflatten
 from internsp.wp.schedule import runs_of
 from internsp.wp.slots import Unit
-from internsp.wp.streams import Stream
 
 
 @dataclass

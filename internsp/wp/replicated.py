@@ -1,7 +1,4 @@
-"""Replicated parameters: replicated on every rank.
-
-Their gradients reduced in one flat collective.
-"""
+"""Gradients of replicated parameters, reduced in one flat collective."""
 
 from __future__ import annotations
 
@@ -9,80 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch import Tensor
 
 from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import all_reduce
 from internsp.wp.ledger import Counters
-from internsp.wp.parameter import ModelParameter, ShardedParameter, stale, unflatten
-from internsp.wp.tensor_parallel import own_part
-
-
-class ReplicatedParameter(ModelParameter):
-    """A whole parameter on every rank, as a ``DTensor`` on the same mesh as the cut ones.
-
-    Args:
-        compute_dtype: what its module computes with (``None``: its own).
-
-    Attributes:
-        axis: the dense one, over whose ZeRO group an optimizer cuts it.
-        shown: the version that was last computed with.
-    """
-
-    guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
-    communicator: ReplicatedParameters
-    index: int
-
-    def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        mesh: ParallelMesh,
-        compute_dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(name, parameter, mesh.dense)
-        self.compute_dtype = compute_dtype or parameter.dtype
-        self.shown = -1
-        mine = own_part(parameter)
-        storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
-        if parameter.device.type != "meta":
-            storage.copy_(mine)
-        self._hold(storage, Replicate(), parameter.shape, parameter.requires_grad)
-
-    @property
-    def shape(self) -> torch.Size:
-        """See :class:`ModelParameter`."""
-        return self.storage.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.storage.device
-
-    def own(self, values: Tensor) -> Tensor:
-        """See :class:`ModelParameter`."""
-        return values if self.tensor is None else self.tensor.own(values)
-
-    def show_again(self, shown: int) -> None:
-        """The gradient of what was ``shown`` is ready: check that the values are the same (WP-14).
-
-        Raises:
-            StaleWeightError: they have changed since.
-        """
-        if shown != self.version():
-            raise stale(self.name, dist.get_rank())
-
-    def current(self) -> Tensor:
-        """The values to compute with, published (WP-3)."""
-        self.publish()
-        return self.parameter._local_tensor.data.to(  # type: ignore[attr-defined]
-            self.compute_dtype
-        )
-
-
-Member = ReplicatedParameter | ShardedParameter
-"""A parameter of a parallel model."""
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, unflatten
 
 
 class ReplicatedParameters:
@@ -92,11 +21,7 @@ class ReplicatedParameters:
     reduction every rank knows which parameters were used by some rank: an unused one keeps
     ``grad = None``, as on one process.
 
-    To layers it is these parameters' communicator (:class:`internsp.wp.communicator.WPCommunicator`
-    names the methods): there is nothing to gather.
-
     Attributes:
-        weight_part: the weight part of a split backward runs.
         in_backward: whether it is known that a backward runs.
         began: called at a ready gradient where it is not.
     """
@@ -105,7 +30,7 @@ class ReplicatedParameters:
         self._mesh = mesh
         self.rank = mesh.rank
         self.began: Callable[[], None] = lambda: None
-        self.weight_part = self.in_backward = False
+        self.in_backward = False
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None
@@ -120,27 +45,9 @@ class ReplicatedParameters:
 
     def append(self, member: ReplicatedParameter) -> None:
         """Take in a parameter; the flat gradient is made at the first ready gradient."""
-        member.communicator, member.index = self, len(self.members)
+        member.sums, member.index = self, len(self.members)
         self.members.append(member)
         self.numel += member.shape.numel()
-
-    # for layers
-
-    def unshard(self, weight: ReplicatedParameter) -> Tensor:
-        """The local replica, in the compute dtype."""
-        tensor = weight.current()
-        weight.shown = weight.version()
-        return tensor
-
-    def at_hand(self, weight: ReplicatedParameter) -> bool:
-        """Always."""
-        return True
-
-    def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
-        """Add this rank's part to the flat sum."""
-        if not self.in_backward:
-            self.began()
-        self.add(weight.index, gradient)
 
     # the flat sum
 

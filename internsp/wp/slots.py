@@ -8,16 +8,15 @@ another group takes them: the same moments, the same messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from internsp.accelerator import current_stream
+from internsp.accelerator import CurrentStream, Stream, current_stream
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.schedule import Group
-from internsp.wp.streams import SlotStreams
 
 ALIGNMENT = 256  # bytes: what allocators and vector loads like
 
@@ -70,6 +69,54 @@ class Unit:
             for weight in group.weights:
                 self.offsets[weight] = offset
                 offset += aligned(weight.slot_nbytes) if weight.moves else 0
+
+
+class SlotStreams:
+    """The streams that touch one slot: who still reads it, who has seen its weights arrive (WP-4).
+
+    A kernel is queued long before it runs, so a hold that has ended on the host says nothing about
+    the device. One stream needs no help: a collective waits, at its launch, for what the launching
+    stream has queued, and a wait makes the waiting stream stand behind the collective. Two or more
+    (a user's own, or autograd's, which runs each node on the stream of its forward) need this. On a
+    device without streams every method does nothing.
+
+    Attributes:
+        active: whether the device has streams.
+
+    Args:
+        current: see :func:`internsp.accelerator.current_stream`.
+    """
+
+    def __init__(self, current: CurrentStream | None) -> None:
+        self._current = current
+        self.active = current is not None
+        self._readers: set[Stream] = set()
+        self._arrived: dict[Hashable, set[Stream]] = {}
+
+    def before_overwrite(self, *weights: Hashable) -> None:
+        """The current stream stands behind all readers of the slot; the gather behind it (WP-4)."""
+        if self._current is None:
+            return
+        here = self._current()
+        for stream in self._readers:
+            if stream != here:
+                here.wait_stream(stream)
+        self._readers = {here}  # what stands behind this one stands behind them all
+        for weight in weights:
+            self._arrived.pop(weight, None)
+
+    def read(self, *weights: Hashable) -> None:
+        """The current stream is about to read ``weights``, whose gathers some stream waited for."""
+        if self._current is None:
+            return
+        here = self._current()
+        for weight in weights:
+            arrived = self._arrived.setdefault(weight, set())
+            if here not in arrived:
+                if arrived:  # a gather is waited for once, by another stream
+                    here.wait_stream(next(iter(arrived)))
+                arrived.add(here)
+        self._readers.add(here)
 
 
 class Slot:

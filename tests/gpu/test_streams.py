@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from internsp import ParallelMesh, WeightParallelConfig, parallelize
-from internsp.accelerator import current_stream
+from internsp.accelerator import DeviceClock, current_stream
 from internsp.trace import Trace
-from internsp.wp.streams import DeviceClock, SlotStreams
+from internsp.wp.slots import SlotStreams
 from tests.support.parity import Case, run_case
 from tests.support.ranks import run_ranks
 from tools.bench.model import process_group

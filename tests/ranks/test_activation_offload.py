@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from internsp import parallel
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, OrderError
+from internsp.host import HostLink, HostPool, Pairs
 from internsp.layers.offload import ActivationOffload
 from internsp.layers.recompute import checkpoint_block
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from internsp.sp import checkpoint_context_fn
-from internsp.wp.host import HostLink, HostPool, Pairs
 from tests.support.compare import TOLERANCE
 from tests.support.late_copies import HastyLink, LateLink, install
 from tests.support.models import Tiny, Twin, raises

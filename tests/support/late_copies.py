@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from internsp import parallel
-from internsp.wp.host import HostLink, Pairs
+from internsp.host import HostLink, Pairs
 
 
 class Late:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from internsp import accelerator
+from internsp.accelerator import DeviceClock, device_clock
 from internsp.cli.preflight import device_mistakes
 from internsp.config import Config
 from internsp.errors import MachineError
@@ -18,7 +19,6 @@ from internsp.factory import device_type
 from internsp.mesh import parallel_mesh
 from internsp.train.step import peak_memory_bytes
 from internsp.wp.slots import MemoryPool
-from internsp.wp.streams import DeviceClock, device_clock
 
 KIND = "xpu"  # a type that this build of torch has no devices of
 SOURCES = Path(__file__).parents[2] / "internsp"

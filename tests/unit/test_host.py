@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from internsp.host import HostLink, HostSum
 from internsp.wp import host
-from internsp.wp.host import HostLink, HostSum
 
 KIND = torch.device("xpu", 0)  # a type that this build of torch has no devices of
 

@@ -20,15 +20,13 @@ LEVELS = [
      "internsp.train.stop", "internsp.cli.lifetime", "internsp.cli.fork_server",
      "internsp.failure.outcome",
      "internsp.failure.last_words", "internsp.failure.standstill",
-     "internsp.wp.streams", "internsp.wp.host", "internsp.wp.collectives", "internsp.wp.mixed"],
-    ["internsp.config", "internsp.mesh", "internsp.cli.environment"],
-    ["internsp.wp.dtensors", "internsp.wp.ledger", "internsp.wp.works", "internsp.wp.collectives",
-     "internsp.wp.layout", "internsp.wp.tensor_parallel", "internsp.wp.parameter",
-     "internsp.wp.schedule", "internsp.wp.queue", "internsp.wp.enclosing",
+     "internsp.host"],
+    ["internsp.config", "internsp.mesh", "internsp.dtensor", "internsp.cli.environment"],
+    ["internsp.wp.ledger", "internsp.wp.works", "internsp.wp.collectives", "internsp.wp.layout",
+     "internsp.wp.parameter", "internsp.wp.schedule", "internsp.wp.queue", "internsp.wp.enclosing",
      "internsp.wp.reductions", "internsp.sp"],
     ["internsp.wp.slots", "internsp.wp.reduce", "internsp.quantize", "internsp.packed",
-     "internsp.wp.replicated",
-     "internsp.failure"],
+     "internsp.wp.replicated", "internsp.failure"],
     ["internsp.plan"],
     ["internsp.wp", "internsp.agreement"],
     ["internsp.layers", "internsp.wp.hooks", "internsp.optim", "internsp.hf", "internsp.meta"],
@@ -51,7 +49,9 @@ COLLECTIVES = {
     "broadcast", "gather", "irecv", "isend", "monitored_barrier", "recv", "reduce",
     "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 }  # fmt: skip
-WEIGHT_SIDE = ("internsp.wp", "internsp.layers", "internsp.optim", "internsp.parallel")
+WEIGHT_SIDE = (
+    "internsp.wp", "internsp.dtensor", "internsp.layers", "internsp.optim", "internsp.parallel",
+)  # fmt: skip
 
 Sources = dict[str, str]
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from internsp.accelerator import current_stream
+from internsp.accelerator import current_stream, device_clock
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.ledger import Ledger
 from internsp.wp.reduce import Buffers
-from internsp.wp.streams import SlotStreams, device_clock
+from internsp.wp.slots import SlotStreams
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from internsp import parallel
-from internsp.wp.host import HostLink
+from internsp.host import HostLink
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 LARGE = 1 << 13  # bytes; smaller than any matrix, or what is freed of them stays in the arena

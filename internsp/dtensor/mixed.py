@@ -29,7 +29,8 @@ _FRESH = frozenset({
 # They run other operations, or give gradients.
 _PASSED = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
-_plainly: Any = torch._C._disabled_torch_function_impl  # (function, types, arguments, options)
+plainly: Any = torch._C._disabled_torch_function_impl
+"""Call past ``__torch_function__``: function, types, arguments, options."""
 _tensor: Any = Tensor
 
 
@@ -42,10 +43,10 @@ def raw_property(name: str) -> Any:
     read, write = found.__get__, found.__set__
 
     def get(self: Tensor) -> Any:
-        return _plainly(read, (), (self,), {})
+        return plainly(read, (), (self,), {})
 
     def put(self: Tensor, value: Any) -> None:
-        _plainly(write, (), (self, value), {})
+        plainly(write, (), (self, value), {})
 
     return property(get, put, doc=f"As ``Tensor.{name}``.")
 
@@ -82,7 +83,7 @@ class OfParameters(DTensor):
         """
         options = kwargs or {}
         try:
-            found = _plainly(func, types, args, options)
+            found = plainly(func, types, args, options)
         except InternspError:
             raise
         except Exception as error:

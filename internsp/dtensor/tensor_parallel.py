@@ -21,9 +21,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from internsp.dtensor.placed import strides
 from internsp.errors import StructureError
 from internsp.mesh import ParallelMesh
-from internsp.wp.layout import strides
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,8 @@
 torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows what is
 written through it, and ignores ``p.data = x`` (its local tensor stays; seen with torch 2.13). Here
 ``p.data`` is ``p.detach()``, which shares the counter, and ``p.data = x`` copies ``x`` into the
-shard. What operations outside of a forward make of it keeps its name (:mod:`internsp.wp.mixed`).
+shard. What operations outside of a forward make of it keeps its name
+(:mod:`internsp.dtensor.mixed`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from internsp.dtensor.mixed import OfParameters, ParameterValue
 from internsp.errors import StructureError
-from internsp.wp.mixed import OfParameters, ParameterValue
 
 Aliases = dict[int, "weakref.ref[Any]"]
 
@@ -29,6 +30,7 @@ class Member(Protocol):
 
     name: str
     dtype: torch.dtype
+    parameter: nn.Parameter
     meet: Callable[[str], None] | None
     """Called before a collective on the parameter: all ranks of its mesh must have come to it."""
 
@@ -40,6 +42,10 @@ class Member(Protocol):
 
     aliases: Aliases
     """What ``detach`` gave out, while it lives, by identity."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, now."""
 
 
 class ShardParameter(OfParameters):

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from internsp.autograd import in_backward
+from internsp.dtensor.parameter import Member
+from internsp.dtensor.placed import grad_dtype, spec_in
 from internsp.errors import GradientError
-from internsp.wp.parameter import grad_dtype, spec_in
-from internsp.wp.perform import Chunk
-from internsp.wp.replicated import Member, ReplicatedParameter, ReplicatedParameters
+
+M = TypeVar("M", bound=Member)
 
 _aten: Any = torch.ops.aten
 
@@ -105,24 +106,24 @@ class UnfinishedGradient(DTensor):
         raise found._refused() if found is not None else GradientError("an unfinished gradient")
 
 
-class UnfinishedGradients:
+class UnfinishedGradients(Generic[M]):
     """Those of one chunk in a plain loop: which stand in ``.grad``, and what they stand for.
 
     Args:
         discard: forgets a parameter's sums; what else it is told is whether it was used all the
-            same (see :func:`discard_sums`).
+            same (see :func:`internsp.wp.collect.discard_sums`).
     """
 
-    def __init__(self, discard: Callable[[Member, bool], None], rank: int) -> None:
+    def __init__(self, discard: Callable[[M, bool], None], rank: int) -> None:
         self._discard = discard
         self._rank = rank
-        self._shown: dict[Member, UnfinishedGradient] = {}
-        self._before: dict[Member, Tensor | None] = {}  # unsharded gradients of earlier backwards
+        self._shown: dict[M, UnfinishedGradient] = {}
+        self._before: dict[M, Tensor | None] = {}  # unsharded gradients of earlier backwards
 
     def __len__(self) -> int:
         return len(self._shown)
 
-    def show(self, members: Iterable[Member]) -> None:
+    def show(self, members: Iterable[M]) -> None:
         """Sums of ``members`` are kept elsewhere for now: their ``.grad`` says so."""
         for member in members:
             if member in self._shown or not member.requires_grad:
@@ -170,19 +171,19 @@ class UnfinishedGradients:
             if member is not None:
                 raise GradientError(self._why(member))
 
-    def _why(self, member: Member) -> str:
+    def _why(self, member: M) -> str:
         return (
             f"{member.name}.grad is not complete on rank {self._rank}: its sums wait for the "
             "first backward outside no_sync() and no_replica_sync(). Run the last micro-batch "
             "outside, or drop them by zero_grad() or .grad = None"
         )
 
-    def _add(self, member: Member, gradient: Tensor) -> None:
+    def _add(self, member: M, gradient: Tensor) -> None:
         """The loss used the parameter itself, so that autograd stores a part of the gradient."""
         before = self._before[member]
         self._before[member] = gradient.clone() if before is None else before + gradient
 
-    def _zero(self, member: Member) -> None:
+    def _zero(self, member: M) -> None:
         """As on one process: the gradient is there, and zero."""
         if member in self._shown:
             before = self._before[member]
@@ -190,35 +191,6 @@ class UnfinishedGradients:
                 before.zero_()
             self._discard(member, True)
 
-    def _forget(self, member: Member) -> Tensor | None:
+    def _forget(self, member: M) -> Tensor | None:
         del self._shown[member]
         return self._before.pop(member)
-
-
-def with_sums(state: Chunk, replicated: ReplicatedParameters) -> list[Member]:
-    """The parameters that have sums on this rank."""
-    return [*replicated.with_gradient(), *state.reducer.touched]
-
-
-def discard_sums(
-    state: Chunk, replicated: ReplicatedParameters, member: Member, used: bool
-) -> None:
-    """Forget ``member``'s sums on this rank; waits for what is in flight. No message.
-
-    A sum becomes zeros, not nothing: the ranks' next messages stay the same (WP-2).
-
-    Args:
-        used: whether its gradient is zeros rather than none, where this rank had one: a gradient
-            that was set to zero in place exists, and optimizers step with it.
-    """
-    state.finish_reductions()
-    if isinstance(member, ReplicatedParameter):
-        replicated.discard(member, used)
-        return
-    state.reducer.whole.drop(member)
-    if member.reduced_grad is not None:
-        wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
-        member.drop_reduced_grad()
-        member.add_reduced_grad(member.zeros(wide))
-    if member in state.reducer.touched:
-        state.reducer.touched[member] &= used

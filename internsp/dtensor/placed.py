@@ -1,0 +1,71 @@
+"""Tensors as ``DTensor`` placed like a parameter: no message, none of torch's own checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from internsp.dtensor.mixed import plainly
+from internsp.errors import LayoutError
+
+_grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
+
+
+def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
+    """``local`` as a ``DTensor`` placed like ``parameter``, in its own dtype.
+
+    Not by ``from_local``, which takes ten times as long, for every gradient of every step; nor by
+    ``DTensor()``, whose ``__init__`` does nothing but keep the compiler out.
+    """
+    return DTensor.__new__(DTensor, local, spec_in(parameter, local.dtype), requires_grad=False)
+
+
+def spec_in(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
+    """What a ``DTensor`` like ``parameter`` is, in another dtype."""
+    spec = parameter._spec  # type: ignore[attr-defined]
+    meta = spec.tensor_meta
+    if dtype == meta.dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=dtype))
+
+
+def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """What its ``.grad`` is kept in, now: the user may set ``parameter.grad_dtype``."""
+    # Past __torch_function__, as requires_grad; `None` (any dtype) is taken for its own.
+    chosen: torch.dtype | None = plainly(_grad_dtype, (), (parameter,), {})
+    return chosen or parameter._local_tensor.dtype  # type: ignore[attr-defined]
+
+
+def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """The local part of ``values``, or ``None`` when they are whole and plain.
+
+    Raises:
+        LayoutError: they do not fit ``parameter``.
+    """
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if values.shape != parameter.shape:
+        raise LayoutError(
+            f"{name} has shape {list(parameter.shape)}, the given values {list(values.shape)}"
+        )
+    if not isinstance(values, DTensor):
+        return None
+    if values.placements != placements:
+        raise LayoutError(
+            f"{name} is placed {placements}, the given values {values.placements}: redistribute "
+            "them first"
+        )
+    return values._local_tensor
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    found: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        found.insert(0, step)
+        step *= n
+    return tuple(found)
