@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import internsp
+from internsp import host
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, StaleWeightError
 from internsp.mesh import ParallelMesh
 from internsp.optim import streamed
-from internsp.wp import host
 from tests.support.experts import Case as Experts
 from tests.support.experts import Pair
 from tests.support.late_copies import HastyLink, LateLink, install

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from internsp import host
 from internsp.config import Config
 from internsp.host import HostLink, Pairs
 from internsp.optim import streamed
@@ -17,7 +18,6 @@ from internsp.plan.offloaded import HOSTED, PASSING, STAGED, STEPPING
 from internsp.plan.printed import make_plan
 from internsp.train import run
 from internsp.train.session import Session
-from internsp.wp import host
 from tests.ranks.test_train import config
 from tests.support.late_copies import install
 from tests.support.ranks import run_ranks
