@@ -55,7 +55,7 @@ from internsp.wp.communicator import (
     WPCommunicator,
 )
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
-from internsp.wp.hooks import BlockHooks, EnclosingHooks, register_hooks
+from internsp.wp.hooks import BlockHooks, register_hooks
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.near import NearSlices
@@ -292,23 +292,22 @@ class _Builder:
                     put(owner.module, copy.path, member.parameter)
         hooked = [
             BlockHooks(
-                block.module,
-                blocks[i],
-                self.scopes[i],
-                block.trigger_module,
-                checkpoint if self.again[i] else None,
-                [module for _, module in block.modules],
-            )
-            for i, block in enumerate(self.structure.blocks)
-        ]
-        enclosing = [
-            EnclosingHooks(
-                around.module,
                 communicator.enclosing.blocks[number],
+                [around.module],
                 self.enclosed[number],
                 checkpoint if around.layer in self.recomputed else None,
             )
             for number, around in enumerate(self.structure.enclosing)
+        ]
+        hooked += [
+            BlockHooks(
+                blocks[i],
+                [module for _, module in block.modules],
+                self.scopes[i],
+                checkpoint if self.again[i] else None,
+                block.trigger_module,
+            )
+            for i, block in enumerate(self.structure.blocks)
         ]
         casts = find_casts(self.model, self.structure, self.config)
         selective = checkpoint is not None and checkpoint.mode == "selective"
@@ -322,7 +321,6 @@ class _Builder:
             self.dtype,
             self.config.compile,
             checkpoint_context_fn if selective else None,
-            enclosing,
             state.activations,
         )
         communicator.hooks.handles += register_casts(casts)

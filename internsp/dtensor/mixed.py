@@ -73,6 +73,29 @@ class OfParameters(DTensor):
         """As ``DTensor.redistribute``; what it gives is a value made of the same parameter."""
         return _carry(super().redistribute(*args, **options), self.of)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
+        copied = self._plain(self._local_tensor.detach().clone())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files hold an ordinary ``DTensor`` (parameter), and of its memory only its own part.
+
+        torch cannot save a ``DTensor`` that begins within a storage (seen with torch 2.13), as
+        those of an optimizer's buckets do.
+        """
+        local = self._local_tensor.detach()
+        if local.untyped_storage().nbytes() != local.nbytes:
+            local = local.clone()
+        return self._plain(local).__reduce_ex__(protocol)
+
+    def _plain(self, local: Tensor) -> Tensor:
+        plain = DTensor(local, self._spec, requires_grad=False)
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(plain, requires_grad=self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as ``DTensor`` does.
@@ -109,20 +132,6 @@ class ParameterValue(OfParameters):
     def of(self) -> str:
         """See :attr:`OfParameters.of`."""
         return self._of
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = self._plain(self._local_tensor.detach().clone())
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
-
-    def _plain(self, local: Tensor) -> Tensor:
-        plain = DTensor(local, self._spec, requires_grad=False)
-        if getattr(self, "_is_param", False):
-            return torch.nn.Parameter(plain, requires_grad=self.requires_grad)
-        return plain.requires_grad_(self.requires_grad)
 
 
 def _carry(found: Any, name: str) -> Any:

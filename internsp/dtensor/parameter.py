@@ -109,29 +109,6 @@ class ShardParameter(OfParameters):
             return there.redistribute(*args, **options)  # type: ignore[no-any-return]
         return super().redistribute(*args, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy belongs to no communicator: an ordinary ``DTensor`` (parameter)."""
-        copied = self._plain(self._local_tensor.detach().clone())
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files hold an ordinary ``DTensor`` (parameter), and of its memory only its own part.
-
-        torch cannot save a ``DTensor`` that begins within a storage (seen with torch 2.13), as
-        those of an optimizer's buckets do.
-        """
-        local = self._local_tensor.detach()
-        if local.untyped_storage().nbytes() != local.nbytes:
-            local = local.clone()
-        return self._plain(local).__reduce_ex__(protocol)
-
-    def _plain(self, local: Tensor) -> Tensor:
-        plain = DTensor(local, self._spec, requires_grad=False)
-        if getattr(self, "_is_param", False):
-            return nn.Parameter(plain, requires_grad=self.requires_grad)
-        return plain.requires_grad_(self.requires_grad)
-
 
 def part(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
     """Before ``values`` are copied into ``parameter``: let its ``aliases`` keep what they show.

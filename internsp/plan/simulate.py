@@ -192,7 +192,7 @@ class Simulator:
             for each in self.plan.blocks[block.first : block.last + 1]:
                 self.perform(self.enclosing.recompute(each))
                 self._run(each, RECOMPUTE)
-                self.perform(self.queue.leave_recompute(each))
+                self.queue.leave_recompute(each)
         if first:
             for weight in reversed(block.rest.weights):
                 self.use(block.rest, weight, BACKWARD)

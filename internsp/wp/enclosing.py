@@ -166,7 +166,7 @@ class EnclosingBlocks(Generic[U, W]):
                 # Its data send no gradient through it: what its recompute would gather.
                 for unit in self.queue.blocks[block.first : block.last + 1]:
                     out += self.recompute(unit)
-                    out += self.queue.leave_recompute(unit)
+                    self.queue.leave_recompute(unit)
             self.queue.pass_over(first - 1, out)
         self.queue.close(out)
         self.open = None

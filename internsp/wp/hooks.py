@@ -52,57 +52,30 @@ from internsp.wp.slots import Unit
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
+Block = Unit | Enclosing[Unit]
+
+
 @dataclass
 class BlockHooks:
-    """A block's module and what its hooks need.
+    """What the hooks of a unit's modules, or of a block that holds units of its own, need.
 
     Attributes:
-        trigger: the module inside it whose forward is the prefetch trigger; ``None``: its entry.
+        modules: all that are one unit; such a block is one.
+        trigger: the module inside whose forward is the prefetch trigger; ``None``: a unit's entry.
         checkpoint: it recomputes its activations, in this form.
-        modules: all that are one unit; ``module`` is the first.
     """
 
-    module: nn.Module
-    unit: Unit
-    scope: Scope
-    trigger: nn.Module | None
-    checkpoint: ActivationCheckpointConfig | None
+    block: Block
     modules: Sequence[nn.Module]
-
-    @property
-    def name(self) -> str:
-        """For the trace."""
-        return self.unit.name
-
-    @property
-    def place(self) -> int:
-        """Among the model's units."""
-        return self.unit.block
-
-
-@dataclass
-class EnclosingHooks:
-    """A block that holds units of its own, and what its hooks need; as :class:`BlockHooks`."""
-
-    module: nn.Module
-    block: Enclosing[Unit]
     scope: Scope
     checkpoint: ActivationCheckpointConfig | None
+    trigger: nn.Module | None = None
 
     @property
-    def name(self) -> str:
-        """For the trace."""
-        return self.block.name
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """Its own."""
-        return [self.module]
-
-    @property
-    def place(self) -> int:
-        """Of its first unit."""
-        return self.block.first
+    def place(self) -> tuple[int, bool]:
+        """Among the model's blocks; one with units comes behind its first unit."""
+        block = self.block
+        return (block.first, True) if isinstance(block, Enclosing) else (block.block, False)
 
 
 @dataclass
@@ -128,7 +101,6 @@ def register_hooks(
     compute_dtype: torch.dtype | None = None,
     compiles: bool = False,
     context_fn: ContextFn | None = None,
-    enclosing: Sequence[EnclosingHooks] = (),
     offload: ActivationOffload | None = None,
 ) -> Hooks:
     """Register all of them, outermost first, in the order in which they fire.
@@ -143,12 +115,12 @@ def register_hooks(
     (:meth:`ISPCommunicator._queue_end`).
 
     Args:
+        blocks: of units, and those that hold units.
         entered: called with the root's arguments at each outermost forward.
         compute_dtype: of the weights, where it is not their own; the root's floating inputs are
             cast to it.
         compiles: ``torch.compile`` takes each block as a whole.
         context_fn: what selective checkpointing keeps.
-        enclosing: blocks that hold some of ``blocks``, their units.
         offload: takes what recomputing blocks keep.
     """
     hooks = Hooks(communicator, entered, compute_dtype)
@@ -162,14 +134,11 @@ def register_hooks(
     # Called after an exception too: the ranks that will wait for this one are told.
     keep(root.register_forward_hook(hooks._leave_root, always_call=True))
 
-    for around in enclosing:
-        hooks.of_enclosing(around)
-    for block in blocks:
-        hooks.of_block(block)
+    for each in blocks:
+        hooks.of_block(each)
 
     # Inside the calls: forwards of modules with weights of their own, ...
-    scopes = {id(root), *(id(module) for block in blocks for module in block.modules)}
-    scopes |= {id(around.module) for around in enclosing}
+    scopes = {id(root), *(id(module) for each in blocks for module in each.modules)}
     for module in root.modules():
         if weights_of(module):
             keep(module.register_load_state_dict_pre_hook(partial(_loading, communicator)))
@@ -178,24 +147,21 @@ def register_hooks(
             if id(module) not in scopes:  # those of blocks and of the model are wrapped below
                 wrap(module)
     # ... of blocks, which hold weights that are read past their modules, ...
-    for block in blocks:
-        if compiles:
-            compile_block(block.module)
-        elif block.unit.at_entry:
-            take_at_entry(block.module)
-        else:
-            for module in block.modules:
-                enclose(module, block.scope)
-    for around in enclosing:
-        enclose(around.module, around.scope)
+    for each in blocks:
+        for module in each.modules:
+            if isinstance(each.block, Enclosing) or not (compiles or each.block.at_entry):
+                enclose(module, each.scope)
+            elif compiles:
+                compile_block(module)
+            else:
+                take_at_entry(module)
     # ... in checkpoints around that, so that the recompute finds the weights, ...
-    everyone: list[BlockHooks | EnclosingHooks] = [*blocks, *enclosing]
     recomputing = sorted(
-        (each for each in everyone if each.checkpoint is not None), key=lambda each: each.place
+        (each for each in blocks if each.checkpoint is not None), key=lambda each: each.place
     )
     for number, each in enumerate(recomputing):
         assert each.checkpoint is not None
-        record = partial(communicator.state.trace.record, "BACKWARD", each.name)
+        record = partial(communicator.state.trace.record, "BACKWARD", each.block.name)
         group = None if offload is None else partial(offload.group, number)
         for module in each.modules:
             checkpoint_block(module, each.checkpoint.reentrant, context_fn, record, group)
@@ -225,7 +191,7 @@ class Hooks:
         self.handles: list[RemovableHandle] = []
         self._compute_dtype = compute_dtype
         self._entered = entered
-        self._given: dict[Unit | Enclosing[Unit], Given] = {}
+        self._given: dict[Block, Given] = {}
         self.together: dict[Unit, Together] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -237,30 +203,25 @@ class Hooks:
             handle.remove()
         self.handles.clear()
 
-    def of_block(self, block: BlockHooks) -> None:
-        """Register those of a unit's calls.
+    def of_block(self, hooked: BlockHooks) -> None:
+        """Register those of a block's calls.
 
         A checkpoint lies inside, so that they fire once in forward, and the recompute is seen by
         the gradient of the output.
         """
-        keep, unit = self.handles.append, block.unit
-        enter, leave = self._enter_block, self._leave_block
-        if len(block.modules) > 1:
+        keep, block, modules = self.handles.append, hooked.block, hooked.modules
+        enter: Callable[..., None] = self._enter_block
+        leave: Callable[..., None] = self._leave_block
+        if isinstance(block, Unit) and len(modules) > 1:
             enter, leave = self._enter_one, self._leave_one
-            self.together[unit] = Together(len(block.modules))
-        for module in block.modules:
-            before, after = partial(enter, unit), partial(leave, unit)
+            self.together[block] = Together(len(modules))
+        for module in modules:
+            before, after = partial(enter, block), partial(leave, block)
             keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             keep(module.register_forward_hook(after))
-        trigger = block.trigger if block.trigger is not None else block.module
-        keep(trigger.register_forward_pre_hook(partial(self._on_trigger, unit)))
-
-    def of_enclosing(self, around: EnclosingHooks) -> None:
-        """Register those of a block that holds units of its own."""
-        keep, module = self.handles.append, around.module
-        before = partial(self._enter_enclosing, around.block)
-        keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        keep(module.register_forward_hook(partial(self._leave_enclosing, around.block)))
+        if isinstance(block, Unit):
+            trigger = hooked.trigger if hooked.trigger is not None else modules[0]
+            keep(trigger.register_forward_pre_hook(partial(self._on_trigger, block)))
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         compiled = module._compiled_call_impl is not None  # module.compile()
@@ -308,24 +269,27 @@ class Hooks:
         self.communicator.begin_backward(forward)
         self.communicator.expect_last_block()
 
-    def _enter_block(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_block(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiled = module._compiled_call_impl is not None
         if compiled or transforming() or torch.compiler.is_compiling():
-            refuse_transformed(f"block {unit.name}", compiled)
-        if self.together and graph_task() == NO_TASK:
-            self._leave_unfinished()
-        self.communicator.enter_block(unit)
-        self._given[unit] = given((args, kwargs))
+            refuse_transformed(f"block {block.name}", compiled)
+        if isinstance(block, Enclosing):
+            self.communicator.enter_enclosing(block)
+        else:
+            if self.together and graph_task() == NO_TASK:
+                self._leave_unfinished()
+            self.communicator.enter_block(block)
+        self._given[block] = given((args, kwargs))
 
-    def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        recompute = graph_task() != NO_TASK
-        if not recompute:
-            self.communicator.leave_block(unit)
-        elif unit.around >= 0:
-            self.communicator.queue.leave_recompute(unit)
-        self._await_gradient(unit, output)
+    def _leave_block(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(block, Unit):
+            if graph_task() == NO_TASK:
+                self.communicator.leave_block(block)
+            elif block.around >= 0:
+                self.communicator.queue.leave_recompute(block)
+        self._await_gradient(block, output)
 
-    def _await_gradient(self, unit: Unit | Enclosing[Unit], output: Any) -> None:
+    def _await_gradient(self, unit: Block, output: Any) -> None:
         """Have backward noticed when a gradient of a block's ``output`` arrives."""
         recompute = graph_task() != NO_TASK
         before = self._given.pop(unit, {})
@@ -346,7 +310,7 @@ class Hooks:
 
     def _gradient_arrives(
         self,
-        unit: Unit | Enclosing[Unit],
+        unit: Block,
         forward: int | None,
         run: int | None,
         gradient: Tensor,
@@ -390,22 +354,6 @@ class Hooks:
             if together.running:
                 together.running = False
                 self.communicator.leave_block(unit)
-
-    # blocks that hold units of their own
-
-    def _enter_enclosing(
-        self, block: Enclosing[Unit], module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        compiled = module._compiled_call_impl is not None
-        if compiled or transforming() or torch.compiler.is_compiling():
-            refuse_transformed(f"block {block.name}", compiled)
-        self.communicator.enter_enclosing(block)
-        self._given[block] = given((args, kwargs))
-
-    def _leave_enclosing(
-        self, block: Enclosing[Unit], module: nn.Module, args: Any, output: Any
-    ) -> None:
-        self._await_gradient(block, output)
 
     def _on_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self.communicator.on_trigger(unit)

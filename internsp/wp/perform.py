@@ -117,10 +117,7 @@ class Chunk:
 
         Decided by the versions of this rank, as all that a plain loop over parts can be.
         """
-        for weight in unit.weights:
-            if weight.shown != weight.tag():
-                self.queue.contents.pop(weight, None)
-                self.queue.sliced.pop(weight, None)
+        self.queue.lose(weight for weight in unit.weights if weight.shown != weight.tag())
 
     def finish_reductions(self, last: bool = False) -> None:
         """Wait for every reduction in flight; ``last``: see :meth:`Reductions.finish`."""

@@ -119,9 +119,7 @@ class GatherQueue(Generic[U, W]):
         self._group: dict[W, Group[W]] = {}
         self._index: dict[Group[W], int] = {}  # in its unit
         for unit in (*root, *blocks, *([head] if head is not None else [])):
-            for index, group in enumerate(unit.groups):
-                self._index[group] = index
-                self._group.update(dict.fromkeys(group.weights, group))
+            self.add(unit)
         self._phase = FORWARD
         self._at = self._limit = 0  # the next place of the pass, and how far it may go
         self._passed = 0  # where the last unit that was left ends
@@ -196,8 +194,7 @@ class GatherQueue(Generic[U, W]):
         """Gather it at the model's entry: no rank is known to run the same blocks before it."""
         out: list[Action] = []
         if self._alone is not None:
-            for group in self._alone.groups:
-                self._launch(self._alone, group, FORWARD, out)
+            self.gather(self._alone, FORWARD, out)
         return out
 
     def begin_blocks(self, keep: bool) -> None:
@@ -209,11 +206,7 @@ class GatherQueue(Generic[U, W]):
         self._begin(FORWARD, self._forward)
         self._uses.clear()
         if not keep:
-            for unit in self.blocks:
-                for group in unit.groups:
-                    for weight in group.weights:
-                        self.contents.pop(weight, None)
-                        self.sliced.pop(weight, None)
+            self.lose(w for unit in self.blocks for group in unit.groups for w in group.weights)
 
     def enter(self, unit: U) -> list[Action]:
         """A block's forward begins."""
@@ -479,14 +472,14 @@ class GatherQueue(Generic[U, W]):
     # for blocks that hold several units (:mod:`internsp.wp.enclosing`)
 
     def add(self, unit: U) -> None:
-        """Take in a unit that none of the passes has in its places."""
+        """Take in a unit."""
         for index, group in enumerate(unit.groups):
             self._index[group] = index
             self._group.update(dict.fromkeys(group.weights, group))
 
     def gather(self, unit: U, phase: str, out: list[Action]) -> None:
-        """Gather now what the slot does not hold of a unit beside the blocks."""
-        for group in Policy.order(unit.groups, phase, recomputed=False):
+        """Gather now what the slot does not hold of a unit."""
+        for group in Policy.order(unit.groups, phase, unit.recomputed):
             self._launch(unit, group, phase, out)
 
     def close(self, out: list[Action]) -> None:
@@ -509,11 +502,10 @@ class GatherQueue(Generic[U, W]):
                     self._launch(following, group, RECOMPUTE, out)
         return out
 
-    def leave_recompute(self, unit: U) -> list[Action]:
+    def leave_recompute(self, unit: U) -> None:
         """It is over; what was gathered for the unit's backward stays."""
         if unit is not self.open and self._backward.starts[self._at_block[unit]] >= self._at:
             self._let_go(unit)
-        return []
 
     def begin_part(self, weights: bool, exchanges: bool = False) -> None:
         """One part of a backward that a pipeline computes in two (arXiv 2401.10241).
@@ -560,8 +552,7 @@ class GatherQueue(Generic[U, W]):
         """
         out: list[Action] = []
         for unit in self.root if phase == FORWARD else ():
-            for group in unit.groups:
-                self._launch(unit, group, FORWARD, out)
+            self.gather(unit, FORWARD, out)
         if self.blocks:
             unit = self.blocks[0 if phase == FORWARD else -1]
             groups = Policy.order(unit.groups, phase, unit.recomputed)
@@ -584,8 +575,7 @@ class GatherQueue(Generic[U, W]):
         out: list[Action] = []
         self._begin(FORWARD, self._forward)
         for unit in units:
-            for group in unit.groups:
-                self._launch(unit, group, FORWARD, out)
+            self.gather(unit, FORWARD, out)
         return out
 
     def forget(self, unit: U) -> list[Action]:
@@ -595,10 +585,15 @@ class GatherQueue(Generic[U, W]):
             for weight in group.weights:
                 if weight in self.flying:
                     self._wait(weight, None, "settle", out)
-                self.contents.pop(weight, None)
-                self.sliced.pop(weight, None)
+            self.lose(group.weights)
             self.held.pop(group, None)
         return out
+
+    def lose(self, weights: Iterable[W]) -> None:
+        """What slots and slices hold of ``weights`` is not used again."""
+        for weight in weights:
+            self.contents.pop(weight, None)
+            self.sliced.pop(weight, None)
 
     def forget_contents(self) -> None:
         """No slot and no slice holds what is used again."""
@@ -671,8 +666,7 @@ class GatherQueue(Generic[U, W]):
         """A block that comes in no order: what it needs, and no more."""
         out: list[Action] = []
         self.held.clear()
-        for group in unit.groups:
-            self._launch(unit, group, FORWARD, out)
+        self.gather(unit, FORWARD, out)
         return out
 
     def _raise(self, limit: int, out: list[Action]) -> None:
