@@ -127,21 +127,19 @@ class _Scale:
         return across, down
 
 
-def line_chart(
-    series: Sequence[Series], *, label: str, zero: bool = False, log: bool | None = None
-) -> Markup:
-    """An SVG element with the series over the steps.
+def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> Markup:
+    """An SVG element with the series over the steps; values of two decades and more are drawn by
+    their logarithms, unless the axis begins at 0.
 
     Args:
         series: lines; drawn in order.
         label: what the chart shows, for readers who cannot see it.
         zero: let the vertical axis begin at 0.
-        log: logarithmic vertical axis; None decides by the values' range.
     """
     finite = [p for s in series for p in s.points if drawable(p[1])]
     if not finite:
         return Markup('<p class="empty">No finite value of {} to draw.</p>').format(label)
-    scale = _scale(series, finite, zero, log)
+    scale = _scale(series, finite, zero)
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}"'
     parts = [f'<svg class="chart" {box}>', *_axes(scale)]
     for one in series:
@@ -151,19 +149,16 @@ def line_chart(
     return Markup("".join([*parts, "</svg>"]))
 
 
-def _scale(series: Sequence[Series], finite: list[Point], zero: bool, log: bool | None) -> _Scale:
+def _scale(series: Sequence[Series], finite: list[Point], zero: bool) -> _Scale:
     steps = [p[0] for s in series for p in s.points]
     x0, x1 = min(steps), max(steps)
     if x0 == x1:
         x0, x1 = x0 - 1, x1 + 1
     values = [p[1] for p in finite]
     low, high = min(values), max(values)
-    if log is None:
-        log = not zero and low > 0 and high / low > 100
-    if log and low > 0:
+    log = not zero and low > 0 and high / low > 100
+    if log:
         low, high = math.log10(low), math.log10(high)
-    else:
-        log = False
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     bottom = 0.0 if zero and low >= 0 else low - margin
     return _Scale((x0, x1), (bottom, high + margin), log)

@@ -337,7 +337,8 @@ class ShardedParameter(ModelParameter):
 
     def fresh(self) -> Tensor:
         """The padded shard, flat, in its own dtype, once an optimizer has published it (WP-3)."""
-        self.publish()
+        if self.ready is not None:
+            self.publish()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
         if local.data_ptr() != self.storage.data_ptr():
             # The parameter's local tensor was given other storage (`.data =`, `to_empty`).
@@ -457,7 +458,8 @@ class ReplicatedParameter(ModelParameter):
 
     def current(self) -> Tensor:
         """The values to compute with, published (WP-3)."""
-        self.publish()
+        if self.ready is not None:
+            self.publish()
         return self.parameter._local_tensor.data.to(  # type: ignore[attr-defined]
             self.compute_dtype
         )

@@ -155,6 +155,8 @@ class Chunk:
         _, phase, unit, weights, evicted = action
         slot = self.pool.slots[unit.slot]
         slot.take(unit, weights, evicted, self.pool.poison)
+        if self.near is not None:
+            self.near.expect(weights)
         if len(weights) > 1:
             for run in runs_of(weights, lambda weight: weight.compute_dtype):
                 self._launched(run, self._coalesced(unit, slot, run, phase))
@@ -199,13 +201,9 @@ class Chunk:
         for run in runs_of(weights, lambda weight: weight.compute_dtype):
             slices, collectives = self.near.gather(run)
             outputs, names = [slot.flat(unit, w) for w in run], [w.name for w in run]
-            if len(run) == 1:
-                handle = collectives.all_gather(outputs[0], slices[0], unit.name, names[0], phase)
-            else:
-                handle = collectives.all_gather_coalesced(outputs, slices, unit.name, names, phase)
-            if handle.work is not None:
-                handle.carries = run
-                self.handles.update(dict.fromkeys(run, handle))
+            self._launched(
+                run, collectives.all_gather_coalesced(outputs, slices, unit.name, names, phase)
+            )
 
     def _coalesced(
         self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
@@ -220,13 +218,9 @@ class Chunk:
         else:
             shards = [w.to_send() for w in weights]
         collectives = self.gathers[weights[0].axis]
-        if len(weights) == 1:
-            return collectives.all_gather(outputs[0], shards[0], unit.name, names[0], phase)
         return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
 
     def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
-        if self.near is not None:
-            self.near.expect(weights)
         if handle.work is None:
             self._arrived(weights)
             return
