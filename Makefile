@@ -1,6 +1,7 @@
 # make train    the demo: makes .venv with what training needs, trains on two local processes
 # make test     makes .venv with what tests need, then lint, types, all tests and coverage
 # make quick    the tests that are not marked slow, without coverage
+# make thorough the tests marked thorough alone: more random cases, more combinations, more faults
 # make lint     ruff and mypy only
 # make docs     the site of the documentation, in site/; the network is not asked
 #
@@ -22,23 +23,26 @@ STAMPS := $(VENV)/stamps
 # One test at a time to whoever is free: some take a minute, most a moment.
 WORKERS = --numprocesses $(JOBS) $(if $(filter-out 0,$(JOBS)),--dist load --maxschedchunk 1)
 
-.PHONY: train test quick lint docs clean
+.PHONY: train test quick thorough lint docs clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
 	$(BIN)/internsp train $(CONFIG) $(ARGS)
 
-# A tracer takes time, so the long tests run without: what they run, shorter ones run, too. Coverage
-# is that of the others alone, and must reach its bound.
+# One run for everything: long tests start first, and tests/conftest.py keeps coverage's tracer out of
+# them, since what they run, shorter ones run, too. Coverage is that of the others alone, and must
+# reach its bound. What is marked thorough has shorter tests of the same rules beside it.
 test: lint
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(WORKERS) -m "not (slow or unmeasured)" $(ARGS)
-	$(BIN)/python -m pytest $(WORKERS) -m "slow or unmeasured" $(ARGS)
+	$(BIN)/coverage run -m pytest $(WORKERS) -m "not thorough" $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
 quick: lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not (slow or thorough)" $(ARGS)
+
+thorough: lint
+	$(BIN)/python -m pytest $(WORKERS) -m thorough $(ARGS)
 
 lint: $(STAMPS)/test
 	$(BIN)/ruff check .

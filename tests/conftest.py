@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.ranks import start_server
+from tests.support.untraced import untraced
 
 TESTS = Path(__file__).parent
 
@@ -29,6 +32,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Processes that a test starts by internsp's own launcher come from the tests' server, too."""
     if item.get_closest_marker("ranks"):
         start_server()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A long test and its fixtures run without coverage's tracer."""
+    long = any(item.get_closest_marker(name) for name in ("slow", "thorough", "unmeasured"))
+    with untraced() if long else nullcontext():
+        return (yield)
+
+
+def seconds(item: pytest.Item) -> float:
+    """About how long a test takes: what its mark says, ``slow(seconds)``; without one, little."""
+    mark = item.get_closest_marker("thorough") or item.get_closest_marker("slow")
+    return 0.0 if mark is None else float(*mark.args or (10,))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,4 +69,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=seconds, reverse=True)

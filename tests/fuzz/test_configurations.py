@@ -62,7 +62,7 @@ def command(home: Path, *words: str, **environment: str) -> subprocess.Completed
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_real_commands_end_with_a_status_that_says_whose_mistake_it_was(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(SMALL)
     rows = [json.dumps({"text": f"a line of text number {i}"}) for i in range(60)]

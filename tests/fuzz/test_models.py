@@ -18,7 +18,7 @@ NUMBERS = sample(SEED)  # about a minute of two cores
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("world", sorted(NUMBERS), ids=lambda world: f"world{world}")
 def test_drawn_models_train_as_on_one_process(world: int) -> None:
     numbers = NUMBERS[world]
@@ -37,7 +37,7 @@ def test_drawn_models_train_as_on_one_process(world: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("fault", ["scaled_gradient", "skipped_regather", "stale_reuse"])
 def test_a_fault_that_is_put_in_is_found(fault: str) -> None:
     results = list(run([draw(SEED, n, 2) for n in range(30)], fault, first=True))

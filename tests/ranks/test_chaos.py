@@ -33,7 +33,7 @@ TASKS = ("saves", "two", "one", "one", "mesh", "one", "two", "one")
 NOTHING = ("hangs", "unusable", "lost", "repeated", "different", "left", "unnamed")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_after_a_hundred_faults_nothing_is_lost_repeated_different_or_left_over() -> None:
     tasks, total = Tasks(13, private=False, network=False), Found(runs=0)
     number = 0

@@ -17,7 +17,7 @@ def rows(rank: int, world_size: int) -> list[tuple[str, ...]]:
     return Counter().count(TWO_A_CHUNK)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_the_small_case_is_as_the_document_says() -> None:
     cells, *others = run_ranks(rows, WORLD, timeout=120)
     assert all(other == cells for other in others)

@@ -106,7 +106,7 @@ def compiled(rank: int, world_size: int, folder: str, settings: Any) -> None:
         entry.torch.compile = compiler  # type: ignore[assignment]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_compiled_blocks_drop_the_same(tmp_path: Path, alone: dict[str, Ran]) -> None:
     weights = {"weight_parallel": {"compile": True, "trigger": "qkv"}}
     settings = config(DROPPED, parallel(weight=2), weights, again(mode="full", fraction=0.5))

@@ -25,7 +25,7 @@ LAST = Path("checkpoints") / f"step-{STEPS:06d}"
 # How soon agents notice that one has gone, and how long they wait for another one: seconds.
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(50)
 Agent = subprocess.Popen[bytes]
 
 

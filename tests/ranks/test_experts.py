@@ -85,7 +85,7 @@ def zero(rank: int, world: int, cases: dict[str, Case]) -> list[dict[str, float]
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(7)
 @pytest.mark.parametrize("loop", [plain_loop, zero])
 def test_gradients_norms_and_steps_equal_one_process(loop: Any) -> None:
     for found in run_ranks(loop, 4, CASES, timeout=240):

@@ -19,7 +19,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @ranks(2, timeout=300)
 def test_families_of_transformers_train_as_on_one_process() -> None:

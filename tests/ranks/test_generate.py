@@ -119,7 +119,7 @@ def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
         load_run(runs[0] / "0")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_text_is_streamed_to_a_pipe_token_by_token(runs: tuple[Path, list[int]]) -> None:
     words = ["generate", str(runs[0] / "0"), "--prompt", PROMPT, "--tokens", "6"]
     process = subprocess.Popen(

@@ -36,7 +36,7 @@ def internsp(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
     first = internsp(tmp_path)

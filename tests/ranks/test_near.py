@@ -115,7 +115,7 @@ def test_a_saved_run_goes_on_in_the_other_order(
     ran.equals(alone[""], near)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_a_pipeline_of_two_stages_on_eight_ranks_equals_one_process(
     tmp_path: Path, alone: dict[str, Ran]
 ) -> None:

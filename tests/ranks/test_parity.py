@@ -88,7 +88,7 @@ def gaps(rank: int, world_size: int, cases: list[Case]) -> list[tuple[float, flo
     return [run_case(case) for case in cases]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_loss_and_every_gradient_equal_one_process(world: int) -> None:
     cases = [case_of(c) for c in chosen(world)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +30,7 @@ from internsp.train.stop import StopRequest
 from tests.ranks.test_checkpoint_meshes import bits, config, whole
 from tests.ranks.test_orphans import eventually, processes, temporary_of
 from tests.support.ranks import ranks, run_ranks
-from tests.support.restarted import STEPS, settings
+from tests.support.restarted import LOST, STEPS, settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
@@ -42,6 +43,14 @@ def written(session: Session) -> bytes:
     memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
     plan.fill(memory, tensors)
     return bits(memory)
+
+
+def gone(keeper: dict[str, Any]) -> bool:
+    try:
+        Keeper(keeper).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 @ranks(2)
@@ -95,7 +104,11 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
             load(again, path)
         launchers[-1].kill()
         launchers[-1].wait()
-        time.sleep(0.5)
+        deadline = time.monotonic() + 20
+        while not gone(copies._here):
+            assert time.monotonic() < deadline, "a keeper ends with its launcher"
+            time.sleep(0.01)
+        dist.barrier()
         saver = Saver(again, tmp_path, "run", copies)
         saver.start(4, 12)
         assert saver.finish() == tmp_path / "step-000004"
@@ -105,44 +118,42 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
 
 
 def undisturbed(rank: int, world: int, folder: str) -> None:
-    train(settings(peer=False), Path(folder))
+    train(settings(), Path(folder))
 
 
-@pytest.mark.slow
+def without_copies(rank: int, world: int, folder: str) -> None:
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        train(settings(resume="auto"), Path(folder))
+
+
+@pytest.mark.slow(15)
 def test_torchrun_goes_on_from_memory_with_the_same_bytes_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    outcomes = {}
-    for name in ("peer", "disk"):
-        place = tmp_path / name
-        place.mkdir()
-        temporary = temporary_of(place)
-        temporary.mkdir(exist_ok=True)
-        run = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                "--standalone", "--max-restarts", "1", "-m", "tests.support.restarted",
-                str(place / "run"), name,
-            ],
-            cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
-            timeout=200, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        (place / "log").write_text(run.stdout + run.stderr)
-        eventually(lambda place=place: not processes(place), place)
-        outcomes[name] = run.returncode, run.stdout + run.stderr
-    status, log = outcomes["peer"]
-    assert status == 0, log
+    temporary = temporary_of(tmp_path)
+    temporary.mkdir(exist_ok=True)
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--standalone", "--max-restarts", "1", "-m", "tests.support.restarted",
+            str(tmp_path / "run"),
+        ],
+        cwd=ROOT, env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        timeout=200, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    log = run.stdout + run.stderr
+    (tmp_path / "log").write_text(log)
+    eventually(lambda: not processes(tmp_path), tmp_path)
+    assert run.returncode == 0, log
     assert "2 of 2 files" in log
-    status, log = outcomes["disk"]
-    assert status != 0, "without copies there is nothing to go on from"
-    assert "no whole checkpoint" in log
     run_ranks(undisturbed, 2, str(tmp_path / "whole"))
     expected, found = (
-        whole(folder / "checkpoints" / f"step-{STEPS:06d}")
-        for folder in (tmp_path / "whole", tmp_path / "peer" / "run")
+        whole(tmp_path / name / "checkpoints" / f"step-{STEPS:06d}") for name in ("whole", "run")
     )
     assert found.keys() == expected.keys()
     assert [name for name in expected if bits(expected[name]) != bits(found[name])] == []
+    # Without copies there was nothing to go on from.
+    run_ranks(without_copies, 2, str(tmp_path / LOST))
 
 
 def test_without_an_elastic_launcher_it_is_refused(

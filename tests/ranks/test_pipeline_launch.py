@@ -37,7 +37,7 @@ def started(name: str, output: Path, *options: str) -> subprocess.Popen[str]:
         return subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_the_demo_through_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     alone = ("--parallel.weight", "1", "--parallel.sequence", "1", "--launch.processes", "1")
     one, four = tmp_path / "one", tmp_path / "four"

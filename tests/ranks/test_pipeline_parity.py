@@ -160,7 +160,7 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Found, bool
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 @pytest.mark.parametrize(
     ("world", "mesh"), [(world, mesh) for world in DEGREES for mesh in DEGREES[world]["mesh"]]
 )

@@ -122,7 +122,7 @@ def printed(settings: Config) -> dict[int, Row]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_a_step_gathers_reduces_and_receives_what_the_plan_printed() -> None:
     wanted = [printed(settings(changes)) for changes in CASES]
     for ranks in run_ranks(steps, WORLD, timeout=120):

@@ -52,7 +52,7 @@ RUNS: dict[int, list[Changes]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow(5))])
 def test_a_run_is_one_processs(world: int, tmp_path: Path) -> None:
     runs = [changes(each) for each in RUNS[world]]
     alone = [{k: v for k, v in each.items() if k not in ("parallel", "pipeline")} for each in runs]

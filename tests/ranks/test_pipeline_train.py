@@ -84,7 +84,7 @@ RUNS: dict[int, list[Changes]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 def test_steps_and_evaluations_equal_one_process(tmp_path: Path) -> None:
     (wanted,) = rows_of(tmp_path, 1, [{"train": {"micro_batches": 1}}])
     sample = (tmp_path / "1-0" / "report.html").read_text()

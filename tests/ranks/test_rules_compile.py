@@ -40,7 +40,7 @@ class Own(Block):
         return super().forward(x) + self.gated(x)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(14)
 @pytest.mark.parametrize(("backend", "tolerance"), [("aot_eager", 1e-10), ("inductor", 1e-9)])
 @ranks(2, timeout=300)
 def test_compiled_blocks_equal_eager_with_the_same_messages(

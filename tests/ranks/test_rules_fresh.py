@@ -98,7 +98,7 @@ def test_a_loss_from_the_middle_of_the_model_is_right_in_every_way_of_taking_it(
         leaking.check_gradients("a tensor kept inside a block alone")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 @ranks(2)
 def test_nothing_that_happens_between_two_steps_leaves_a_stale_weight() -> None:  # noqa: PLR0915
     """Everything that may happen between two steps, or between forward and backward."""

@@ -207,7 +207,7 @@ class Tailed(Block):
         return x + F.pad(self.tail(x), (0, x.shape[-1] - 4))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @ranks(2)
 def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same_bits() -> None:
     mesh, alone = mesh_of(2), mesh_of(1)

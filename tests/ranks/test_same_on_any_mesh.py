@@ -55,7 +55,7 @@ def internsp(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_a_run_on_two_meshes_is_the_run_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
     internsp(tmp_path, "--train.name", "alone")

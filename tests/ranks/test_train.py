@@ -86,7 +86,7 @@ MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_every_step_equals_one_process_on_every_mesh(tmp_path: Path) -> None:
     wanted = rows_of_runs(tmp_path, 1, OPTIMIZERS)
     for rows in wanted:
@@ -115,7 +115,7 @@ def test_full_accumulation_gives_the_same_steps_and_sends_less(tmp_path: Path) -
     assert wanted[1].reduced_bytes - rows[1].reduced_bytes == saved
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_bf16_with_fp32_master_weights_stays_within_two_percent_of_fp32(tmp_path: Path) -> None:
     parallel: Changes = {"parallel": {"weight": 2, "sequence": 2}}
     short = {"steps": 20}

@@ -330,7 +330,7 @@ def python(folder: Path, code: str, *before: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 @pytest.mark.parametrize(
     ("code", "before", "wanted"),
     [
@@ -350,7 +350,7 @@ def test_a_program_trains(
     assert wanted in python(tmp_path, code, *before)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_the_documents_own_program_runs(tmp_path: Path) -> None:
     blocks = (ROOT / "docs" / "trainer.md").read_text().split("```python\n")
     (tmp_path / "script.py").write_text(blocks[2].split("```")[0])
@@ -396,7 +396,7 @@ def test_processes_of_mpirun_without_ranks_are_refused() -> None:
     assert "each of these processes would be a run of its own" in str(problem)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (tmp_path / "config.toml").write_text(

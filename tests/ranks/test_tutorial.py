@@ -61,7 +61,7 @@ def missing(shown: list[str], printed: str) -> str | None:
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

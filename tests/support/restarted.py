@@ -1,12 +1,14 @@
 """A run that torchrun starts again: its rank 1 kills itself, once a checkpoint is valid.
 
-``-m tests.support.restarted FOLDER PEER``: before that all files of tensors of the checkpoint are
-removed or damaged, so that only copies in memory are left of it.
+``-m tests.support.restarted FOLDER``: before that all files of tensors of the checkpoint are
+removed or damaged, so that only copies in memory are left of it. A copy of the checkpoints, as they
+then are, lies beside the folder under :data:`LOST`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from internsp.train.run import train
 from tests.ranks.test_checkpoint_meshes import config
 
 STEPS = 16
+LOST = "lost"
 
 
 class Killed(SchedulerHook):
@@ -34,21 +37,22 @@ class Killed(SchedulerHook):
             with (self._checkpoint / "rank-00000.safetensors").open("r+b") as file:
                 file.seek(-1, os.SEEK_END)
                 file.write(b"\xff")
+            run = self._checkpoint.parents[1]
+            shutil.copytree(run / "checkpoints", run.with_name(LOST) / "checkpoints")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def settings(peer: bool) -> Any:
+def settings(**checkpoint: Any) -> Any:
     """A save at step 3 alone, so that there is nothing else to go on from."""
-    return config(
-        {"weight": 2}, train={"steps": STEPS}, checkpoint={"every": 3, "keep_last": 1, "peer": peer}
-    )
+    checkpoint = {"every": 3, "keep_last": 1, **checkpoint}
+    return config({"weight": 2}, train={"steps": STEPS}, checkpoint=checkpoint)
 
 
 def main() -> None:
     """A rank."""
     end_with_launcher()
     folder = Path(sys.argv[1])
-    train(settings(sys.argv[2] == "peer"), folder, [Killed(folder)])
+    train(settings(peer=True), folder, [Killed(folder)])
 
 
 if __name__ == "__main__":

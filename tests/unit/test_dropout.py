@@ -121,7 +121,7 @@ def test_a_part_of_the_positions_has_its_part_of_the_mask() -> None:
     assert torch.equal(part, whole[[5, 2]][:, [40, 3], :-3])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_a_compiler_makes_the_same_masks() -> None:
     module = Dropout(0.3)
 

@@ -262,7 +262,7 @@ print(rows, total, grown * 1024)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_a_file_several_times_larger_than_the_memory_that_is_left_is_indexed_and_read(
     kind: str, tmp_path: Path

@@ -186,7 +186,7 @@ print(json.dumps(status("VmHWM") - before))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
     settings = config({"mode": "full"}, model={"hidden_size": 256, "intermediate_size": 768})

@@ -29,7 +29,7 @@ def test_the_table_has_the_first_every_tenth_and_the_last_step() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 @pytest.mark.ranks
 def test_quantized_runs_learn_as_the_plain_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(__file__).parents[1] / "data"

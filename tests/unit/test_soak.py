@@ -50,7 +50,7 @@ def test_figures_stand_between_their_marks_and_leave_the_page_alone(tmp_path: Pa
     assert page.read_text().startswith(f"# Own\n\n{BEGIN}\ntwo")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_a_soak_of_one_segment_is_right_and_what_is_wrong_is_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(3)
 def test_a_wheel_says_what_it_is_and_installs_one_top_level_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -67,7 +67,7 @@ def test_a_wheel_says_what_it_is_and_installs_one_top_level_name(wheel: Path) ->
                 and "extra" not in line]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_an_installed_wheel_writes_a_configuration_and_trains_it(
     wheel: Path, tmp_path: Path
 ) -> None:
