@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
-from internsp.layers.parameters import Weight, unwritten, views, weights_of
+from internsp.layers.parameters import unwritten, views, weights_of
+from internsp.wp.parameter import Member, ShardedParameter
 
 
 class BlockWeights:
@@ -28,10 +29,10 @@ class BlockWeights:
         beside: those that other blocks share, each a unit of its own.
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Member]) -> None:
         self.all = weights
-        guarded = [weight for weight in weights if weight.guarded]
-        self.sharded: list[Any] = [w for w in guarded if w.unit.block >= 0]  # type: ignore[attr-defined]
+        guarded = [weight for weight in weights if isinstance(weight, ShardedParameter)]
+        self.sharded = [weight for weight in guarded if weight.unit.block >= 0]
         self.beside = [weight for weight in guarded if weight not in self.sharded]
         self.in_unit = frozenset(self.sharded)
 
@@ -45,7 +46,7 @@ class BlockUse:
 
     def unshard(self) -> list[Tensor]:
         """The tensors to compute with."""
-        found: dict[Weight, Tensor] = {}
+        found: dict[Member, Tensor] = {}
         if self.sharded:
             tensors = self.sharded[0].communicator.unshard_all(self.sharded)
             found = dict(zip(self.sharded, tensors, strict=True))
@@ -53,7 +54,7 @@ class BlockUse:
             found[weight] if weight in found else weight.communicator.unshard(weight)
             for weight in self.weights
         ]
-        self._shown = {weight: weight.shown for weight in self.weights}
+        self._shown: dict[Member, Any] = {weight: weight.shown for weight in self.weights}
         return whole
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,30 +32,8 @@ from internsp.autograd import (
     transforming,
     under_transform,
 )
-from internsp.dtensor.tensor_parallel import TensorPart
 from internsp.errors import GradientError, StaleWeightError, StructureError
-from internsp.wp.parameter import not_to_be_copied
-
-
-class Weight(Protocol):
-    """A parameter that ``parallelize`` has made, sharded or replicated."""
-
-    name: str
-    parameter: nn.Parameter
-    communicator: Any
-    """What unshards it and takes its gradient (:class:`internsp.wp.communicator.WPCommunicator`)"""
-    shown: Any
-    """Version and dtype of the unsharded weight that was last made."""
-    tensor: TensorPart | None
-    """Where it lies on the tensor ranks, where its layer is tensor parallel."""
-    guarded: bool
-    """Whether backward needs the unsharded weight at its place again (not a replica)."""
-
-    def show_again(self, shown: Any) -> None:
-        """Backward needs what a view of ``shown`` had: check that it is still to be had (WP-14)."""
-
-    def invalidate(self) -> None:
-        """The values were written where no version counter shows it."""
+from internsp.wp.parameter import Member, not_to_be_copied
 
 
 class Use:
@@ -68,8 +46,10 @@ class Use:
 
     __slots__ = ("entered", "scoped", "shown", "weights")
 
-    def __init__(self, weight: Weight, scoped: bool = False) -> None:
-        self.weights: Sequence[Weight] = (weight,)
+    shown: Any
+
+    def __init__(self, weight: Member, scoped: bool = False) -> None:
+        self.weights: Sequence[Member] = (weight,)
         self.scoped, self.entered = scoped, False
 
     def unshard(self) -> Sequence[Tensor]:
@@ -164,12 +144,12 @@ class Views(torch.autograd.Function):
         return tuple(answers)
 
 
-def _presented(weight: Weight, whole: Tensor) -> Tensor:
+def _presented(weight: Member, whole: Tensor) -> Tensor:
     """What a module reads: the tensor in the slot, or that on the tensor ranks' mesh."""
     return whole if weight.tensor is None else weight.tensor.present(whole)
 
 
-def _captured(weight: Weight, gradient: Tensor, shard: Tensor) -> Tensor:
+def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
     """What a captured shard is given: torch's split backward wants a tensor, without memory."""
     if not weight.communicator.weight_part:
         raise GradientError(
@@ -196,15 +176,15 @@ def view(use: Use) -> Tensor:
     return views(use, use.weights[0].parameter)[0]
 
 
-def weights_behind(node: Any) -> Sequence[Weight] | None:
+def weights_behind(node: Any) -> Sequence[Member] | None:
     """The weights whose views a node of the autograd graph is, if it is such a node."""
     if not isinstance(node, Views._backward_cls):  # type: ignore[attr-defined]
         return None
-    weights: Sequence[Weight] = node.use.weights  # type: ignore[attr-defined]
+    weights: Sequence[Member] = node.use.weights  # type: ignore[attr-defined]
     return weights
 
 
-Taken = dict[Weight, tuple[Tensor, Use]]
+Taken = dict[Member, tuple[Tensor, Use]]
 """The views that were made in one forward."""
 
 
@@ -252,7 +232,7 @@ class Weights(dict[str, Any]):
     def __init__(self, parameters: Mapping[str, Any], owner: str, scope: Scope) -> None:
         super().__init__(parameters)
         self.owner, self.scope = owner, scope
-        self.weights: dict[str, Weight] = {}
+        self.weights: dict[str, Member] = {}
         self.taken: Taken | None = None
         self.copies: list[tuple[tuple[Any, ...], str]] = []
 
@@ -540,7 +520,7 @@ def _before_nodes(kept: list[Use], saved: bool, gradients: tuple[Tensor, ...]) -
         use.before_backward(saved)
 
 
-def unwritten(weight: Weight, tensor: Tensor) -> None:
+def unwritten(weight: Member, tensor: Tensor) -> None:
     """Check that a forward has not written into ``tensor``, a view that it was handed.
 
     Raises:
@@ -555,7 +535,7 @@ def unwritten(weight: Weight, tensor: Tensor) -> None:
         )
 
 
-def attach(module: nn.Module, module_name: str, name: str, weight: Weight, scope: Scope) -> None:
+def attach(module: nn.Module, module_name: str, name: str, weight: Member, scope: Scope) -> None:
     """Make ``module`` hold its parameter ``name`` as ``weight`` from now on."""
     held = module._parameters
     if not isinstance(held, Weights):
@@ -584,7 +564,7 @@ def held_at(module: nn.Module, path: tuple[Any, ...]) -> Any:
     return place
 
 
-def weights_of(module: nn.Module) -> dict[str, Weight]:
+def weights_of(module: nn.Module) -> dict[str, Member]:
     """What was attached to ``module`` itself, by parameter name."""
     held = module._parameters
     return held.weights if isinstance(held, Weights) else {}

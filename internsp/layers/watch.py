@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from internsp.autograd import compiled
+from internsp.dtensor.mixed import plainly
 from internsp.errors import GradientError, StructureError
 from internsp.layers.supported import is_compiled
+from internsp.wp.parameter import Member
 
 _tensor: Any = torch.Tensor
 _hooks = _tensor._backward_hooks.__get__
 _accumulated = _tensor._post_accumulate_grad_hooks.__get__
-_plainly: Any = torch._C._disabled_torch_function_impl  # (function, types, arguments, options)
-
-
-class Member(Protocol):
-    """A parameter that ``parallelize`` has made."""
-
-    name: str
-    parameter: nn.Parameter
 
 
 def require_no_gradient_hooks(
@@ -45,7 +39,7 @@ def require_no_gradient_hooks(
         for member in members:
             # Past __torch_function__, by which every read of a parameter's attribute goes.
             given = (member.parameter,)
-            if _plainly(_hooks, (), given, {}) or _plainly(_accumulated, (), given, {}):
+            if plainly(_hooks, (), given, {}) or plainly(_accumulated, (), given, {}):
                 raise GradientError(
                     f"{member.name} has a gradient hook, which autograd would call without a "
                     "gradient: that exists when its reduction is finished, after backward. Remove "
