@@ -100,7 +100,6 @@ class Simulator:
         """One forward."""
         plan, queue = self.plan, self.queue
         self.perform(queue.begin_forward(keep=True))
-        self.perform(self.enclosing.begin_forward())
         self._beside(plan.embedding)
         for unit in plan.runs:
             if unit.around >= 0 and unit.block == plan.enclosing[unit.around].first:
@@ -152,10 +151,8 @@ class Simulator:
         for index, data in enumerate(reversed(forwards or [self.data])):
             self.data = data
             if index:
-                self.perform(self.enclosing.end(everywhere=True, lowest=0))
                 self.perform(queue.come_to_earlier(everywhere=True))
             self._through(gives)
-        self.perform(self.enclosing.end(everywhere=True, lowest=0))
         self.perform(queue.end_backward(everywhere=True))
         if gives:
             self.end_pass()
@@ -180,13 +177,11 @@ class Simulator:
     def _enter_backward(self, unit: UnitPlan, number: int) -> None:
         """A gradient arrives at a unit's output, and before that at its block's."""
         if unit.around < 0:
-            self.perform(self.enclosing.come_to(unit, everywhere=True))
             self.perform(self.queue.enter_backward(unit, everywhere=True, run=number))
             return
         block = self.plan.enclosing[unit.around]
         first = self.enclosing.open is not block
         self.perform(self.enclosing.enter_backward(block, everywhere=True))
-        self.perform(self.enclosing.come_to(unit, everywhere=True))
         self.perform(self.queue.enter_backward(unit, everywhere=True))
         if first and block.recomputed:
             for each in self.plan.blocks[block.first : block.last + 1]:

@@ -443,8 +443,6 @@ class ISPCommunicator(WPCommunicator):
         self._count_forward()
         self._autocast.enter_model()
         self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
-        if self.enclosing.blocks:
-            self.state.perform(self.enclosing.begin_forward())
         if self.learning is not None:
             self.state.perform(self.queue.gather_head())
 
@@ -581,14 +579,10 @@ class ISPCommunicator(WPCommunicator):
         if self.weight_part or (self.queue.open is unit and run in (None, self.queue.run_of(unit))):
             return
         self._recomputed = False
-        if self.enclosing.blocks:
-            self.state.perform(self.enclosing.come_to(unit, self._everywhere()))
         self.state.perform(self.queue.enter_backward(unit, self._everywhere(), run))
 
     def end_backward(self) -> None:
         """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
-        if self.enclosing.blocks:
-            self.state.perform(self.enclosing.end(self._everywhere(), self._last_trained()))
         self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
         self._recomputed = False
         if self.queue.split:  # an input backward: no weight has a gradient
@@ -671,7 +665,7 @@ class ISPCommunicator(WPCommunicator):
         Raises:
             OrderError: a pass runs.
         """
-        self._gather_early([*self.queue.with_room(), *self.enclosing.with_room()])
+        self._gather_early(self.queue.with_room())
 
     def reshard(self, module: nn.Module) -> None:
         """Forget the unsharded weights of ``module``'s units: their next use gathers them.
@@ -690,7 +684,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _unshard_module(self, module: nn.Module) -> None:
         units = self._units_of(module, "unshard")
-        room = [*self.queue.with_room(), *self.enclosing.with_room()]
+        room = self.queue.with_room()
         for unit in units:
             if unit not in room:
                 raise OrderError(
@@ -781,7 +775,6 @@ class ISPCommunicator(WPCommunicator):
         """Let everything in flight arrive and forget it: no bytes held, no reduced gradient."""
         self.settle_gathers()
         self.queue.reset()
-        self.enclosing.reset()
         self.state.reducer.discard()
         if self.state.near is not None:
             self.state.near.discard()
@@ -813,8 +806,6 @@ class ISPCommunicator(WPCommunicator):
     def _come_to(self, forward: int) -> None:
         """Backward is in the graph of ``forward``. If it was in another's, that is over."""
         if self._forward not in (None, forward):
-            if self.enclosing.blocks:
-                self.state.perform(self.enclosing.end(self._everywhere(), self._last_trained()))
             self.state.perform(self.queue.come_to_earlier(self._everywhere(), self._last_trained()))
         self._forward = forward
 

@@ -41,7 +41,7 @@ class Enclosing(Generic[U]):
 
 
 class EnclosingBlocks(Generic[U, W]):
-    """The enclosing blocks of one chunk, beside its gather queue. Events answer with actions.
+    """The enclosing blocks of one chunk, for its gather queue, which passes its events on.
 
     Attributes:
         blocks: in the order of the forward.
@@ -50,6 +50,8 @@ class EnclosingBlocks(Generic[U, W]):
 
     def __init__(self, queue: GatherQueue[U, W], blocks: Sequence[Enclosing[U]]) -> None:
         self.queue, self.blocks = queue, blocks
+        if blocks:
+            queue.enclosing = self
         for block in blocks:
             queue.add(block.rest)
         self.slots = len({block.rest.slot for block in blocks if block.rest.groups})
@@ -58,11 +60,9 @@ class EnclosingBlocks(Generic[U, W]):
         self._again = False  # the open one's units have run once more, in its recompute
         self._reduced: set[int] = set()  # those whose rest was, in the graph that backward is in
 
-    def begin_forward(self) -> list[Action]:
-        """The model is entered, after :meth:`GatherQueue.begin_forward`."""
-        out: list[Action] = []
+    def begin_forward(self, out: list[Action]) -> None:
+        """The model is entered: after what else is gathered then."""
         self._gather(0, FORWARD, out)
-        return out
 
     def enter(self, block: Enclosing[U]) -> list[Action]:
         """A block's forward begins: gather its rest, and the next one's."""
@@ -80,16 +80,7 @@ class EnclosingBlocks(Generic[U, W]):
         """
         out: list[Action] = []
         if self.open is not block:
-            self._come_to(block.last, everywhere, out)
-        return out
-
-    def come_to(self, unit: U, everywhere: bool) -> list[Action]:
-        """Backward comes to a unit of the queue: blocks above are over, the one around it is open.
-
-        Before :meth:`GatherQueue.enter_backward`.
-        """
-        out: list[Action] = []
-        self._come_to(unit.block, everywhere, out)
+            self.come_to(block.last, everywhere, out)
         return out
 
     def recompute(self, unit: U) -> list[Action]:
@@ -101,21 +92,15 @@ class EnclosingBlocks(Generic[U, W]):
         )
         return self.queue.recompute(unit, self.queue.blocks[following] if alike else None)
 
-    def end(self, everywhere: bool, lowest: int) -> list[Action]:
-        """Backward is over, or leaves one forward's graph for another's.
-
-        Before :meth:`GatherQueue.end_backward` or :meth:`GatherQueue.come_to_earlier`, with the
-        same arguments.
-        """
-        out: list[Action] = []
+    def end(self, everywhere: bool, lowest: int, out: list[Action]) -> None:
+        """Backward is over, or leaves one forward's graph for another's: before the queue's."""
         if everywhere:
-            self._come_to(lowest, everywhere, out)
+            self.come_to(lowest, everywhere, out)
         if self.open is not None:
             self._finish(max(self.open.first, lowest) if everywhere else None, out)
         for block in reversed(self.blocks):  # in one order on all ranks, zeros where there is none
             self._reduce(block, out)
         self.reset()
-        return out
 
     def reset(self) -> None:
         """No backward runs."""
@@ -126,9 +111,8 @@ class EnclosingBlocks(Generic[U, W]):
         """Rests that may be gathered before a forward and are still there when it comes to them."""
         return [block.rest for block in self.blocks[: self.slots]]
 
-    # inside
-
-    def _come_to(self, unit: int, everywhere: bool, out: list[Action]) -> None:
+    def come_to(self, unit: int, everywhere: bool, out: list[Action]) -> None:
+        """Backward comes to the queue's ``unit``: blocks above are over, that around it is open."""
         while self._lowest and self.blocks[self._lowest - 1].last >= unit:
             block = self.blocks[self._lowest - 1]
             if everywhere or block.first <= unit:
@@ -140,6 +124,8 @@ class EnclosingBlocks(Generic[U, W]):
         if self.open is not None and unit < self.open.first:
             self._over(everywhere, out)
 
+    # inside
+
     def _begin(self, block: Enclosing[U], everywhere: bool, out: list[Action]) -> None:
         self.queue.close(out)
         self.open, self._again = block, False
@@ -147,7 +133,7 @@ class EnclosingBlocks(Generic[U, W]):
         if self.slots > 1:
             self._gather(block.number - 1, BACKWARD, out)
         if block.recomputed:  # whether its recompute comes before its last unit's gradient or after
-            out += self.queue.enter_backward(self.queue.blocks[block.last], everywhere)
+            self.queue.come_to(self.queue.blocks[block.last], everywhere, None, out)
 
     def _over(self, everywhere: bool, out: list[Action]) -> None:
         if self.open is not None:

@@ -95,6 +95,8 @@ class GatherQueue(Generic[U, W]):
         flying: gathers that were not waited for; the weights of one launch together.
         reduced: weights whose reduction was launched in the open block's backward, their bytes
             released.
+        enclosing: blocks that hold several units (:class:`internsp.wp.enclosing.EnclosingBlocks`);
+            ``None``: there are none.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class GatherQueue(Generic[U, W]):
         limit: int = 0,
     ) -> None:
         self.root, self.head = root, head
+        self.enclosing: Any = None
         self.overlap, self.strict = overlap, strict
         self.contents: dict[W, Hashable] = {}
         self.sliced: dict[W, Hashable] = {}  # as contents, of what near groups keep slices of
@@ -188,6 +191,8 @@ class GatherQueue(Generic[U, W]):
             self._raise(self._entry_limit(0), out)
         if self.policy.rolling:
             self._raise(len(self._forward.places), out)
+        if self.enclosing is not None:
+            self.enclosing.begin_forward(out)
         return out
 
     def gather_head(self) -> list[Action]:
@@ -369,13 +374,19 @@ class GatherQueue(Generic[U, W]):
             run: of which of its runs, where it recurs (:meth:`run_of`); ``None``: of the open one.
         """
         out: list[Action] = []
+        if self.enclosing is not None:
+            self.enclosing.come_to(unit.block, everywhere, out)
+        self.come_to(unit, everywhere, run, out)
+        return out
+
+    def come_to(self, unit: U, everywhere: bool, run: int | None, out: list[Action]) -> None:
+        """:meth:`enter_backward` within whatever block is around it."""
         if self.open is unit and run in (None, self._at_block[unit]):
-            return out
+            return
         number = self._at_block[unit] if run is None else run
         if everywhere:
             self.pass_over(number, out)
         self._enter_backward(number, everywhere, out)
-        return out
 
     def pass_over(self, to: int, out: list[Action]) -> None:
         """Data of this rank send no gradient through the runs of blocks above ``to``: take their
@@ -440,11 +451,13 @@ class GatherQueue(Generic[U, W]):
         return out
 
     def _end_graph(self, everywhere: bool, lowest: int, out: list[Action]) -> None:
+        if self.enclosing is not None:
+            self.enclosing.end(everywhere, lowest, out)
         if everywhere and self.lowest > 0:
             self.pass_over(lowest - 1, out)
         if not self.in_blocks:  # in any order of blocks: it may have come to none of them
             self.top(out)
-        self._close(out)
+        self.close(out)
         if self._alone is not None:
             for group in self._alone.groups:
                 late = [weight for weight in group.weights if weight in self._late]
@@ -469,6 +482,21 @@ class GatherQueue(Generic[U, W]):
             if weights:
                 self.reductions.launch(unit, weights, out, last)
 
+    def close(self, out: list[Action]) -> None:
+        """The open block's backward is over: weights without a gradient take their place."""
+        unit = self.open
+        if unit is None:
+            return
+        self._reach(out)
+        self.open = None
+        if not self.split:
+            while self._turns:
+                self._take_turn(out)
+        self.reduced.clear()
+        self._let_go(unit)
+        self._passed, self._running = self._backward.ends[self._at_block[unit]], None
+        self._advance(out)
+
     # for blocks that hold several units (:mod:`internsp.wp.enclosing`)
 
     def add(self, unit: U) -> None:
@@ -481,10 +509,6 @@ class GatherQueue(Generic[U, W]):
         """Gather now what the slot does not hold of a unit."""
         for group in Policy.order(unit.groups, phase, unit.recomputed):
             self._launch(unit, group, phase, out)
-
-    def close(self, out: list[Action]) -> None:
-        """The backward of the block that runs is over."""
-        self._close(out)
 
     def recompute(self, unit: U, following: U | None) -> list[Action]:
         """A forward of ``unit`` in a recompute that goes around several units.
@@ -568,7 +592,8 @@ class GatherQueue(Generic[U, W]):
         first = [0, *reach(range(1, policy.blocks), policy.depth, policy.kept), *policy.kept]
         blocks = [self.blocks[block] for block in sorted(set(first))] if self.blocks else []
         head = [self.head] if self.head is not None else []
-        return list(dict.fromkeys([*self.root, *blocks, *head]))
+        rests = self.enclosing.with_room() if self.enclosing is not None else []
+        return list(dict.fromkeys([*self.root, *blocks, *head, *rests]))
 
     def gather_early(self, units: Iterable[U]) -> list[Action]:
         """Gather ``units``, of :meth:`with_room`, before the forward that uses them."""
@@ -626,6 +651,8 @@ class GatherQueue(Generic[U, W]):
         self.open, self._reaching, self.split = None, False, ""
         self.in_blocks, self.lowest = False, len(self.blocks)
         self._late.clear()
+        if self.enclosing is not None:
+            self.enclosing.reset()
 
     def holds(self, weight: W) -> bool:
         """Whether the slot holds, or is getting, what is wanted of a weight."""
@@ -833,7 +860,7 @@ class GatherQueue(Generic[U, W]):
             if everywhere and not self.policy.per_module:
                 self._gather_block(number, out)  # before the top, as where a gradient came by it
             self.top(out)
-        self._close(out)
+        self.close(out)
         self.open, self.lowest = unit, number
         if self.recurs:
             self._at_block[unit], self._running = number, unit
@@ -858,21 +885,6 @@ class GatherQueue(Generic[U, W]):
             self._insist(unit, BACKWARD, out)
         if self.policy.rolling:
             self._raise(len(self._backward.places), out)
-
-    def _close(self, out: list[Action]) -> None:
-        """The open block's backward is over: weights without a gradient take their place."""
-        unit = self.open
-        if unit is None:
-            return
-        self._reach(out)
-        self.open = None
-        if not self.split:
-            while self._turns:
-                self._take_turn(out)
-        self.reduced.clear()
-        self._let_go(unit)
-        self._passed, self._running = self._backward.ends[self._at_block[unit]], None
-        self._advance(out)
 
     def _reach(self, out: list[Action]) -> None:
         """What the trigger gathers comes before the block's reductions, did it not fire (WP-2)."""
