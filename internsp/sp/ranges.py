@@ -8,7 +8,7 @@ whole, by the triangle of a causal mask, or by the band of a window. Pure: no te
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +19,8 @@ from internsp.sp.heads import Span
 FULL, CAUSAL, BAND = "full", "causal", "band"
 Ranges = tuple[Span, ...]
 """Half-open ranges of positions, in the order in which they are held; none empty."""
+Needs = tuple[tuple[Ranges, ...], ...]
+"""``needs[rank][block]``: what a rank sees of a block, counted in what the block's owner holds."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,11 @@ def _pair(row: int, at: int, query: Span, there: int, key: Span, seen: Seen) -> 
 
 
 def _cut(ranges: Ranges, edges: Sequence[int]) -> list[tuple[int, Span]]:
-    """Each range cut at the edges inside it, with its place among what is held."""
+    """Each range cut at the edges (rising) inside it, with its place among what is held."""
     found, at = [], 0
     for start, stop in ranges:
-        inner = [start, *(edge for edge in edges if start < edge < stop), stop]
-        for a, b in pairwise(inner):
+        inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
+        for a, b in pairwise([start, *inner, stop]):
             found.append((at, (a, b)))
             at += b - a
     return found
@@ -143,6 +145,31 @@ def united(spans: Iterable[Span]) -> Ranges:
     return tuple(found)
 
 
-def needed(queries: Ranges, keys: Ranges, seen: Seen) -> Ranges:
-    """What of a block's keys any of ``queries`` sees, counted in what the block's owner holds."""
-    return united(part.k for part in parts(queries, keys, seen))
+def needs(held: Sequence[Ranges], seen: Seen) -> Needs:
+    """What each rank's queries see of each rank's keys: the keys of all :func:`parts` of the two.
+
+    By comparisons of ranges alone, and only of those that share a document.
+    """
+    found: list[list[list[Span]]] = [[[] for _ in held] for _ in held]
+    for lengths in seen.documents:
+        before = sum(lengths) if seen.window is None else seen.window - 1
+        after = 0 if seen.causal else before
+        for members in _by_document(held, lengths):
+            for block, at, start, stop in members:
+                for rank, _, a, b in members:
+                    first, last = max(start, a - before), min(stop, b + after)
+                    if first < last:
+                        found[rank][block].append((at + first - start, at + last - start))
+    return tuple(tuple(united(spans) if spans else () for spans in row) for row in found)
+
+
+def _by_document(
+    held: Sequence[Ranges], lengths: tuple[int, ...]
+) -> Iterable[list[tuple[int, int, int, int]]]:
+    """Of each document what all hold of it: rank, place among what it holds, start and stop."""
+    ends = list(accumulate(lengths))
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    for rank, ranges in enumerate(held):
+        for at, (start, stop) in _cut(ranges, ends):
+            found.setdefault(bisect_right(ends, start), []).append((rank, at, start, stop))
+    return found.values()

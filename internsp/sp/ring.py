@@ -23,7 +23,7 @@ from internsp.sp.exchange import Channel, phase_of
 from internsp.sp.handles import Handles
 from internsp.sp.partial import Attend
 from internsp.sp.ranges import Part, Ranges, Seen
-from internsp.sp.routes import Move, Route, require_form, routes
+from internsp.sp.routes import Move, Route, require_form, route
 
 
 @dataclass(eq=False)
@@ -76,8 +76,8 @@ class Rings:
         key = (held, seen, reads, scale)
         ring = self._known.get(key)
         if ring is None:
-            route = routes(held, seen, self.form, self.inner)[self.channel.rank]
-            ring = Ring(self.channel, route, seen, reads, scale)
+            own = route(held, seen, self.channel.rank, self.form, self.inner)
+            ring = Ring(self.channel, own, seen, reads, scale)
             while len(self._known) >= _MOST_RINGS:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = ring

@@ -11,21 +11,22 @@ which blocks it sends on and receives meanwhile. Two forms exist, and a ring in 
   since nothing is passed on; but all of it is held at the same time.
 
 The gradients of keys and values go straight home from each rank that has used them, in all forms.
-Pure: no tensor, no group. Every rank makes the routes of all and takes its own.
+Pure: no tensor, no group. Every rank works out what each needs of each block, by a few comparisons
+of two ranks' ranges, and from it what all send in each form; its steps and the calls of kernels are
+its own alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from internsp.errors import ConfigError
-from internsp.sp.ranges import Part, Ranges, Seen, needed, parts, united
+from internsp.sp.ranges import Needs, Part, Ranges, Seen, needs, parts, united
 
 FORMS = ("auto", "ring", "reverse", "double", "direct")
-Needs = tuple[tuple[Ranges, ...], ...]
-"""``needs[rank][block]``: what a rank sees of a block, counted in what the block's owner holds."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Move:
     @property
     def positions(self) -> int:
         """How many positions travel."""
-        return sum(stop - start for start, stop in self.what)
+        return _count(self.what)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,14 @@ class Route:
 
 
 def routes(held: tuple[Ranges, ...], seen: Seen, form: str = "auto", inner: int = 1) -> Routes:
-    """The routes of all ranks.
+    """The routes of all ranks; see :func:`route`."""
+    return tuple(route(held, seen, rank, form, inner) for rank in range(len(held)))
+
+
+def route(
+    held: tuple[Ranges, ...], seen: Seen, rank: int, form: str = "auto", inner: int = 1
+) -> Route:
+    """The route of one rank.
 
     Args:
         held: the ranges of each rank of the group.
@@ -106,7 +114,22 @@ def routes(held: tuple[Ranges, ...], seen: Seen, form: str = "auto", inner: int 
         ConfigError: see :func:`require_form`.
     """
     require_form(len(held), form, inner)
-    return _routes(held, seen, form, inner)
+    way = _chosen(held, seen, form, inner)
+    steps = []
+    for at, (block, sends, receives) in enumerate(way.steps(rank)):
+        user = way.user(rank, at)
+        home, arrives = way.needs[rank][block], way.needs[user][rank]
+        steps.append(
+            Step(
+                block,
+                parts(held[rank], held[block], seen),
+                _some(sends),
+                _some(receives),
+                Move(block, block, home) if home and block != rank else None,
+                Move(rank, user, arrives) if arrives and user != rank else None,
+            )
+        )
+    return Route(way.form, tuple(steps))
 
 
 def require_form(size: int, form: str, inner: int) -> None:
@@ -126,110 +149,132 @@ def require_form(size: int, form: str, inner: int) -> None:
 Routes = tuple[Route, ...]
 
 
-@lru_cache(maxsize=64)
-def _routes(held: tuple[Ranges, ...], seen: Seen, form: str, inner: int) -> Routes:
-    size = len(held)
-    needs = tuple(
-        tuple(needed(held[rank], held[block], seen) for block in range(size))
-        for rank in range(size)
-    )
-    makers: dict[str, Callable[[], list[list[_Raw]]]] = {
-        "ring": lambda: _double(needs, size, 1),
-        "reverse": lambda: _double(needs, size, -1),
-        "double": lambda: _double(needs, inner, 1),
-        "direct": lambda: _direct(needs),
-    }
-    if form != "auto":
-        return _finished(form, makers[form](), held, seen, needs)
-    made = [
-        _finished(form, makers[form](), held, seen, needs) for form in ("ring", "reverse", "direct")
-    ]
-    sent = [[route.sent_positions for route in each] for each in made]
-    return min(zip(made, sent, strict=True), key=lambda each: (max(each[1]), sum(each[1])))[0]
-
-
 _Raw = tuple[int, list[Move], list[Move]]  # block, sends, receives
 
 
-def _double(needs: Needs, near: int, way: int) -> list[list[_Raw]]:
-    """Rings of ``near`` ranks each, and one ring over them; with all ranks near, a plain ring."""
-    size = len(needs)
-    far = size // near
-
-    def rank_of(outer: int, inner: int) -> int:
-        return outer % far * near + inner % near
-
-    def block_at(rank: int, o: int, i: int) -> int:
-        return rank_of(rank // near - way * o, rank % near - way * i)
-
-    def within(block: int, o: int, i: int) -> Ranges:
-        """What is needed of a block from step ``i`` on in the near group it visits as its o-th."""
-        outer, inner = block // near + way * o, block % near
-        ranks = [rank_of(outer, inner + way * k) for k in range(i, near)]
-        return united(span for rank in ranks for span in needs[rank][block])
-
-    def onward(block: int, o: int) -> Ranges:
-        """What is needed of it in that group and in all that it visits after."""
-        return united(span for p in range(o, far) for span in within(block, p, 0))
-
-    steps: list[list[_Raw]] = [[] for _ in range(size)]
-    for rank in range(size):
-        outer, inner = divmod(rank, near)
-        for o in range(far):
-            for i in range(near):
-                block = block_at(rank, o, i)
-                sends, receives = [], []
-                if i == 0 and o + 1 < far:
-                    sends.append(Move(block, rank_of(outer + way, inner), onward(block, o + 1)))
-                    source = rank_of(outer - way, inner)
-                    coming = block_at(source, o, 0)
-                    receives.append(Move(coming, source, onward(coming, o + 1)))
-                if i + 1 < near:
-                    sends.append(Move(block, rank_of(outer, inner + way), within(block, o, i + 1)))
-                    source = rank_of(outer, inner - way)
-                    coming = block_at(source, o, i)
-                    receives.append(Move(coming, source, within(coming, o, i + 1)))
-                steps[rank].append((block, _some(sends), _some(receives)))
-    return steps
+@lru_cache(maxsize=64)
+def _chosen(held: tuple[Ranges, ...], seen: Seen, form: str, inner: int) -> _Rings:
+    """The form that is taken, as it is for all ranks."""
+    everyone, size = needs(held, seen), len(held)
+    makers: dict[str, Callable[[], _Rings]] = {
+        "ring": lambda: _Rings("ring", everyone, size, 1),
+        "reverse": lambda: _Rings("reverse", everyone, size, -1),
+        "double": lambda: _Rings("double", everyone, inner, 1),
+        "direct": lambda: _Direct("direct", everyone, size, 1),
+    }
+    if form != "auto":
+        return makers[form]()
+    made = [makers[name]() for name in ("ring", "reverse", "direct")]
+    sent = [way.sent() for way in made]
+    return min(zip(made, sent, strict=True), key=lambda each: (max(each[1]), sum(each[1])))[0]
 
 
-def _direct(needs: Needs) -> list[list[_Raw]]:
-    size = len(needs)
-    steps: list[list[_Raw]] = []
-    for rank in range(size):
-        others = [(rank - k) % size for k in range(1, size)]
-        sends = _some([Move(rank, peer, needs[peer][rank]) for peer in reversed(others)])
-        receives = _some([Move(block, block, needs[rank][block]) for block in others])
-        steps.append([(rank, sends, receives), *((block, [], []) for block in others)])
-    return steps
+@dataclass(frozen=True)
+class _Rings:
+    """Rings of ``inner`` ranks each, and one ring over them; with all ranks inner, a plain ring.
+
+    Step ``o * inner + i`` is the i-th in the o-th inner ring that a block visits.
+    """
+
+    form: str
+    needs: Needs
+    inner: int
+    way: int
+
+    @property
+    def outer(self) -> int:
+        return len(self.needs) // self.inner
+
+    def _shifted(self, rank: int, o: int, i: int) -> int:
+        """The rank that is so many inner rings, and in its own so many ranks, further on."""
+        ring, place = divmod(rank, self.inner)
+        ring, place = ring + self.way * o, place + self.way * i
+        return ring % self.outer * self.inner + place % self.inner
+
+    def user(self, block: int, step: int) -> int:
+        """The rank that computes with a block in a step."""
+        return self._shifted(block, *divmod(step, self.inner))
+
+    @cached_property
+    def _left(self) -> list[list[Ranges]]:
+        """``[block][step]``: what is needed of a block from a step on in that inner ring."""
+        found = []
+        for block in range(len(self.needs)):
+            visits = [self.needs[self.user(block, s)][block] for s in range(len(self.needs))]
+            rings = (visits[at : at + self.inner] for at in range(0, len(visits), self.inner))
+            found.append([what for ring in rings for what in _from_each_on(ring)])
+        return found
+
+    @cached_property
+    def _onward(self) -> list[list[Ranges]]:
+        """``[block][o]``: what is needed of a block in its o-th inner ring and all after it."""
+        return [_from_each_on(left[:: self.inner]) for left in self._left]
+
+    def _next(self, block: int, step: int) -> list[tuple[tuple[int, int], Ranges]]:
+        """What goes on of a block in a step: how far (inner rings, ranks), and what of it."""
+        o, i = divmod(step, self.inner)
+        found = []
+        if i == 0 and o + 1 < self.outer:
+            found.append(((1, 0), self._onward[block][o + 1]))
+        if i + 1 < self.inner:
+            found.append(((0, 1), self._left[block][step + 1]))
+        return found
+
+    def sent(self) -> list[int]:
+        """Positions that each rank sends."""
+        found = [0] * len(self.needs)
+        for block in range(len(found)):
+            for step in range(len(found)):
+                for _, what in self._next(block, step):
+                    found[self.user(block, step)] += _count(what)
+        return found
+
+    def steps(self, rank: int) -> list[_Raw]:
+        """Of one rank."""
+        found: list[_Raw] = []
+        for step in range(len(self.needs)):
+            o, i = divmod(step, self.inner)
+            block = self._shifted(rank, -o, -i)
+            sends = [Move(block, self._shifted(rank, *far), what)
+                     for far, what in self._next(block, step)]  # fmt: skip
+            receives = []
+            for far, _ in self._next(block, step):  # those before it do the same
+                source = self._shifted(rank, -far[0], -far[1])
+                coming = self._shifted(source, -o, -i)
+                what = next(what for to, what in self._next(coming, step) if to == far)
+                receives.append(Move(coming, source, what))
+            found.append((block, sends, receives))
+        return found
 
 
-def _some(moves: list[Move]) -> list[Move]:
+class _Direct(_Rings):
+    """Each block's owner sends all of it that others need, in the first step."""
+
+    def sent(self) -> list[int]:
+        ranks = range(len(self.needs))
+        return [sum(_count(self.needs[peer][rank]) for peer in ranks if peer != rank)
+                for rank in ranks]  # fmt: skip
+
+    def steps(self, rank: int) -> list[_Raw]:
+        others = [self._shifted(rank, 0, -k) for k in range(1, len(self.needs))]
+        sends = [Move(rank, peer, self.needs[peer][rank]) for peer in reversed(others)]
+        receives = [Move(block, block, self.needs[rank][block]) for block in others]
+        return [(rank, sends, receives), *((block, [], []) for block in others)]
+
+
+def _from_each_on(each: Sequence[Ranges]) -> list[Ranges]:
+    """Of some unions of spans that of the i-th and all after it, for each i."""
+
+    def joined(after: Ranges, own: Ranges) -> Ranges:
+        return united((*own, *after)) if own and after else own or after
+
+    return list(accumulate(reversed(each), joined))[::-1]
+
+
+def _count(what: Ranges) -> int:
+    return sum(stop - start for start, stop in what)
+
+
+def _some(moves: list[Move]) -> tuple[Move, ...]:
     """Those that carry anything; both ends leave the others out."""
-    return [move for move in moves if move.what]
-
-
-def _finished(
-    form: str, raw: Sequence[list[_Raw]], held: tuple[Ranges, ...], seen: Seen, needs: Needs
-) -> Routes:
-    def gradients(user: int, block: int, peer: int) -> Move | None:
-        what = needs[user][block] if user != block else ()
-        return Move(block, peer, what) if what else None
-
-    found = []
-    for rank, steps in enumerate(raw):
-        own = []
-        for at, (block, sends, receives) in enumerate(steps):
-            user = next(r for r, others in enumerate(raw) if others[at][0] == rank)
-            own.append(
-                Step(
-                    block,
-                    parts(held[rank], held[block], seen),
-                    tuple(sends),
-                    tuple(receives),
-                    gradients(rank, block, block),
-                    gradients(user, rank, user),
-                )
-            )
-        found.append(Route(form, tuple(own)))
-    return tuple(found)
+    return tuple(move for move in moves if move.what)

@@ -11,8 +11,8 @@ from internsp.mesh import SequenceAxes
 from internsp.mesh.sequence import NEAR
 from internsp.sp.dispatch import BALANCES, by_part, cost, cut, deal, fixed_sizes, imbalance
 from internsp.sp.heads import Span
-from internsp.sp.ranges import BAND, CAUSAL, FULL, Part, Ranges, Seen, parts, united
-from internsp.sp.routes import FORMS, routes
+from internsp.sp.ranges import BAND, CAUSAL, FULL, Part, Ranges, Seen, needs, parts, united
+from internsp.sp.routes import FORMS, _Direct, _Rings, routes
 
 Pairs = set[tuple[int, int]]
 
@@ -78,6 +78,60 @@ def test_parts_are_the_pairs_that_are_seen_each_once() -> None:
                     pairs = [x for p in found if p.row in (-1, row) for x in pairs_of(p, seen)]
                     assert len(pairs) == len(set(pairs))
                     assert set(pairs) == wanted(queries, keys, seen, row)
+
+
+def test_what_ranks_need_of_blocks_is_what_their_parts_read() -> None:
+    for number in range(400):
+        held, seen, _ = drawn(random.Random(number))
+        assert needs(held, seen) == tuple(
+            tuple(united(part.k for part in parts(queries, keys, seen)) for keys in held)
+            for queries in held
+        )
+
+
+def passed_on(
+    held: tuple[Ranges, ...], seen: Seen, size: int, way: int
+) -> dict[tuple[int, int], set[tuple[int, Ranges]]]:
+    """Of rings of ``size`` ranks, by their definition: what a rank sends in a step. A block goes to
+    the rank after the one that has it with all that this one and those after it need; around the
+    outer ring it goes when it comes to an inner one."""
+    needed = needs(held, seen)
+    found: dict[tuple[int, int], set[tuple[int, Ranges]]] = {}
+    outer = len(held) // size
+    for block in range(len(held)):
+        visits = [
+            (block // size + way * o) % outer * size + (block % size + way * i) % size
+            for o in range(outer) for i in range(size)
+        ]  # fmt: skip
+        for step, rank in enumerate(visits):
+            ends = (step // size + 1) * size
+            goes = [(step + 1, visits[step + 1 : ends])] if step + 1 < ends else []
+            if step % size == 0 and ends < len(visits):
+                goes.append((ends, visits[ends:]))
+            for to, users in goes:
+                what = united(span for user in users for span in needed[user][block])
+                if what:
+                    found.setdefault((rank, step), set()).add((visits[to], what))
+    return found
+
+
+def test_what_each_rank_works_out_for_itself_is_what_the_rings_are_defined_to_send() -> None:
+    for number in range(150):
+        held, seen, _ = drawn(random.Random(number))
+        size = len(held)
+        inner = random.Random(number).choice([n for n in range(1, size + 1) if size % n == 0])
+        for form, of, way in (("ring", size, 1), ("reverse", size, -1), ("double", inner, 1)):
+            wanted = passed_on(held, seen, of, way)
+            sent = []
+            for rank, own in enumerate(routes(held, seen, form, inner if form == "double" else 1)):
+                for step, did in enumerate(own.steps):
+                    moves = {(move.peer, move.what) for move in did.sends}
+                    assert moves == wanted.get((rank, step), set()), (number, form)
+                sent.append(own.sent_positions)
+            # By what all send each rank chooses a form, the same on all.
+            assert _Rings(form, needs(held, seen), of, way).sent() == sent
+        direct = [r.sent_positions for r in routes(held, seen, "direct")]
+        assert _Direct("direct", needs(held, seen), size, 1).sent() == direct
 
 
 @pytest.mark.parametrize("form", FORMS)
