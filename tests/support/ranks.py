@@ -45,6 +45,8 @@ PRELOAD = [
     "internsp.train.run",
     "internsp.model_zoo",
     "tools.overlap.rank",  # and what its variants need: FSDP2
+    "transformers.trainer",  # this and the next where they are installed: 1.3 s
+    "transformers.models.llama.modeling_llama",
     "coverage",  # which each measured rank would import
     __name__,  # before coverage changes what starts a process, see _Unmeasured
     "tests.support.frozen",  # the last
