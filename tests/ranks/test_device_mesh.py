@@ -52,6 +52,13 @@ RIGHT: dict[int, list[tuple[dict[str, int], Axes, tuple[int, ...]]]] = {
         ({"shard": 2, "replicate": 2}, {"weight": "shard", "replicas": "replicate"},
          (2, 1, 1, 2, 4)),
         ({"sp": 2, "dp": 2}, {"weight": "sp", "replicas": "dp", "sequence": "sp"}, (2, 2, 1, 2, 2)),
+        # Sequences are cut by heads and by positions, with either ranks near.
+        *(
+            ({"replicate": 2, "shard": 2},
+             {"weight": "shard", "replicas": "replicate", "sequence": ("shard", "replicate"),
+              "ring": 2, "near": near}, (2, 4, 1, 2, 1))
+            for near in ("heads", "ring")
+        ),
         # An axis of one rank is anywhere.
         ({"shard": 4, "replicate": 1}, {"weight": "shard", "replicas": "replicate"},
          (4, 1, 1, 1, 4)),
@@ -187,6 +194,10 @@ def refused(rank: int, world_size: int) -> None:
     assert "weight names 'c'" in text
     mine = {"replicas": "a"} if rank else {"sequence": ("a", "b")}
     assert "different meshes" in told(two, weight="b" if rank else ("a", "b"), **mine)
+    both = {"weight": ("a", "b"), "sequence": ("a", "b"), "ring": 2}
+    text = told(two, **both, near="ring" if rank else "heads")
+    assert "ring, near, order) = (4, 4, 1, None, None, 1, 1, 2, 'heads', None)" in text
+    assert "near='far' names no axis of a sequence" in told(two, **both, near="far")
 
 
 def test_what_cannot_be_is_refused_by_name_on_every_rank() -> None:

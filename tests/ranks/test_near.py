@@ -78,8 +78,10 @@ FOUR: dict[str, list[Changes]] = {
     "heads near": [parallel("heads", weight=4), SAVED],
 }
 EIGHT: dict[str, list[Changes]] = {
-    f"{near} near, a pipeline": [parallel(near, pipeline=2, weight=2), TWICE]
-    for near in ("heads", "ring")
+    "heads near, a pipeline": [parallel("heads", pipeline=2, weight=2), TWICE],
+    "ring near, a pipeline": [parallel("ring", pipeline=2, weight=2), TWICE],
+    "heads 4 x ring 2": [parallel("ring", sequence=8, weight=2), again(mode="full")],
+    "heads 2 x ring 4": [parallel("ring", sequence=8, ring=4, balance="level"), PADDED],
 }
 
 
@@ -116,9 +118,9 @@ def test_a_saved_run_goes_on_in_the_other_order(
 
 
 @pytest.mark.slow(10)
-def test_a_pipeline_of_two_stages_on_eight_ranks_equals_one_process(
+def test_eight_ranks_and_pipelines_of_two_stages_equal_one_process(
     tmp_path: Path, alone: dict[str, Ran]
 ) -> None:
     given = {name: [DROPPED, *changes] for name, changes in EIGHT.items()}
     for name, ran in run_all(tmp_path, 8, given).items():
-        ran.equals(alone[""], name)
+        ran.equals(alone["padded" if PADDED in EIGHT[name] else ""], name)
