@@ -28,14 +28,13 @@ from internsp.mesh import ParallelMesh
 from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.wp.collectives import swap
-from internsp.wp.parameter import Member, ShardedParameter, same_bits
+from internsp.wp.parameter import Member, ShardedParameter, bits_of, same_bits
 
 Watch = Callable[[list[dist.P2POp]], list[dist.P2POp]]
 Tie = Mapping[int, str]
 """Of each stage that has the weight, what its chunk calls it."""
 
 _LOWEST = torch.iinfo(torch.int64).min
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def shared_by(model: Any, chunks: Sequence[nn.Module]) -> dict[str, Tie]:
@@ -414,5 +413,5 @@ def _digest(member: Member) -> Tensor:
     """Of the bits of this rank's part, as a tensor: nothing waits for it."""
     member.publish()
     local = member.parameter._local_tensor.detach()  # type: ignore[attr-defined]
-    bits = local.reshape(-1).view(_BITS[local.element_size()])
+    bits = bits_of(local.reshape(-1))
     return bits.sum(dtype=torch.int64) >> 1  # so that its negative exists, and none is the lowest

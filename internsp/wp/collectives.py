@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from internsp.accelerator import Stream, current_stream
 from internsp.failure.standstill import Wait
-from internsp.trace import Trace
+from internsp.trace import Trace, Watcher, Work, when_over
 from internsp.wp.ledger import Counters, Ledger
-from internsp.wp.works import Watcher, Work, when_over
 
 CPU = torch.device("cpu")
 _TAG_BITS = 0x3FFFFFFF

@@ -487,10 +487,14 @@ Member = ReplicatedParameter | ShardedParameter
 """A parameter of a parallel model."""
 
 
+def bits_of(values: Tensor) -> Tensor:
+    """``values`` as integers of their bits (so that NaN equals NaN)."""
+    return values.view(_BITS[math.gcd(values.element_size(), 8)])
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits (so that NaN equals NaN)."""
-    kind = _BITS[math.gcd(one.element_size(), 8)]
-    return torch.equal(one.view(kind), other.view(kind))
+    """Whether two tensors of one dtype and shape hold the same bits."""
+    return torch.equal(bits_of(one), bits_of(other))
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -22,7 +22,7 @@ LEVELS = [
      "internsp.failure.last_words", "internsp.failure.standstill",
      "internsp.host"],
     ["internsp.config", "internsp.mesh", "internsp.dtensor", "internsp.cli.environment"],
-    ["internsp.wp.ledger", "internsp.wp.works", "internsp.wp.collectives", "internsp.wp.layout",
+    ["internsp.wp.ledger", "internsp.wp.collectives", "internsp.wp.layout",
      "internsp.wp.parameter", "internsp.wp.schedule", "internsp.wp.queue", "internsp.wp.enclosing",
      "internsp.wp.reductions", "internsp.sp"],
     ["internsp.wp.slots", "internsp.wp.reduce", "internsp.quantize", "internsp.packed",

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from internsp.trace import Watcher
 from internsp.wp.collectives import Works
-from internsp.wp.works import Watcher
 
 
 class Gate:
