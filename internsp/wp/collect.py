@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,10 +180,11 @@ def _own(weights: Iterable[ShardedParameter]) -> None:
 def _accumulate(member: Member, value: Tensor) -> None:
     """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of that."""
     gradient = member.wrap(value.to(grad_dtype(member.parameter)))
-    if member.parameter.grad is None:
+    before: Any = member.parameter.grad
+    if before is None:
         member.parameter.grad = gradient
     else:
-        member.parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+        before._local_tensor.add_(gradient._local_tensor)
 
 
 def with_sums(state: Chunk, replicated: ReplicatedParameters) -> list[Member]:

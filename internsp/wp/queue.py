@@ -152,6 +152,8 @@ class GatherQueue(Generic[U, W]):
         """
         self.policy, self.blocks = policy, blocks
         self._one_by_one = policy.one_by_one(FORWARD)
+        phases = (FORWARD, BACKWARD)
+        self._targets = {(p, n): policy.targets(n, p) for n in range(len(blocks)) for p in phases}
         last = [self._alone] if self._alone is not None else []
         self._forward: Places[U, W] = Places(FORWARD, blocks, self.root, last)
         self._backward: Places[U, W] = Places(BACKWARD, blocks)
@@ -829,7 +831,7 @@ class GatherQueue(Generic[U, W]):
         order = self._forward if phase == FORWARD else self._backward
         last = number == (len(self.blocks) - 1 if phase == FORWARD else 0)
         if places is order:
-            targets = policy.targets(number, phase)
+            targets = self._targets[phase, number]
             if targets:
                 self._raise(self._through(targets[-1], order), out)
             elif policy.per_module and not policy.one_by_one(phase) and not last:
