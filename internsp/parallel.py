@@ -125,7 +125,7 @@ def parallelize(
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed, collectives, split, communicator)
     made = builder.build(trace, activation_checkpoint)
-    attach_sequences(model, mesh, trace, made.mean)
+    attach_sequences(model, mesh, trace, made.mean, config, split)
     return made
 
 

@@ -85,13 +85,24 @@ def require_cut_attention(
     )
 
 
-def attach_sequences(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> None:
+def attach_sequences(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    trace: Trace,
+    mean: bool,
+    config: WeightParallelConfig,
+    split: bool,
+) -> None:
     """Give attention its sequence group."""
+    # A backward in two runs comes twice to what makes both gradients, and would send twice.
+    parts = config.exchange_in_parts and not split
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
             heads = mesh.heads_group if mesh.sequence > 1 else None
-            axes = mesh.sequence_axes
-            module.attach(heads, trace, name, ring=mesh.ring_group, axes=axes)
+            module.attach(
+                heads, trace, name, ring=mesh.ring_group, axes=mesh.sequence_axes,
+                in_parts=parts, overlap=config.overlap,
+            )  # fmt: skip
     attach(model, mesh, trace, mean)
 
 

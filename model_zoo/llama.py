@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from internsp.config import ModelConfig
 from internsp.layers import ParallelLinearWithCommExt
-from internsp.layers.rotary import RotaryTables, apply_rotary
-from internsp.model_zoo.common import CausalLM, Device, Sizes, split_heads
+from internsp.layers.rotary import RotaryTables, turn
+from internsp.model_zoo.common import CausalLM, Device, Sizes
 from internsp.sp import DistributedAttention, SequenceLayout
+from internsp.sp.fused import UNTURNED
 
 
 class LlamaAttention(nn.Module):
@@ -22,7 +23,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
         sizes = Sizes.of(config)
-        hidden, self.head_dim = sizes.hidden, sizes.head_dim
+        hidden = sizes.hidden
         query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.wq = ParallelLinearWithCommExt(hidden, query, config.qkv_bias, device, dtype)
         self.wk = ParallelLinearWithCommExt(hidden, key, config.qkv_bias, device, dtype)
@@ -34,13 +35,11 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: RotaryTables, layout: SequenceLayout | None) -> Tensor:
         """``[B, s, hidden]`` to ``[B, s, hidden]``."""
-        attend, dim = self.attend, self.head_dim
-        # start: under sequence parallelism one projection's exchange hides behind the next product.
-        q = attend.start(apply_rotary(split_heads(self.wq(x), dim), rotary), "q", layout)
-        k = attend.start(apply_rotary(split_heads(self.wk(x), dim), rotary), "k", layout)
-        v = attend.start(split_heads(self.wv(x), dim), "v", layout)
-        out: Tensor = self.wo(attend(q, k, v, layout).flatten(-2))
-        return out
+        turned = turn(rotary)
+        # Under sequence parallelism parts of each product travel while the next is made.
+        return self.attend.sublayer(
+            x, (self.wq, self.wk, self.wv), (turned, turned, UNTURNED), self.wo, layout
+        )
 
 
 class Llama(CausalLM):

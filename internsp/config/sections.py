@@ -412,6 +412,8 @@ class WeightParallelConfig(Section):
     """Logits of the own tokens, of all tokens of the group, or of a vocabulary shard."""
     cuts_own_sequences: bool = False
     """Allow a sequence degree above 1 without DistributedAttention: the model needs or has none."""
+    exchange_in_parts: bool = True
+    """Over gloo, exchange attention's heads in messages that travel while products are made."""
     compare_ranks: bool = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False

@@ -9,12 +9,16 @@ because under weight parallelism the product itself is always whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from internsp.layers.parameters import open_weights, plain
+from internsp.layers.parameters import open_weights, plain, weights_of
+from internsp.sp.fused import OnTheWay, others_hooks
+
+_OURS = open_weights.__module__  # where forwards are wrapped
 
 
 @plain(saves=True)
@@ -26,6 +30,35 @@ class ParallelLinearWithCommExt(nn.Linear):
     """
 
     shard_dim = 0
+
+    def forward(self, input: Any) -> Tensor:
+        """The product with ``input``: a tensor, or what is not whole yet and makes it in parts."""
+        if isinstance(input, OnTheWay):
+            return input.through(self.weight, self.bias)
+        return F.linear(input, self.weight, self.bias)
+
+    def in_parts(self) -> bool:
+        """Whether nothing but weight and bias makes its result: no hook of a user's and no other
+        forward, and both are plain tensors."""
+        forward: Any = self.__dict__.get("forward")
+        while hasattr(forward, "__wrapped__"):
+            if forward.__globals__["__name__"] != _OURS:
+                return False
+            forward = forward.__wrapped__
+        own = ParallelLinearWithCommExt.forward
+        if forward is not None and getattr(forward, "__func__", None) is not own:
+            return False
+        return (
+            type(self).forward is own
+            and not others_hooks(self)
+            and all(weight.tensor is None for weight in weights_of(self).values())
+        )
+
+    def opened(self) -> tuple[Tensor, Tensor | None, Callable[[Any], Any]]:
+        """Take weight and bias once for several products; the last keeps them for the backward of
+        the result of all products."""
+        weights, guard = open_weights(self)
+        return weights["weight"], weights["bias"], guard
 
     def open(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """Take the weight once for several products (one gather, one reduction).

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from internsp.sp.fused import Turn
+
 RotaryTables = tuple[Tensor, Tensor]
 """(cosine, sine), each ``[B, s, 1, head_dim / 2]``; the axis of size 1 is the heads'."""
 
@@ -62,3 +64,9 @@ def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
+
+
+def turn(rotary: RotaryTables) -> Turn:
+    """:func:`apply_rotary` and its adjoint, a turn by the opposite angles."""
+    cos, sin = rotary
+    return lambda x: apply_rotary(x, rotary), lambda x: apply_rotary(x, (cos, -sin))

@@ -12,7 +12,8 @@ the positions of ``ring`` parts, and keys and values travel between the parts (:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,11 @@ from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import by_part
 from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
+from internsp.sp.fused import Parts, Whole, others_hooks
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
+from internsp.sp.messages import Shape
 from internsp.sp.ranges import Ranges, Seen
 from internsp.sp.ring import Ring, Rings, ring_attention
 from internsp.trace import Trace
@@ -75,6 +78,7 @@ class DistributedAttention(nn.Module):
         self.channel: Channel | None = None
         self.around: Rings | None = None
         self.axes = SequenceAxes()
+        self.in_parts, self.overlap = False, True
         self.plan = HeadPlan.create(heads, kv_heads, 1)
 
     def attach(
@@ -87,6 +91,8 @@ class DistributedAttention(nn.Module):
         axes: SequenceAxes | None = None,
         form: str = "auto",
         inner: int = 1,
+        in_parts: bool = False,
+        overlap: bool = True,
     ) -> None:
         """Exchange heads over ``group`` from now on (None: not at all).
 
@@ -99,6 +105,9 @@ class DistributedAttention(nn.Module):
             axes: which ranks of the sequence both are (``mesh.sequence_axes``); None: those of
                 ``group`` are neighbors.
             form, inner: how they travel, see :func:`internsp.sp.routes.routes`.
+            in_parts: exchange heads in messages between pairs, a part at a time, where that can be
+                (on the host, over gloo): :meth:`sublayer` makes its products meanwhile.
+            overlap: of these; when false nothing is computed while messages travel (WP-12).
 
         Raises:
             LayoutError: groups that are not those of ``axes``.
@@ -109,6 +118,8 @@ class DistributedAttention(nn.Module):
         parts = 1 if ring is None else dist.get_world_size(ring)
         self.axes = SequenceAxes(size, parts) if axes is None else axes
         self.axes.require_groups(_ranks(group), _ranks(ring))
+        gloo = self.channel is not None and dist.get_backend(self.channel.group) == "gloo"
+        self.in_parts, self.overlap = in_parts and gloo, overlap
         self.around = None
         if ring is not None and parts > 1:
             self.around = Rings(Channel.of(ring, trace), form, inner)
@@ -156,12 +167,59 @@ class DistributedAttention(nn.Module):
             ConfigError: a kernel that cannot compute this device, dtype or head_dim.
         """
         given = (q, k, v)
+        if isinstance(q, Whole) and isinstance(k, Whole) and isinstance(v, Whole):
+            return self._local(q.wait(), k.wait(), v.wait(), layout)
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        if len(tensors) == 3 and self._in_parts(tensors[0]):
+            for x, role in zip(tensors, _ROLES, strict=True):
+                self._checked(x, role, layout)
+            parts = self._parted(tensors[0], layout)
+            whole = parts.divide(*tensors)
+            return parts.collect(self._local(*whole, layout))
         pending = [
             x if isinstance(x, PendingExchange) else self.start(x, role, layout)
             for x, role in zip(given, _ROLES, strict=True)
         ]
         whole_q, whole_k, whole_v = (x.wait() for x in pending)
         return self._attend(whole_q, whole_k, whole_v, layout)
+
+    def sublayer(
+        self,
+        x: Tensor,
+        projections: Sequence[nn.Module],
+        turns: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
+        out_projection: nn.Module,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """A whole attention sublayer: projections, attention, out-projection.
+
+        The same as calling one after the other, and just that on one rank. Where the exchange is
+        made in parts (see :meth:`attach`), products of linear layers are, too, so that messages
+        travel meanwhile (:mod:`.fused`).
+
+        Args:
+            x: ``[B, s, hidden]``.
+            projections: ``[B, s, hidden]`` to queries ``[B, s, heads * d]``, keys and values
+                ``[B, s, kv_heads * d]``.
+            turns: what is done to each, in the shape ``[B, s, heads, d]``, and its adjoint.
+            out_projection: of ``[B, s, heads * d]``.
+
+        Returns:
+            What ``out_projection`` gives.
+        """
+        if not self._in_parts(x) or others_hooks(self):
+            made: list[Any] = []
+            early = not self._in_parts(x)
+            for role, project, (turn, _) in zip(_ROLES, projections, turns, strict=True):
+                heads = self.heads if role == "q" else self.kv_heads
+                made.append(turn(project(x).unflatten(-1, (heads, self.head_dim))))
+                if early:  # one projection's exchange hides behind the next product
+                    made[-1] = self.start(made[-1], role, layout)
+            out: Tensor = out_projection(self(*made, layout).flatten(-2))
+            return out
+        parts = self._parted(x, layout)
+        whole = [Whole(one) for one in parts.project(x, projections, turns)]
+        return parts.output(self(*whole, layout), out_projection)
 
     @torch.compiler.disable
     def packed_qkv(self, qkv: Tensor, layout: SequenceLayout | None = None) -> Tensor:
@@ -194,6 +252,23 @@ class DistributedAttention(nn.Module):
             f"sequence={self.axes.size}"
         )
 
+    def _in_parts(self, x: Any) -> bool:
+        """Whether heads of ``x`` are exchanged in parts: the same on all ranks."""
+        return (
+            self.in_parts
+            and isinstance(x, Tensor)
+            and x.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def _parted(self, x: Tensor, layout: SequenceLayout | None) -> Parts:
+        """One forward's exchange, of the positions of ``x`` ``[B, s, ...]``."""
+        assert self.channel is not None, "in parts among several ranks only"
+        lengths = self._lengths(x.shape[1], layout)
+        shape = Shape(self.plan, self._rank, lengths, len(x), self.head_dim, x.dtype)
+        return Parts(self.channel, shape, self.unit, self.overlap)
+
     @property
     def _part(self) -> int:
         """Of the positions over which attention is cut."""
@@ -223,6 +298,21 @@ class DistributedAttention(nn.Module):
             )
         return tuple(layout.sizes[rank] for rank in self.axes.sharing(self._part))
 
+    def _checked(
+        self, x: Tensor, label: str, layout: SequenceLayout | None, heads: int | None = None
+    ) -> tuple[int, ...]:
+        """Positions of each rank that shares heads; ``x`` is in the shape of its role."""
+        if heads is None:
+            heads = self.heads if label == "q" else self.kv_heads
+        lengths = self._lengths(x.shape[1], layout)
+        wanted = (lengths[self._rank], heads, self.head_dim)
+        if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
+            raise LayoutError(
+                f"Rank {self._rank}: {label} of {self.unit or 'attention'} must be "
+                f"[B, {', '.join(map(str, wanted))}], got {list(x.shape)}."
+            )
+        return lengths
+
     def _start(
         self,
         x: Tensor,
@@ -231,32 +321,14 @@ class DistributedAttention(nn.Module):
         label: str,
         layout: SequenceLayout | None,
     ) -> PendingExchange:
-        lengths = self._lengths(x.shape[1], layout)
-        wanted = (lengths[self._rank], heads, self.head_dim)
-        if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
-            raise LayoutError(
-                f"Rank {self._rank}: {label} of {self.unit or 'attention'} must be "
-                f"[B, {', '.join(map(str, wanted))}], got {list(x.shape)}."
-            )
+        lengths = self._checked(x, label, layout, heads)
         return start_exchange(
             x, self.channel, lengths, cut, to="heads", unit=self.unit, label=label
         )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Attention of this rank's heads over all positions, then back to its positions."""
-        documents = None if layout is None else layout.documents
-        if documents is not None and len(documents.lengths) != q.shape[0]:
-            raise LayoutError(
-                f"The layout has {len(documents.lengths)} rows, the queries {q.shape[0]}."
-            )
-        if self.around is not None:
-            out = ring_attention(self._ring(self.around, q.shape[1], layout), q, k, v, self.unit)
-        elif q.numel():
-            mask = AttentionMask(self.causal, self.window, documents)
-            kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
-            out = kernel(q, k, v, self.plan.key_value_of(self._rank), mask, self.scale)
-        else:
-            out = no_heads(q, k, v)
+        out = self._local(q, k, v, layout)
         if self.channel is None:
             return out
         # Taken from the output's own length: with no layout every rank has as many.
@@ -270,6 +342,23 @@ class DistributedAttention(nn.Module):
             unit=self.unit,
             label="out",
         )
+
+    def _local(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
+        """Attention of this rank's heads over all positions, ``[B, S, own heads, d]``."""
+        documents = None if layout is None else layout.documents
+        if documents is not None and len(documents.lengths) != q.shape[0]:
+            raise LayoutError(
+                f"The layout has {len(documents.lengths)} rows, the queries {q.shape[0]}."
+            )
+        if self.around is not None:
+            out = ring_attention(self._ring(self.around, q.shape[1], layout), q, k, v, self.unit)
+        elif q.numel():
+            mask = AttentionMask(self.causal, self.window, documents)
+            kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
+            out = kernel(q, k, v, self.plan.key_value_of(self._rank), mask, self.scale)
+        else:
+            out = no_heads(q, k, v)
+        return out
 
     def _ring(self, around: Rings, length: int, layout: SequenceLayout | None) -> Ring:
         """How keys and values travel for a batch."""

@@ -23,7 +23,9 @@ head dimension, all flattened into one tuple of ints. Ranges of different peers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -52,7 +54,7 @@ class _Flight:
 
 @dataclass(eq=False)
 class Channel:
-    """One sequence group with its trace; the exchanges in flight are kept here.
+    """One sequence group with its trace; the exchanges and messages in flight are kept here.
 
     Operators know it by its ``handle``; channels die with their users.
     """
@@ -62,6 +64,7 @@ class Channel:
     rank: int
     size: int
     flights: dict[int, _Flight] = field(default_factory=dict)
+    stages: Any = None  # of messages between pairs, see :mod:`.messages`
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,11 +78,34 @@ class Channel:
                 return channel
         return cls(group, trace, dist.get_rank(group), dist.get_world_size(group))
 
+    # What really sends: a benchmark overrides the three.
+
+    def all_to_all(
+        self, received: Tensor, send: Tensor, got: list[int], sent: list[int]
+    ) -> Any:
+        """Send ``sent[p]`` elements to each rank ``p`` and receive ``got[p]``; gives the work."""
+        return dist.all_to_all_single(received, send, got, sent, group=self.group, async_op=True)
+
+    def receive(self, place: Tensor, peer: int, tag: int) -> Any:
+        """Post the receive of a message (gloo); gives the work."""
+        return self.group.recv([place], peer, tag)
+
+    def send(self, part: Tensor, peer: int, tag: int) -> Any:
+        """Send one; gives the work."""
+        return self.group.send([part], peer, tag)
+
+    def next_tag(self) -> int:
+        """Of the next messages between pairs; one count for all channels of a group, since what was
+        posted and given up must never be taken for another's."""
+        return next(_TAGS.setdefault(self.group, itertools.count(1))) % _MOST_TAGS
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Channel:
         """A copied model keeps talking through the same group."""
         return self
 
 
+_TAGS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_MOST_TAGS = 1 << 30
 _CHANNELS: Handles[Channel] = Handles("sequence group of this exchange")
 # An exchange that was started and never waited for (an exception came between) would keep its
 # buffers for ever. No program has this many in flight; the oldest are then dropped.
@@ -180,7 +206,7 @@ def _start(
         event = link.trace.record(
             "A2A", unit=unit, weight=label, phase=phase, nbytes=nbytes, in_flight=True
         )
-    work = dist.all_to_all_single(received, send, got, sent, group=link.group, async_op=True)
+    work = link.all_to_all(received, send, got, sent)
     # The token lives where x lives, so that autograd runs both operators on one thread and one
     # stream, in the same order on all ranks (WP-2); its address, not its value, is the key.
     token = x.new_zeros(1, dtype=torch.float32)

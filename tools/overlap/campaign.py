@@ -129,7 +129,7 @@ def _rounds(outcome: Outcome, link: Link, session: Session, say: Say) -> None:
             if problem is not None:
                 outcome.failed[name] = f"trains something else: {problem}"
             outcome.runs.setdefault(name, []).append(answers)
-            unasked = spec.family == "compute" and options.sequence_ranks > 1
+            unasked = spec.faked or (spec.family == "compute" and options.sequence_ranks > 1)
             verdict = problem or ("losses not compared" if unasked else "losses agree")
             say(f"round {index + 1} of {options.rounds}: {spec.label}: {verdict}")
 
@@ -142,7 +142,7 @@ def check(
     Compute only attends within its own shard of a sequence, which is another loss: of that run
     nothing is asked.
     """
-    if spec.family == "compute" and sequence_ranks > 1:
+    if spec.faked or (spec.family == "compute" and sequence_ranks > 1):
         return None
     losses = [sum(column) for column in zip(*(a["losses"] for a in answers), strict=True)]
     if spec.family == "compute":

@@ -142,7 +142,7 @@ class Options(options.Trained):
 
 
 FORMS = ("prefetch", "chunked", "unshard", "last", "whole", "full", "hybrid")
-MESH_KEYS = ("weight", "gradient_group")  # of ours: the groups, which are no setting of weights
+MESH_KEYS = ("weight", "gradient_group", "exchange")  # of ours: no setting of weights
 FAMILIES = ("compute", "ours", "ddp", "fsdp2", "zero3")
 
 
@@ -201,6 +201,11 @@ class Spec:
         """Of ``ours``: whether reductions go through the group of the gathers."""
         return self.family == "ours" and self._given().get("gradient_group") == "shared"
 
+    @property
+    def faked(self) -> bool:
+        """Of ``ours``: whether exchanges of attention's heads send nothing, and bring rubbish."""
+        return self.family == "ours" and self._given().get("exchange") == "faked"
+
     def require(self, ranks: int) -> None:
         """Whether the groups it asks for can be made of ``ranks`` ranks.
 
@@ -223,6 +228,8 @@ class Spec:
             out[key] = _value(value)
         if out.get("gradient_group", "shared") != "shared":
             raise ValueError(f"variant {self}: gradient_group is shared, or not given")
+        if out.get("exchange", "faked") != "faked":
+            raise ValueError(f"variant {self}: exchange is faked, or not given")
         return out
 
     @property

@@ -26,6 +26,7 @@ from internsp.plan.simulate import simulate
 from internsp.trace import Trace
 from tools.bench.model import DTYPE, Blocks, batch, elements, fresh, full_batch, layout
 from tools.bench.options import Sizes
+from tools.overlap.faked import fake_exchanges
 from tools.overlap.laws import HYBRID
 from tools.overlap.options import Options, Spec
 
@@ -213,6 +214,8 @@ class Ours(Variant):
         mesh = self.setting.mesh_for(self.spec)
         assert model.layout is None or model.layout.rank == mesh.sequence_rank, "as batch() does"
         self.communicator = parallelize(model, mesh, self.config, trace=self.trace)
+        if self.spec.faked:
+            fake_exchanges(model)
         return model
 
     def optimizer_of(self, model: nn.Module) -> Any:
