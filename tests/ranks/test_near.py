@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from internsp.plan.printed import make_plan
+from internsp.sp import SequenceLayout
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
 from tests.support.compare import TOLERANCE
 from tests.support.pairs import Combination, covering
 from tests.support.parity import Case, run_case
-from tests.support.ranks import run_ranks
-from tests.support.runs import Changes, Ran, run_all
+from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import Changes, Ran, config, run_all
 
 HEADS = {
     "own": {"heads": 4, "hidden_size": 16},
@@ -115,6 +122,30 @@ def test_a_saved_run_goes_on_in_the_other_order(
     (ran,) = run_all(tmp_path, 4, {"on": [DROPPED, parallel(other, weight=2), resume]}).values()
     assert [row.step for row in ran.rows] == [2, 3]
     ran.equals(alone[""], near)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("near", ["heads", "ring"])
+@ranks(4)
+def test_what_travels_in_a_step_is_what_the_plan_says(rank: int, near: str, mode: str) -> None:
+    sizes = {"data": {"sequence_length": 32}, "train": {"global_batch": 2}}
+    settings = config(parallel(near), again(mode=mode), sizes)
+    session = Session.create(settings)
+    session.trace.enabled = True
+    ids = torch.randint(0, 200, (2, 32), generator=torch.Generator().manual_seed(0))
+    layout = SequenceLayout.create(ids, rank=rank, size=4, ring=2, near=near)
+    StepRunner(session)._passes.train([layout], float(layout.total_valid_tokens))
+    received = Counter[str]()
+    for event in session.trace.events:
+        if event.kind in ("A2A", "RING"):
+            received[event.kind + ("" if event.kind == "A2A" else event.weight)] += event.nbytes
+    # Of a ring of two, what one receives the other has sent.
+    most = torch.tensor([received[name] for name in ("A2A", "RINGkv", "RINGgradients")])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    exchanged, kv, gradients = most.tolist()
+    planned = make_plan(settings, 4).traffic
+    assert (exchanged, kv + gradients) == (planned.heads, planned.ring)
+    assert min(exchanged, kv, gradients) > 0
 
 
 @pytest.mark.slow(10)
