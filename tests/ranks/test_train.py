@@ -72,9 +72,10 @@ def gap(rows: list[StepMetrics], wanted: list[StepMetrics]) -> tuple[float, floa
     )
 
 
+SHORT: Changes = {"train": {"steps": 12}}
 OPTIMIZERS: list[Changes] = [
-    {"optimizer": {"name": "adamw", "max_grad_norm": 1.0}},
-    {"optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0}},
+    {**SHORT, "optimizer": {"name": "adamw", "max_grad_norm": 1.0}},
+    {**SHORT, "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0}},
 ]
 # What is left out here, each mesh of four with the other optimizer, test_zero_parity.py compares,
 # and fifty steps.
@@ -86,11 +87,11 @@ MESHES: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(12)
 def test_every_step_equals_one_process_on_every_mesh(tmp_path: Path) -> None:
     wanted = rows_of_runs(tmp_path, 1, OPTIMIZERS)
     for rows in wanted:
-        assert rows[-1].loss < 0.85 * rows[0].loss
+        assert rows[-1].loss < 0.97 * rows[0].loss, "it has begun to learn"
     for world in (2, 4):
         chosen = [(m, o) for size, m, optimizers in MESHES if size == world for o in optimizers]
         changes = [{**OPTIMIZERS[o], "parallel": mesh} for mesh, o in chosen]
