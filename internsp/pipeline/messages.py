@@ -106,7 +106,7 @@ class Messages:
             if message.number > theirs.get(str(self._rank), 0):
                 sever(message.group, [message.group_peer])
 
-    def launched(self, kind: str, op: dist.P2POp, work: Any) -> _Message:
+    def launched(self, kind: str, op: _Watched, work: Any) -> _Message:
         """Count a message."""
         self._numbers[kind][op.peer] += 1
         message = _Message(self, kind == "isend", self._numbers[kind][op.peer], op, work)
@@ -127,7 +127,7 @@ class _Message:
     """A work between stages: the ``number``-th to ``peer`` in this step, or from it."""
 
     def __init__(
-        self, messages: Messages, sends: bool, number: int, op: dist.P2POp, work: Any
+        self, messages: Messages, sends: bool, number: int, op: _Watched, work: Any
     ) -> None:
         self._messages = messages
         self.sends, self.number, self.work = sends, number, work
@@ -139,17 +139,19 @@ class _Message:
 
 
 class _Watched:
-    """In the place of a message's function."""
+    """In the place of a message's function. It does not know its operation, which would be a cycle
+    of references and hold what is sent until the next collection."""
 
     def __init__(self, messages: Messages, op: dist.P2POp) -> None:
-        self._messages, self._at, self._send_or_take = messages, op, op.op
+        self._messages, self._send_or_take = messages, op.op
+        self.peer, self.group, self.group_peer = op.peer, op.group, op.group_peer
+        self._tag = op.tag
         self.__name__ = op.op.__name__
 
     def __call__(self, tensor: Any, **_: Any) -> _Message:
-        op = self._at
-        peer = {"group_dst" if self.__name__ == "isend" else "group_src": op.group_peer}
-        work = self._send_or_take(tensor, group=op.group, tag=op.tag, **peer)
-        return self._messages.launched(self.__name__, op, work)
+        peer = {"group_dst" if self.__name__ == "isend" else "group_src": self.group_peer}
+        work = self._send_or_take(tensor, group=self.group, tag=self._tag, **peer)
+        return self._messages.launched(self.__name__, self, work)
 
 
 def _look_on(reference: weakref.ref[Messages], pause: threading.Event) -> None:

@@ -15,10 +15,15 @@ from internsp.errors import ConfigError
 from internsp.host import ACTIVATIONS
 from internsp.plan.activations import ActivationModel
 from internsp.plan.classes import table
+from internsp.plan.in_flight import BUFFERS, PipelineActivations
 from internsp.plan.offloaded import HOSTED, STEPPING
-from internsp.plan.printed import make_plan
+from internsp.plan.pipeline import make_pipeline_plan
+from internsp.plan.printed import make_plan, rank_memory
 
 MOST_TOKENS = 1 << 31
+
+
+Rows = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
@@ -27,19 +32,33 @@ class Longest:
 
     Attributes:
         length: tokens, over all ranks of a sequence group; 0: nothing fits.
-        memory: (component, bytes) on the device at that length.
+        memory: (component, bytes) on the device at that length, of the rank that is full.
         host: the same in host memory.
         bound: the component that grows most with one more token, of the memory that is full.
+        rank: which rank of a pipeline that is.
     """
 
     length: int
     memory: tuple[tuple[str, int], ...]
     host: tuple[tuple[str, int], ...]
     bound: str
+    rank: int = 0
+
+
+class _Rank:
+    """What a rank has beside activations."""
+
+    def __init__(self, memory: Rows, process: int) -> None:
+        here = [row for row in memory if row[0] not in HOSTED.values() and row[1]]
+        self.fixed = [row for row in here if row[0] != STEPPING]
+        self.stepping = [row for row in here if row[0] == STEPPING]
+        if process:
+            self.fixed.insert(0, ("process before the model", process))
+        self.hosted = [row for row in memory if row[0] in HOSTED.values() and row[1]]
 
 
 class Budget:
-    """The memory of one rank at any length.
+    """The memory of a rank at any length, of a pipeline of each of its ranks.
 
     Args:
         process: bytes that a process has before it makes a model (on a machine whose host
@@ -47,45 +66,66 @@ class Budget:
     """
 
     def __init__(self, config: Config, world_size: int, process: int = 0) -> None:
-        plan = make_plan(config, world_size)
-        here = [row for row in plan.memory if row[0] not in HOSTED.values() and row[1]]
-        self.fixed = [row for row in here if row[0] != STEPPING]
-        self.stepping = [row for row in here if row[0] == STEPPING]
-        if process:
-            self.fixed.insert(0, ("process before the model", process))
-        self.hosted = [row for row in plan.memory if row[0] in HOSTED.values() and row[1]]
-        self.activations = ActivationModel(config, plan.shape)
-        self.multiple = plan.shape.sequence
+        self.stages: PipelineActivations | None = None
+        if config.parallel.pipeline > 1:
+            pipeline = make_pipeline_plan(config, world_size)
+            self.stages = PipelineActivations(config, pipeline)
+            memory = [
+                list(rank_memory(config, pipeline, rank).items()) for rank in pipeline.ranks
+            ]
+            shape = pipeline.shape
+        else:
+            plan = make_plan(config, world_size)
+            self.activations = ActivationModel(config, plan.shape)
+            memory, shape = [list(plan.memory)], plan.shape
+        self.ranks = [_Rank(rows, process) for rows in memory]
+        self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
 
-    def at(self, length: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
         """(component, bytes) on the device and on the host with sequences of ``length`` tokens."""
-        found = self.activations.at(length)
-        host = [(HOSTED[ACTIVATIONS], found.host)] if found.host else []
+        own = self.ranks[rank]
+        buffers: Rows = []
+        if self.stages is not None:
+            found = self.stages.at(rank, length)
+            buffers, rows, nbytes = [(BUFFERS, found.buffers)], list(found.rows), found.host
+        else:
+            one = self.activations.at(length)
+            rows, nbytes = one.rows(self.micro_batches), one.host
+        host = [(HOSTED[ACTIVATIONS], nbytes)] if nbytes else []
         # In the optimizer's step there are no activations.
-        phases = (found.rows(), self.stepping)
-        return [*self.fixed, *max(phases, key=_sum)], [*self.hosted, *host]
+        phases = (rows, own.stepping)
+        return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
 
     def longest(self, memory: int, host_memory: int | None = None) -> Longest:
-        """The longest multiple of the sequence degree that fits."""
+        """The longest multiple of the sequence degree that fits on every rank."""
 
-        def over(length: int) -> list[bool]:
-            here, there = (_sum(rows) for rows in self.at(length))
-            return [here > memory, host_memory is not None and there > host_memory]
+        def excess(length: int, rank: int) -> list[int]:
+            """By how much too large it is, here and on the host."""
+            here, there = (_sum(rows) for rows in self.at(length, rank))
+            return [here - memory, 0 if host_memory is None else there - host_memory]
 
-        low, high = 0, MOST_TOKENS // self.multiple
+        def fits(length: int) -> bool:
+            return all(max(excess(length, rank)) <= 0 for rank in range(len(self.ranks)))
+
+        low, high = 0, 1
+        while high * self.multiple < MOST_TOKENS and fits(high * self.multiple):
+            low, high = high, 2 * high  # from below: what is longer takes longer to look at
+        high = min(high, MOST_TOKENS // self.multiple)
         while low < high:
             middle = (low + high + 1) // 2
-            if any(over(middle * self.multiple)):
-                high = middle - 1
-            else:
+            if fits(middle * self.multiple):
                 low = middle
+            else:
+                high = middle - 1
         length = low * self.multiple
-        ahead = max(2 * length, self.multiple)
-        which = 0 if over(min(length + max(length // 100, self.multiple), MOST_TOKENS))[0] else 1
-        now, then = dict(self.at(max(length, self.multiple))[which]), self.at(ahead)[which]
+        more = min(length + max(length // 100, self.multiple), MOST_TOKENS)
+        full = max(range(len(self.ranks)), key=lambda rank: max(excess(more, rank)))
+        which = 0 if excess(more, full)[0] > 0 else 1
+        here, there = self.at(max(length, self.multiple), full)
+        now = dict((here, there)[which])
+        then = self.at(max(2 * length, self.multiple), full)[which]
         grown = sorted(((n - now.get(name, 0), name) for name, n in then), reverse=True)
-        here, there = self.at(max(length, self.multiple))
-        return Longest(length, tuple(here), tuple(there), grown[0][1])
+        return Longest(length, tuple(here), tuple(there), grown[0][1], full)
 
 
 def _sum(rows: Sequence[tuple[str, int]]) -> int:
@@ -113,11 +153,16 @@ def print_longest(
             f"--longest {memory}: no sequence fits; one of {config.parallel.sequence} tokens takes "
             f"{human(needed)} a rank (cut weights further, or offload them)"
         )
+    of = "one rank"
+    where = ""
+    if config.parallel.pipeline > 1:
+        of = f"pipeline rank {found.rank}"
+        where = f", on {of}"
     console.print(
         f"Longest sequence for {memory} a rank: {found.length:,} tokens over "
-        f"{config.parallel.sequence} ranks, bound by: {found.bound}"
+        f"{config.parallel.sequence} ranks, bound by: {found.bound}{where}"
     )
-    console.print(table("Memory of one rank at that length", ("<component", "bytes"), rows))
+    console.print(table(f"Memory of {of} at that length", ("<component", "bytes"), rows))
 
 
 def _size(option: str, text: str) -> int:

@@ -22,6 +22,7 @@ WRITTEN = "host: checkpoint that is being written (at most)"
 COPIED = "host: copies of checkpoints for others (at most)"
 STAGED = "offloaded shards, to be cast (exact)"
 PASSING = "offloaded, passing the device (at most)"
+IN_FLIGHT = 2  # exchanges of buckets between replicas: see ``internsp.optim.reduction``
 STEPPING = "offloaded, passing in the optimizer's step (at most)"
 
 
@@ -54,7 +55,7 @@ class Offloaded:
         host = dict.fromkeys(kinds, 0)
         host[WEIGHTS] = sum(w.shard_bytes for w in weights if w.hosted and not w.trainable)
         stepping = published = 0
-        for bucket in _buckets(chunk):
+        for bucket in buckets(chunk):
             first, zero = bucket[0], shape.axis(bucket[0].expert).zero
             numels = [w.shard_bytes // w.dtype.itemsize for w in bucket]
             length = laid_out(numels, first.dtype.itemsize, zero)[1]
@@ -101,7 +102,20 @@ def with_sums(memory: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return [*rows, ("host: sum", sum(nbytes for _, nbytes in host))] if host else rows
 
 
-def _buckets(chunk: ChunkPlan) -> Iterator[Sequence[WeightPlan]]:
+def exchanging(chunk: ChunkPlan, shape: MeshShape) -> int:
+    """Bytes of buffers in which sums of gradients go to their owners among replicas, at most: they
+    are kept, one for each length of a bucket, and travel two by two where there are others."""
+    found: dict[tuple[int, int], int] = {}
+    for bucket in buckets(chunk):
+        first, zero = bucket[0], shape.axis(bucket[0].expert).zero
+        numels = [w.shard_bytes // w.dtype.itemsize for w in bucket]
+        length = laid_out(numels, first.dtype.itemsize, zero)[1] * zero
+        key = length, _wide(first.dtype)
+        found[key] = 1 if zero == 1 else 2 * min(found.get(key, 0) // 2 + 1, IN_FLIGHT)
+    return sum(length * size * count for (length, size), count in found.items())
+
+
+def buckets(chunk: ChunkPlan) -> Iterator[Sequence[WeightPlan]]:
     """The weights of each bucket of a ``ZeroOptimizer``: see ``internsp.optim.bucket``."""
     head = [chunk.head] if chunk.head is not None and chunk.head not in chunk.outer else []
     first = [chunk.embedding] if chunk.embedding is not None else []

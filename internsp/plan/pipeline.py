@@ -150,7 +150,7 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
         messages = sum(step.kind.startswith("RECV") for step in order[rank])
         launches = tuple(launched)
         ranks.append(RankPlan(own, tuple(passed), launches, schedule, messages))
-    nbytes = _message_bytes(config, shape)
+    nbytes = message_bytes(config, shape)
     tied = tuple(_tied(name, tie, outlines, shape, rank_of) for name, tie in ties.items())
     return PipelinePlan(kind, shape, number, tuple(timed), tuple(ranks), nbytes, tied)
 
@@ -176,7 +176,7 @@ def _tied(
     return TiedOutline(name, places, others * (length + 1) * wide)
 
 
-def _message_bytes(config: Config, shape: MeshShape) -> int:
+def message_bytes(config: Config, shape: MeshShape) -> int:
     """Hidden states ``[rows, s, hidden]`` of the longest part of a sequence."""
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)

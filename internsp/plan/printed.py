@@ -5,6 +5,7 @@ The model is built on the meta device, so a plan of any size takes a second and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,10 @@ from internsp.plan.classes import (
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
 from internsp.plan.matrices import MatrixPlan
-from internsp.plan.offloaded import COPIED, WRITTEN, Offloaded, with_sums
+from internsp.plan.offloaded import COPIED, WRITTEN, Offloaded, exchanging, with_sums
 from internsp.plan.pipeline import (
     PipelinePlan,
+    RankPlan,
     make_pipeline_plan,
     print_schedules,
     tables,
@@ -162,6 +164,7 @@ def _memory(
         *quantized,
         *([("slices within near groups (exact)", slices)] if slices else []),
         ("reductions in flight (at most)", 2 * pending),
+        ("sums on their way to the optimizer (at most)", exchanging(chunk, shape)),
         ("gradient sums", elements * wide),
         ("unsharded gradient sums (full accumulation)", whole),
         ("optimizer state", device_state),
@@ -252,15 +255,7 @@ def _print_pipeline(
     _print_rules(lay(build_model(config), config.weight_parallel.plan), console)
     for printed in tables(config, plan):
         console.print(printed)
-    memory: list[dict[str, int]] = []
-    for rank in plan.ranks:
-        mine: dict[str, int] = {}
-        for chunk in rank.chunks:
-            for name, nbytes in _memory(
-                config, plan.shape, chunk.plan, chunk.assignments, rank.schedule
-            ):
-                mine[name] = mine.get(name, 0) + nbytes
-        memory.append(mine)
+    memory = [rank_memory(config, plan, rank) for rank in plan.ranks]
     names = dict.fromkeys(name for mine in memory for name in mine)  # a rule may be of one alone
     console.print(memory_by_rank({n: [mine.get(n, 0) for mine in memory] for n in names}))
     for number, rank in enumerate(plan.ranks):
@@ -282,6 +277,16 @@ def _print_pipeline(
     console.print("Played with the messages between ranks: no rank waits for ever.")
     if picture is not None:
         console.print(f"Picture: {picture}")
+
+
+def rank_memory(config: Config, plan: PipelinePlan, rank: RankPlan) -> dict[str, int]:
+    """Component -> bytes, of all chunks of a pipeline's rank, without activations."""
+    found: Counter[str] = Counter()
+    for chunk in rank.chunks:
+        found.update(
+            dict(_memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule))
+        )
+    return dict(found)
 
 
 def _print_rules(rules: Rules, console: Console) -> None:

@@ -111,6 +111,7 @@ class Report:
             lead=_lead(self.metrics, self.mesh),
             cards=_cards(self.metrics, self.timeline),
             charts=_charts(self.metrics),
+            peak=max((m.peak_memory_bytes for m in self.metrics), default=0),
             step=draw_timeline(self.timeline),
             phases={**{name: name for name in PHASES}, "wait": "waiting (exposed)"},
             traced=sum(1 for trace in self.timeline.values() if trace),

@@ -83,11 +83,11 @@ class DistributedAttention(nn.Module):
 
     def attach(
         self,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | Channel | None,
         trace: Trace | None = None,
         unit: str = "",
         *,
-        ring: dist.ProcessGroup | None = None,
+        ring: dist.ProcessGroup | Channel | None = None,
         axes: SequenceAxes | None = None,
         form: str = "auto",
         inner: int = 1,
@@ -113,16 +113,20 @@ class DistributedAttention(nn.Module):
             LayoutError: groups that are not those of ``axes``.
             ConfigError: a form that cannot be.
         """
-        size = 1 if group is None else dist.get_world_size(group)
-        self.channel = None if group is None or size == 1 else Channel.of(group, trace)
-        parts = 1 if ring is None else dist.get_world_size(ring)
-        self.axes = SequenceAxes(size, parts) if axes is None else axes
-        self.axes.require_groups(_ranks(group), _ranks(ring))
-        gloo = self.channel is not None and dist.get_backend(self.channel.group) == "gloo"
+        channel = None if group is None else Channel.of(group, trace)
+        size = 1 if channel is None else channel.size
+        self.channel = channel if size > 1 else None
+        parts = None if ring is None else Channel.of(ring, trace)
+        count = 1 if parts is None else parts.size
+        self.axes = SequenceAxes(size, count) if axes is None else axes
+        if not isinstance(group, Channel) and not isinstance(ring, Channel):
+            self.axes.require_groups(_ranks(group), _ranks(ring))
+        sent = self.channel is not None and not isinstance(group, Channel)
+        gloo = sent and dist.get_backend(group) == "gloo"
         self.in_parts, self.overlap = in_parts and gloo, overlap
         self.around = None
-        if ring is not None and parts > 1:
-            self.around = Rings(Channel.of(ring, trace), form, inner)
+        if parts is not None and count > 1:
+            self.around = Rings(parts, form, inner)
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -42,7 +42,7 @@ from internsp.trace import Trace
 @dataclass(eq=False)
 class _Flight:
     """What must outlive the launch: the work, its buffers, and the memory of the token, whose
-    address is the key and must not be given to another token meanwhile."""
+    identity is the key and must not be given to another token meanwhile."""
 
     work: Any
     send: Tensor
@@ -59,7 +59,7 @@ class Channel:
     Operators know it by its ``handle``; channels die with their users.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     trace: Trace | None
     rank: int
     size: int
@@ -71,8 +71,10 @@ class Channel:
         self.handle = _CHANNELS.give(self)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, trace: Trace | None = None) -> Channel:
+    def of(cls, group: dist.ProcessGroup | Channel, trace: Trace | None = None) -> Channel:
         """The channel of this group and this trace object; the same pair gives the same channel."""
+        if isinstance(group, Channel):
+            return group
         for channel in _CHANNELS.living():
             if channel.group is group and channel.trace is trace:
                 return channel
@@ -98,6 +100,25 @@ class Channel:
         """Of the next messages between pairs; one count for all channels of a group, since what was
         posted and given up must never be taken for another's."""
         return next(_TAGS.setdefault(self.group, itertools.count(1))) % _MOST_TAGS
+
+    def messages(self, operations: Sequence[tuple[bool, Tensor, int, int]]) -> Sequence[Any]:
+        """Start messages together; returns what is waited for, of each.
+
+        Args:
+            operations: whether it leaves (or comes), what it is read from (or written to), the
+                rank in the group on the other side, and a number that both sides give it.
+        """
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(
+                    dist.isend if leaves else dist.irecv, flat, group=self.group, group_peer=peer,
+                    tag=number,
+                )
+                for leaves, flat, peer, number in operations
+            ]
+        )  # fmt: skip
+        # A backend may have one work for all.
+        return works if len(works) == len(operations) else [works[0]] * len(operations)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Channel:
         """A copied model keeps talking through the same group."""
@@ -180,8 +201,7 @@ def phase_of(adjoint: bool) -> str:
     return "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
 
 
-@torch.library.custom_op("internsp_sp::start", mutates_args=())
-def _start(
+def _launched(
     x: Tensor,
     channel: int,
     lengths: Sequence[int],
@@ -208,18 +228,20 @@ def _start(
         )
     work = link.all_to_all(received, send, got, sent)
     # The token lives where x lives, so that autograd runs both operators on one thread and one
-    # stream, in the same order on all ranks (WP-2); its address, not its value, is the key.
+    # stream, in the same order on all ranks (WP-2); its memory, not its value, is the key.
     token = x.new_zeros(1, dtype=torch.float32)
     while len(link.flights) >= _MOST_IN_FLIGHT:
         link.flights.pop(next(iter(link.flights)))
-    link.flights[token.data_ptr()] = _Flight(
-        work, send, received, token.untyped_storage(), event, phase
-    )
+    link.flights[_key(token)] = _Flight(work, send, received, token.untyped_storage(), event, phase)
     return token
 
 
-@torch.library.custom_op("internsp_sp::finish", mutates_args=())
-def _finish(
+def _key(token: Tensor) -> int:
+    """Of its memory, which a plan's tensors have no address of."""
+    return int(token.untyped_storage()._cdata)
+
+
+def _waited(
     token: Tensor,
     channel: int,
     lengths: Sequence[int],
@@ -231,7 +253,7 @@ def _finish(
     shape: Sequence[int],
 ) -> Tensor:
     link = _CHANNELS.find(channel)
-    flight = link.flights.pop(token.data_ptr(), None)
+    flight = link.flights.pop(_key(token), None)
     if flight is None:
         raise CollectiveError(
             f"Rank {link.rank}: the exchange of {label!r} in {unit or 'this module'} was already "
@@ -250,6 +272,15 @@ def _finish(
         return _unpack(flight.received, cut, link.size, tuple(shape))
     mine = _counts(cut, link.size)[link.rank]
     return flight.received.view(sum(lengths), batch, mine, depth).transpose(0, 1)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "internsp_sp::start": _launched,
+    "internsp_sp::finish": _waited,
+}
+"""What the operators do, for a plan, which counts the memory that they take."""
+_start = torch.library.custom_op("internsp_sp::start", _launched, mutates_args=())
+_finish = torch.library.custom_op("internsp_sp::finish", _waited, mutates_args=())
 
 
 def _start_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

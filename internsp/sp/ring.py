@@ -12,11 +12,11 @@ neither messages nor attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from internsp.sp.exchange import Channel, phase_of
@@ -113,7 +113,7 @@ class _Block:
 
     def flat(self) -> Tensor:
         """Both, as they travel."""
-        together = self.k.untyped_storage().data_ptr() == self.v.untyped_storage().data_ptr()
+        together = self.k.untyped_storage()._cdata == self.v.untyped_storage()._cdata
         if together and self.v.storage_offset() == self.k.storage_offset() + self.k.numel():
             size = self.k.numel() + self.v.numel()
             if self.k.is_contiguous() and self.v.is_contiguous():
@@ -178,12 +178,12 @@ class _Travel:
     def launch(self, sends: list[tuple[Move, _Block]], receives: list[tuple[Move, _Block]]) -> None:
         """Start the messages of a step, of which two ranks have at most one in each direction."""
         channel, trace = self.ring.channel, self.ring.channel.trace
-        operations: list[tuple[Any, Tensor, Move]] = []
+        operations: list[tuple[bool, Tensor, Move]] = []
         notes: list[tuple[_Block, int]] = []
         for move, block in sends:
             flat = block.flat()
             if flat.numel():  # a rank without heads has none, and so have those it talks to
-                operations.append((dist.isend, flat, move))
+                operations.append((True, flat, move))
                 notes.append((block, -1))
         for move, block in receives:
             flat = block.flat()
@@ -196,20 +196,17 @@ class _Travel:
                     "RING", unit=self.unit, weight=self.label, phase=self.phase,
                     nbytes=flat.numel() * flat.element_size(), in_flight=True,
                 )  # fmt: skip
-            operations.append((dist.irecv, flat, move))
+            operations.append((False, flat, move))
             notes.append((block, event))
         if not operations:
             return
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(call, flat, group=channel.group, group_peer=move.peer, tag=move.block)
-                for call, flat, move in operations
-            ]
+        works = channel.messages(
+            [(leaves, flat, move.peer, move.block) for leaves, flat, move in operations]
         )
-        if len(works) < len(operations):  # a backend that has one work for all
-            works = [works[0]] * len(operations)
-        for work, (call, flat, move), (block, event) in zip(works, operations, notes, strict=True):
-            if call is dist.isend:
+        for work, (leaves, flat, move), (block, event) in zip(
+            works, operations, notes, strict=True
+        ):
+            if leaves:
                 self._sent.append((work, flat))
             else:
                 self._coming[move.block] = (work, flat, block, event)
@@ -262,8 +259,7 @@ class _Travel:
         self._sent.clear()
 
 
-@torch.library.custom_op("internsp_sp::ring", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[Tensor, Tensor]:
     ring = _RINGS.find(handle)
     attend = Attend(q, v.shape[3], ring.reads, ring.seen, ring.scale)
     batch, length, heads, _ = q.shape
@@ -278,8 +274,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[T
     return out.to(q.dtype), lse
 
 
-@torch.library.custom_op("internsp_sp::ring_backward", mutates_args=())
-def _backward(
+def _returned(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, unit: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _RINGS.find(handle)
@@ -312,6 +307,15 @@ def _backward(
     travel.end()
     home.end()
     return dq.to(q.dtype), own.k.to(k.dtype), own.v.to(v.dtype)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "internsp_sp::ring": _attended,
+    "internsp_sp::ring_backward": _returned,
+}
+"""As :data:`internsp.sp.exchange.OPERATORS`."""
+_forward = torch.library.custom_op("internsp_sp::ring", _attended, mutates_args=())
+_backward = torch.library.custom_op("internsp_sp::ring_backward", _returned, mutates_args=())
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from internsp.optim import ZeroOptimizer
 from internsp.pipeline import ComputeAction, SchedulerHook
@@ -216,3 +218,31 @@ def rehearsed(rank: int, world_size: int) -> list[bool]:
 
 def test_inference_alone_changes_nothing() -> None:
     assert run_ranks(rehearsed, 2) == [[True] * 6] * 2
+
+
+class _Outputs(SchedulerHook):
+    """Remembers the memory of hidden states without keeping it."""
+
+    def __init__(self) -> None:
+        self.storages: list[StorageWeakRef] = []
+
+    def after_forward(self, action: ComputeAction, output: Any) -> None:
+        self.storages.append(StorageWeakRef(output.untyped_storage()))
+
+
+def left_behind(rank: int, world: int) -> int:
+    """Hidden states that live after a step, with Python's collector off."""
+    hook, case = _Outputs(), Case(micro_batches=6)
+    pipeline, _ = make(case, [hook])
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline.step(batches(case, pipeline.mesh))
+        return sum(not storage.expired() for storage in hook.storages)
+    finally:
+        gc.enable()
+
+
+def test_what_a_stage_has_sent_is_freed_without_a_collection() -> None:
+    """A message that knew its operation, which knows the message, kept all hidden states."""
+    assert run_ranks(left_behind, 2)[0] <= 1  # the last one's gradient was taken from it

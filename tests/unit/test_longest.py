@@ -11,8 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tools.longest.__main__ import bisect
-from tools.longest.cases import MIB, OURS, RECIPES, Outcome, lack
+from internsp.config import Config
+from internsp.plan.longest import Budget
+from tools.longest.__main__ import attempt, bisect
+from tools.longest.cases import (
+    FULL,
+    MIB,
+    OURS,
+    RECIPES,
+    Case,
+    Outcome,
+    Sections,
+    joined,
+    lack,
+    model,
+)
 from tools.longest.report import Proof
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +106,33 @@ def test_each_row_of_internsp_adds_to_the_one_before() -> None:
     sections = [case.sections for case in OURS.cases()]
     assert all(a != b for a, b in itertools.pairwise(sections))
     assert sections[-1]["activation_checkpoint"] == {"mode": "full", "tiles": 16, "offload": "all"}
+
+
+SMALL = joined(
+    model(hidden_size=64, heads=2, layers=6, intermediate_size=192), FULL,
+    {"train": {"loss_chunk": 512}},
+)  # fmt: skip
+STAGED: Sections = {"parallel": {"pipeline": 2}, "train": {"global_batch": 4, "micro_batches": 4}}
+PEAKS = {
+    "heads over two ranks": (Case("heads", joined(SMALL, {"parallel": {"sequence": 2}}), 2), 8192),
+    "a ring": (Case("ring", joined(SMALL, {"parallel": {"sequence": 2, "ring": 2}}), 2), 12288),
+    "1F1B": (Case("1F1B", joined(SMALL, STAGED), 2), 4096),
+    "interleaved stages": (
+        Case("interleaved", joined(SMALL, STAGED, {
+            "pipeline": {"schedule": "Interleaved1F1B", "chunks": 2}
+        }), 2), 3072,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is RLIMIT_DATA")
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_rank_takes_what_is_planned_and_dies_with_a_tenth_less(name: str) -> None:
+    case, length = PEAKS[name]
+    budget = Budget(Config.model_validate(case.settings(length)), case.world)
+    each = [sum(n for _, n in budget.at(length, rank)[0]) for rank in range(len(budget.ranks))]
+    planned = max(each)
+    assert attempt(case, length, None, 120).peak == pytest.approx(planned, rel=0.03)
+    assert not attempt(case, length, int(1.05 * planned), 120).died
+    assert attempt(case, length, int(0.9 * planned), 120).died

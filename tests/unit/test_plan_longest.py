@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -16,8 +17,10 @@ from rich.console import Console
 from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.mesh import MeshShape
-from internsp.plan.activations import ActivationModel, _observe
+from internsp.plan.activations import ActivationModel
+from internsp.plan.in_flight import BUFFERS
 from internsp.plan.longest import Budget, print_longest
+from internsp.plan.observe import Place, observe
 from internsp.plan.offloaded import STEPPING
 
 MIB = 1 << 20
@@ -56,7 +59,7 @@ def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_s
     recomputing = len(mode.selected(layers))
     tiles = mode.tiles if isinstance(mode.tiles, int) else 1
     offload = mode.offload if recomputing else None
-    step = _observe(settings, 1, length, tiles, layers, recomputing, offload or None)
+    step = observe(settings, 1, length, tiles, layers, recomputing, offload or None)
     peak = planned.kept + planned.working
     assert planned.kept == pytest.approx(step.kept, rel=0.01)
     if 0 < recomputing < layers:  # what others keep is gone before the last recompute
@@ -85,7 +88,7 @@ def test_models_of_transformers_are_planned_by_their_own_code(
     planned = ActivationModel(settings, MeshShape(1)).at(length)
     recomputing = len(mode.selected(5))
     tiles = mode.tiles if isinstance(mode.tiles, int) else 1
-    step = _observe(settings, 1, length, tiles, 5, recomputing, mode.offload or None)
+    step = observe(settings, 1, length, tiles, 5, recomputing, mode.offload or None)
     assert planned.kept == pytest.approx(step.kept, rel=0.01)
     assert step.peak <= (planned.kept + planned.working) * 1.01
     assert planned.host == pytest.approx(step.host, rel=0.01)
@@ -116,25 +119,48 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
     assert bound.bound == bound.host[-1][0]
 
 
-def test_what_goes_around_a_ring_is_counted_beside_attention_of_one_rank() -> None:
-    name = "keys and values around a ring (at most)"
-    settings = config({"mode": "full"}, parallel={"sequence": 2, "ring": 2})
-    budget = Budget(settings, 2)
-    found = {length: dict(budget.at(length)[0])[name] for length in (1024, 4096)}
-    # fp32: sums for q, k and v, and of another part's; that part, and gradients that come home.
-    assert found == {length: length // 2 * 64 * 4 * (1 + 4 + 4) for length in found}
-    assert name not in dict(Budget(config(parallel={"sequence": 2, "ring": 1}), 2).at(1024)[0])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
+    """All blocks at once, with what each operator allocates; and a row that says how much."""
+    settings = config({"mode": "selective"}, parallel={"sequence": 2, "ring": ring})
+    shape, local = MeshShape(2, **settings.degrees()), 3000
+    planned = ActivationModel(settings, shape).at(2 * local)
+    step = observe(settings, 1, local, 1, 5, 5, None, Place(shape))
+    assert planned.kept + planned.working + sum(planned.moving.values()) == pytest.approx(
+        step.peak, rel=0.01
+    )
+    names = {name for name, _ in planned.rows(1)}
+    full = ActivationModel(config({"mode": "full"}, parallel={"sequence": 2, "ring": ring}), shape)
+    names |= {name for name, _ in full.at(2 * local).rows(1)}
+    assert ("exchanges of heads" in names) == (ring == 1)
+    assert ("keys and values around a ring" in names) == (ring == 2)
+
+
+def test_an_exchange_that_is_kept_longer_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put in on purpose: what was sent is not dropped when it has arrived."""
+    settings = config({"mode": "full"}, parallel={"sequence": 2})
+    place = Place(MeshShape(2, **settings.degrees()))
+
+    def peak() -> int:
+        return observe(settings, 1, 1024, 1, 2, 2, None, place).peak
+
+    before, held = peak(), []
+    exchange = importlib.import_module("internsp.sp.exchange")  # a function has the same name
+    pack = exchange._pack
+    monkeypatch.setattr(exchange, "_pack", lambda *given: held.append(pack(*given)) or held[-1])
+    assert peak() > before + 1024 * 64 * 4
 
 
 def test_activations_and_the_optimizers_step_are_not_there_at_the_same_time() -> None:
     offload = {"offload": ["weights", "optimizer", "gradients"]}
     budget = Budget(config({"mode": "full"}, weight_parallel=offload), 1)
-    ((_, stepping),) = budget.stepping
+    (own,) = budget.ranks
+    ((_, stepping),) = own.stepping
     short, long = (dict(budget.at(length)[0]) for length in (2, 1 << 20))
     assert short[STEPPING] == stepping
     assert STEPPING not in long
     assert long["activations that are kept"] > stepping
-    assert {n: b for n, b in short.items() if n != STEPPING} == dict(budget.fixed)
+    assert {n: short[n] for n in dict(own.fixed)} == dict(own.fixed)
 
 
 def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:
@@ -148,9 +174,55 @@ def test_what_is_printed_names_the_bound_and_mistakes_their_remedy() -> None:
         print_longest(config(), 1, "1 KiB", None, console)
     with pytest.raises(ConfigError, match=r"--longest: '64' is no size"):
         print_longest(config(), 1, "64", None, console)
-    pipeline = config(parallel={"pipeline": 2}, train={"global_batch": 2, "micro_batches": 2})
-    with pytest.raises(ConfigError, match=r"planned without a pipeline"):
-        print_longest(pipeline, 2, "1 GiB", None, console)
+    staged = config(parallel={"pipeline": 2}, train={"global_batch": 2, "micro_batches": 2})
+    print_longest(staged, 2, "64 MiB", None, console)
+    text = output.getvalue().split("Longest")[-1]
+    for part in (", on pipeline rank 0", BUFFERS, "in flight", "Memory of pipeline rank 0"):
+        assert part in text
+
+
+def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[str, Any]) -> Config:
+    pipeline = {"schedule": schedule, "chunks": chunks}
+    return config(
+        again, parallel={"pipeline": 2}, pipeline=pipeline, model={"layers": 6},
+        train={"global_batch": 4, "micro_batches": 4}, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("again", [{"mode": "none"}, {"mode": "full"}], ids=["none", "full"])
+def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(again: dict[str, Any]) -> None:
+    kept: dict[str, list[int]] = {}
+    for schedule in ("1F1B", "GPipe"):
+        budget = Budget(staged(schedule, 1, again), 2)
+        for rank in range(2):
+            rows = dict(budget.at(4096, rank)[0])
+            (name,) = (name for name in rows if name.startswith("activations that are kept"))
+            kept.setdefault(schedule, []).append(int(name.split()[-3]))
+    assert kept == {"1F1B": [2, 1], "GPipe": [4, 4]}
+
+
+def test_the_longest_of_a_pipeline_fits_every_rank_and_a_token_more_does_not_fit_one() -> None:
+    budget = Budget(staged("1F1B", 1, {"mode": "full"}), 2)
+    found = budget.longest(48 * MIB)
+    assert found.length > 1000
+
+    def sums(length: int) -> list[int]:
+        return [sum(n for _, n in budget.at(length, rank)[0]) for rank in range(2)]
+
+    assert max(sums(found.length)) <= 48 * MIB < max(sums(found.length + 1))
+    assert sums(found.length + 1)[found.rank] > 48 * MIB
+    assert found.bound in dict(found.memory)
+
+
+def test_a_pool_on_the_host_is_shared_by_the_micro_batches_in_flight() -> None:
+    free, bound, none = (
+        Budget(staged("GPipe", 1, {"mode": "full", **offload}), 2).at(4096)
+        for offload in ({"offload": "all"}, {"offload": "3 MiB"}, {})
+    )
+    host = [dict(rows).get("host: activations (exact)", 0) for _, rows in (free, bound, none)]
+    assert host == [4 * 2 * MIB, 3 * MIB, 0]  # four micro-batches, two of three blocks, 1 MiB each
+    here = [sum(n for _, n in rows) for rows, _ in (free, bound, none)]
+    assert here[0] < here[1] < here[2]
 
 
 CHILD = """
@@ -216,5 +288,5 @@ def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
 
 def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
     plain, dropped = config(), config(model={"dropout": 0.1})
-    steps = [_observe(settings, 1, 512, 1, 2, 0, None) for settings in (plain, dropped)]
+    steps = [observe(settings, 1, 512, 1, 2, 0, None) for settings in (plain, dropped)]
     assert steps[1].kept - steps[0].kept == 2 * 2 * 512 * plain.model.hidden_size

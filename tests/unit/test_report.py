@@ -217,6 +217,8 @@ def test_memory_bars_are_in_proportion_and_summed():
     text = page(memory=[("slots", 3 << 20), ("optimizer", 6 << 20)])
     assert re.findall(r'"bar"><i style="width:([\d.]+)%', text) == ["50.00", "100.00"]
     assert re.findall(r'class="value[^>]*>([^<]+)', text) == ["3.0 MiB", "6.0 MiB", "9.0 MiB"]
+    assert "At its peak" not in page(metrics=[step(1, 2.0, peak_memory_bytes=0)])
+    assert "had 3.0 GiB" in page(metrics=[step(1, 2.0, peak_memory_bytes=3 << 30)])
 
 
 @pytest.mark.parametrize(

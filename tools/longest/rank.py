@@ -19,7 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from internsp import ParallelMesh, SequenceLayout, parallelize
 from internsp.config import Config
 from internsp.factory import build_to_train, first_values
+from internsp.optim import step_together
+from internsp.pipeline import MicroBatch, Pipeline
 from internsp.plan.tiles import resolved
+from internsp.sp.dispatch import FIXED, fixed_sizes
 from internsp.train.optimizers import make_optimizer
 from tools.longest.cases import Case, Outcome, lack
 from tools.longest.limit import Peak, free, install, limit, return_memory
@@ -56,7 +59,7 @@ class Rank:
         try:
             with peak:
                 step = KINDS[case.kind](config, mesh)
-                step(SHORT)
+                step(SHORT if mesh.pipeline == 1 else length)  # whose stages know one length
                 begin = time.perf_counter()
                 loss, norm = step(length)
                 seconds = time.perf_counter() - begin
@@ -110,6 +113,61 @@ class Ours:
         return float(total) / (train.global_batch * (length - 1)), float(self.optimizer.grad_norm)
 
 
+class Staged:
+    """internsp's pipeline, by its configuration, for sequences of one length."""
+
+    def __init__(self, config: Config, mesh: ParallelMesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.pipeline: Pipeline | None = None
+
+    def _make(self, length: int) -> Pipeline:
+        config, mesh, train = self.config, self.mesh, self.config.train
+        model: Any = build_to_train(config)
+        rows = train.global_batch // (train.micro_batches * mesh.data)
+        own = fixed_sizes(length, mesh.sequence_axes)[mesh.sequence_rank]
+        found = Pipeline.create(
+            model, mesh, config.weight_parallel, schedule=config.pipeline.schedule,
+            chunks=config.pipeline.chunks, micro_batches=train.micro_batches,
+            activation_checkpoint=resolved(config, mesh.data),
+            shape=(rows, own, config.model.hidden_size), criterion=self._judged,
+        )  # fmt: skip
+        first_values(config, model, list(found.chunks), found.communicators, mesh.device)
+        self.optimizers = [make_optimizer(config, each, None) for each in found.communicators]
+        return found
+
+    def _judged(self, output: Tensor, batch: MicroBatch) -> Tensor:
+        self.total += output.detach()
+        return output / self.divisor
+
+    def __call__(self, length: int) -> tuple[float, float]:
+        """See :data:`Step`."""
+        train, mesh = self.config.train, self.mesh
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.divisor = train.global_batch * (length - 1)
+        self.pipeline = self.pipeline or self._make(length)
+        rows = train.global_batch // (train.micro_batches * mesh.data)
+        batches = []
+        for part in range(train.micro_batches):
+            first = (part * mesh.data + mesh.data_rank) * rows
+            layout = SequenceLayout.create(
+                torch.cat([_ids(first + row, length) for row in range(rows)]),
+                rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring, near=mesh.near,
+                balance=FIXED,
+            )  # fmt: skip
+            options = {"layout": layout, "labels": layout.labels, "loss_chunk": train.loss_chunk}
+            batches.append(MicroBatch((layout.input_ids,), options))
+        self.pipeline.step(batches)
+        step_together(self.optimizers, log=False)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        dist.all_reduce(self.total)
+        return float(self.total) / self.divisor, float(self.optimizers[0].grad_norm)
+
+
+def _ours(config: Config, mesh: ParallelMesh) -> Step:
+    return Ours(config, mesh) if mesh.pipeline == 1 else Staged(config, mesh)
+
+
 class HuggingFace:
     """Llama of transformers as it is, a sequence a rank."""
 
@@ -160,5 +218,5 @@ class Sharded(HuggingFace):
 
 
 KINDS: dict[str, Callable[[Config, ParallelMesh], Step]] = {
-    "internsp": Ours, "huggingface": HuggingFace, "fsdp2": Sharded,
+    "internsp": _ours, "huggingface": HuggingFace, "fsdp2": Sharded,
 }  # fmt: skip
