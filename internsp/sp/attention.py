@@ -121,8 +121,7 @@ class DistributedAttention(nn.Module):
         self.axes = SequenceAxes(size, count) if axes is None else axes
         if not isinstance(group, Channel) and not isinstance(ring, Channel):
             self.axes.require_groups(_ranks(group), _ranks(ring))
-        sent = self.channel is not None and not isinstance(group, Channel)
-        gloo = sent and dist.get_backend(group) == "gloo"
+        gloo = not isinstance(group, Channel) and size > 1 and dist.get_backend(group) == "gloo"
         self.in_parts, self.overlap = in_parts and gloo, overlap
         self.around = None
         if parts is not None and count > 1:

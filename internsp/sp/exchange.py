@@ -59,7 +59,7 @@ class Channel:
     Operators know it by its ``handle``; channels die with their users.
     """
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     trace: Trace | None
     rank: int
     size: int
