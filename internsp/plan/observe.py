@@ -253,8 +253,8 @@ def _attach(model: nn.Module, config: Config, shape: MeshShape) -> None:
         return
     axes, part = shape.sequence_axes, _part(config, shape)
     no_group: Any = None
-    heads = _Alone(no_group, None, 0, axes.heads)
-    around = _Alone(no_group, None, part, axes.ring) if axes.ring > 1 else None
+    heads: Any = _Alone(no_group, None, 0, axes.heads)
+    around: Any = _Alone(no_group, None, part, axes.ring) if axes.ring > 1 else None
     for module in model.modules():
         if isinstance(module, DistributedAttention):
             module.attach(heads, ring=around, axes=axes)

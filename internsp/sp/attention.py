@@ -83,11 +83,11 @@ class DistributedAttention(nn.Module):
 
     def attach(
         self,
-        group: dist.ProcessGroup | Channel | None,
+        group: dist.ProcessGroup | None,
         trace: Trace | None = None,
         unit: str = "",
         *,
-        ring: dist.ProcessGroup | Channel | None = None,
+        ring: dist.ProcessGroup | None = None,
         axes: SequenceAxes | None = None,
         form: str = "auto",
         inner: int = 1,
