@@ -378,6 +378,7 @@ def wrap(module: nn.Module) -> None:
     assert isinstance(held, Weights), "attach() came before"
     saves = _PLAIN.get(type(module)) if set(held) <= {"weight", "bias"} else None
     simple = saves is not None
+    copied = held if held.copies else None
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -388,18 +389,21 @@ def wrap(module: nn.Module) -> None:
         if transforming():
             held.require_scope()
             return inner(*args, **kwargs)  # the block keeps them
-        held.require_copies(module)
+        if copied is not None:
+            copied.require_copies(module)
         before = {} if simple else given((args, kwargs))
         outside, held.taken = held.taken, {}
         try:
-            held.fill_copies(module, held)
+            if copied is not None:
+                copied.fill_copies(module, held)
             output = inner(*args, **kwargs)
         except BaseException:
             _release(held.taken)
             raise
         finally:
             taken, held.taken = held.taken, outside
-            held.restore_copies(module)
+            if copied is not None:
+                copied.restore_copies(module)
         if not taken:
             return output
         if simple:
@@ -432,24 +436,26 @@ def enclose(module: nn.Module, scope: Scope) -> None:
     in its recompute.
     """
     held, inner = module._parameters, module.forward
+    # of a block with weights of its own
+    copied = held if isinstance(held, Weights) and held.copies else None
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if scope.recomputed:
             for weights in scope.members:
                 weights.before_recomputed()
-        if isinstance(held, Weights):  # a block with weights of its own
-            held.require_copies(module)
+        if copied is not None:
+            copied.require_copies(module)
         before = given((args, kwargs))
         outside, scope.taken = scope.taken, {}
         try:
-            if isinstance(held, Weights):
-                held.fill_copies(module, held)
+            if copied is not None:
+                copied.fill_copies(module, copied)
             output = inner(*args, **kwargs)
         finally:
             taken, scope.taken = scope.taken, outside
-            if isinstance(held, Weights):
-                held.restore_copies(module)
+            if copied is not None:
+                copied.restore_copies(module)
         return leave(taken, output, before) if taken else output
 
     module.forward = forward  # type: ignore[method-assign]
