@@ -20,6 +20,7 @@ from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.mesh import MeshShape
+from internsp.pipeline.schedules import kind_of
 from internsp.plan.assign import Assignment, assign, require_patterns_matched
 from internsp.plan.blocks import read
 from internsp.plan.chunk import ChunkPlan, Schedule
@@ -42,7 +43,7 @@ from internsp.plan.pipeline import (
     tables,
 )
 from internsp.plan.rules import Rules, lay
-from internsp.plan.sequences import SequenceTraffic
+from internsp.plan.sequences import SequenceTraffic, way_of_heads
 from internsp.plan.simulate import simulate
 from internsp.plan.units import chunk_plan, quantized_bytes
 
@@ -222,6 +223,7 @@ def print_plan(
     print_mesh(plan.shape, console)
     _print_rules(plan.rules, console)
     console.print(_schedule_table(plan))
+    _print_way_of_heads(config, plan.shape, False, console)
     console.print(_memory_table(plan))
     if plan.kept.blocks:
         console.print(plan.kept.line())
@@ -273,6 +275,7 @@ def _print_pipeline(
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
             told = rank.kept(config.weight_parallel.overlap).line()
             console.print(f"Pipeline rank {number}: {told}")
+    _print_way_of_heads(config, plan.shape, kind_of(config.pipeline.schedule).split, console)
     print_schedules(plan, console)
     console.print("Played with the messages between ranks: no rank waits for ever.")
     if picture is not None:
@@ -287,6 +290,11 @@ def rank_memory(config: Config, plan: PipelinePlan, rank: RankPlan) -> dict[str,
             dict(_memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule))
         )
     return dict(found)
+
+
+def _print_way_of_heads(config: Config, shape: MeshShape, split: bool, console: Console) -> None:
+    for line in way_of_heads(config, shape, device_type(config), split):
+        console.print(line, markup=False)
 
 
 def _print_rules(rules: Rules, console: Console) -> None:

@@ -11,6 +11,7 @@ from internsp.plan.dtypes import DTYPES
 from internsp.sp.dispatch import FIXED, deal
 from internsp.sp.ranges import Seen
 from internsp.sp.routes import routes
+from internsp.sp.stages import order
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,32 @@ class SequenceTraffic:
             (f"keys and values around a ring{links[RING]} (busiest rank sends)", self.ring),
         ]
         return [row for row in found if row[1]]
+
+
+def way_of_heads(config: Config, shape: MeshShape, device: str, split: bool) -> list[str]:
+    """Lines that say how the attention of every block exchanges heads; none where it does not.
+
+    Args:
+        split: the pipeline's schedule has backwards in two parts.
+    """
+    if shape.sequence_axes.heads == 1:
+        return []
+    whole = "The attention of every block exchanges heads as a whole, in all-to-alls: "
+    weights = config.weight_parallel
+    if config.model.family == "hf":
+        return [whole + "models of transformers attend by their own modules."]
+    if device != "cpu":
+        return [whole + f"in parts on the host only, not on {device}."]
+    if not weights.exchange_in_parts:
+        return [whole + "weight_parallel.exchange_in_parts = false."]
+    if weights.compile:
+        return [whole + "blocks are compiled."]
+    made = order(0, shape.sequence_axes.heads, weights.overlap)
+    products = "" if config.model.family == "llama" else " (the fused projection as a whole)"
+    lines = [f"The attention of every block exchanges heads in parts{products}; on the first rank:"]
+    for stage, actions in zip(made._fields, made, strict=True):
+        told = ", ".join(action.line() for action in actions)
+        lines.append(f"  {stage.replace('_', ' ')}: {told}")
+    if split:
+        lines.append("  stages whose backward is in two parts: as a whole, in all-to-alls")
+    return lines

@@ -398,6 +398,34 @@ def test_a_variant_that_trains_something_else_gets_no_time() -> None:
     assert "FSDP2" not in "".join(cell for row in report.table(summary) for cell in row)
 
 
+def test_faked_exchanges_get_a_time_whatever_they_train_and_other_fakes_are_refused() -> None:
+    name = "ours:exchange=faked"
+    told = {"compute": (0.5, [2.0, 9.0]), "ours": (1.5, [2.0, 1.9, 1.8]), name: (1.0, [7.0] * 3)}
+    options = Options(
+        preset="tiny", layers=2, sequence_ranks=2, variants=("compute", "ours", name)
+    ).resolve()
+    outcome = campaign.run(options, Link(), FakeSession(told), [].append)  # type: ignore[arg-type]
+    assert not outcome.failed
+    assert set(outcome.runs) == set(told)
+    assert "exchange" not in Spec.parse(name).arguments()
+    with pytest.raises(ValueError, match="exchange is faked, or not given"):
+        Spec.parse("ours:exchange=none")
+
+
+@pytest.mark.parametrize(
+    ("most", "found"),
+    [
+        (None, "AVX512_CORE_AMX"), ("AVX512_CORE_BF16", "AVX512_CORE_BF16"),
+        ("AVX512_CORE", "AVX512_CORE"), ("SSE41", "AVX512_CORE_AMX"),
+    ],
+)  # fmt: skip
+def test_it_tells_what_bf16_products_are_made_with(most: str | None, found: str) -> None:
+    flags = ["avx2", "avx512bw", "avx512_bf16", "amx_bf16"]
+    assert campaign.products_of(flags, most) == found
+    assert campaign.products_of(flags[:1], most) in ("AVX2", "no wide instructions")
+    assert campaign.products_of([], most) == "no wide instructions"
+
+
 def test_without_namespaces_it_says_so_and_offers_loopback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

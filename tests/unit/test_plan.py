@@ -177,6 +177,43 @@ def test_who_is_near_is_printed_and_what_each_kind_of_ranks_sends(near: str, pip
             assert human(number * nbytes) in row
 
 
+WAYS: dict[str, tuple[dict[str, dict[str, object]], str]] = {
+    "linear projections": ({}, "heads in parts; on the first rank:"),
+    "fused": ({"model": {"family": "internlm2"}}, "in parts (the fused projection as a whole)"),
+    "switched off": (
+        {"weight_parallel": {"exchange_in_parts": False}}, "exchange_in_parts = false"
+    ),
+    "on a device": ({"parallel": {"device": "cuda"}}, "on the host only, not on cuda"),
+    "compiled": (
+        {"weight_parallel": {"compile": True, "trigger": "qkv"}}, "as a whole, in all-to-alls: bl"
+    ),
+    "split backward": (
+        {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "ZBVZeroBubble", "chunks": 2},
+         "train": {"global_batch": 4, "micro_batches": 4}},
+        "stages whose backward is in two parts: as a whole",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_it_says_how_each_blocks_attention_exchanges_heads(name: str) -> None:
+    changes, told = WAYS[name]
+    parallel = {"sequence": 2, "device": "cpu"} | changes.get("parallel", {})
+    settings = config(**{**changes, "parallel": parallel})
+    out = io.StringIO()
+    print_plan(settings, 2 * settings.parallel.pipeline, Console(file=out, soft_wrap=True))
+    assert told in out.getvalue()
+    ordered = "output gradient: RECEIVE out from 1, MAKE out for 1, SEND out to 1, AHEAD out, OWN"
+    in_parts = name in ("linear projections", "fused", "split backward")
+    assert (ordered in out.getvalue()) == in_parts
+
+
+def test_no_exchange_is_told_of_where_every_rank_has_all_heads() -> None:
+    out = io.StringIO()
+    print_plan(config(parallel={"sequence": 1}), 2, Console(file=out, soft_wrap=True))
+    assert "exchanges heads" not in out.getvalue()
+
+
 def test_a_step_of_so_many_tokens_is_planned_for_some_and_sums_over_several() -> None:
     train = {"batch_tokens": 32768, "micro_batches": 1}
     out = io.StringIO()

@@ -63,8 +63,8 @@ def facts(summary: dict[str, Any]) -> list[str]:
     several = o.get("micro_batches", 1)
     micro = f"{several} micro-batches of " if several > 1 else ""
     lines = [
-        f"{m['processor']}, {m['cores']} cores, Linux {m['kernel']}, Python {m['python']}, "
-        f"torch {m['torch']}",
+        f"{m['processor']}, bf16 products by {m['instructions']}, {m['cores']} cores, "
+        f"Linux {m['kernel']}, Python {m['python']}, torch {m['torch']}",
         f"{ranks} ranks with one computing thread each; {summary['link']}",
         f"{o['layers']} Llama blocks, width {o['hidden']}, {o['heads']} heads, bf16, "
         f"{micro}{o['batch']} x {o['sequence']} tokens a rank, "
