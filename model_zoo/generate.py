@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from internsp.model_zoo.common import CausalLM
-from internsp.sp import SequenceLayout
+from internsp.sp import DistributedAttention, SequenceLayout
 
 
 @torch.no_grad()
@@ -93,23 +93,27 @@ def stream(
         model.train(training)
 
 
-class CachedAttention(nn.Module):
+class CachedAttention(DistributedAttention):
     """In place of a block's ``attend`` while text is generated: keeps keys and values.
 
     Memory doubles when it is full, so that a token's are written once and rarely copied.
     """
 
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale, self.length = scale, 0
+    def __init__(self, attend: DistributedAttention) -> None:
+        super().__init__(attend.heads, attend.kv_heads, attend.head_dim, scale=attend.scale)
+        self.length = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def start(self, x: Tensor, role: str, layout: SequenceLayout | None = None) -> Tensor:
+    def start(  # type: ignore[override]
+        self, x: Tensor, role: str, layout: SequenceLayout | None = None
+    ) -> Tensor:
         """``x`` itself: on one process nothing is exchanged."""
         return x
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None = None
+    ) -> Tensor:
         """``q``: ``[B, s, heads, d]`` of the new tokens; returns the same shape."""
         begin, self.length = self.length, self.length + k.shape[1]
         self.keys, self.values = self._kept(self.keys, k, begin), self._kept(self.values, v, begin)
@@ -145,7 +149,7 @@ def cached(model: CausalLM) -> Iterator[None]:
     before = [attention.attend for attention in blocks]
     try:
         for attention in blocks:
-            attention.attend = CachedAttention(attention.attend.scale)
+            attention.attend = CachedAttention(attention.attend)
         yield
     finally:
         for attention, attend in zip(blocks, before, strict=True):
