@@ -12,9 +12,10 @@ CONFIG ?= configs/demo.toml
 TORCH ?= 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
-# Workers that share the tests: two where there are two cores or more (each test of ranks starts up
-# to four processes, whose waits the other worker fills). 0 is one process.
-JOBS ?= $(if $(filter-out 1,$(shell getconf _NPROCESSORS_ONLN)),2,0)
+# Workers that share the tests: three where there are two cores or more. Each test of ranks starts up
+# to four processes, whose waits the others fill: two workers left a third of two cores idle, three
+# leave a thirtieth. 0 is one process.
+JOBS ?= $(if $(filter-out 1,$(shell getconf _NPROCESSORS_ONLN)),3,0)
 
 VENV := .venv
 BIN := $(VENV)/bin
