@@ -116,18 +116,23 @@ STAGED: Sections = {"parallel": {"pipeline": 2}, "train": {"global_batch": 4, "m
 PEAKS = {
     "heads over two ranks": (Case("heads", joined(SMALL, {"parallel": {"sequence": 2}}), 2), 8192),
     "a ring": (Case("ring", joined(SMALL, {"parallel": {"sequence": 2, "ring": 2}}), 2), 12288),
-    "1F1B": (Case("1F1B", joined(SMALL, STAGED), 2), 4096),
+    "1F1B": (Case("1F1B", joined(SMALL, STAGED), 2), 8192),
     "interleaved stages": (
         Case("interleaved", joined(SMALL, STAGED, {
             "pipeline": {"schedule": "Interleaved1F1B", "chunks": 2}
-        }), 2), 3072,
+        }), 2), 6144,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is RLIMIT_DATA")
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize(
+    "name", [
+        "heads over two ranks",
+        *(pytest.param(name, marks=pytest.mark.thorough(seconds=40)) for name in list(PEAKS)[1:]),
+    ],
+)  # fmt: skip
 def test_a_rank_takes_what_is_planned_and_dies_with_a_tenth_less(name: str) -> None:
     case, length = PEAKS[name]
     budget = Budget(Config.model_validate(case.settings(length)), case.world)
