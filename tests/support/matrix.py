@@ -213,7 +213,7 @@ def faulty(rank: int, world: int, fault: str) -> tuple[list[str], list[str]]:
         if "keys" in fault:
             patch.setattr(Attend, "backward", _of_the_last_keys())
         elif "boundaries" in fault:
-            patch.setattr(DistributedAttention, "_attend", _without_documents())
+            patch.setattr(SequenceLayout, "create", _without_documents())
         elif fault.startswith("gradients"):
             held = Collectives.sum_received
             patch.setattr(Collectives, "sum_received", lambda *given: held(*given) / world)
@@ -238,14 +238,12 @@ def _of_the_last_keys() -> Any:
 
 
 def _without_documents() -> Any:
-    held = DistributedAttention._attend
+    create = SequenceLayout.create
 
-    def attend(
-        self: DistributedAttention, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout
-    ) -> Tensor:
-        if self.axes.size > 1:  # not on the one process beside
-            one = Documents.create([(0,)] * len(q), layout.length)
-            layout = replace(layout, documents=one)
-        return held(self, q, k, v, layout)
+    def made(ids: Tensor, **given: Any) -> SequenceLayout:
+        layout = create(ids, **given)
+        if layout.size == 1:  # the one process beside has them
+            return layout
+        return replace(layout, documents=Documents.create([(0,)] * len(ids), layout.length))
 
-    return attend
+    return made
