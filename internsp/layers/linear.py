@@ -50,6 +50,7 @@ class ParallelLinearWithCommExt(nn.Linear):
             return False
         return (
             type(self).forward is own
+            and self._parameters.keys() >= {"weight", "bias"}  # none is made of others
             and not others_hooks(self)
             and all(weight.tensor is None for weight in weights_of(self).values())
         )

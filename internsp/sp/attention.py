@@ -212,7 +212,7 @@ class DistributedAttention(nn.Module):
         """
         if not self._in_parts(x) or others_hooks(self):
             made: list[Any] = []
-            early = not self._in_parts(x)
+            early = self.channel is not None and not self._in_parts(x)
             for role, project, (turn, _) in zip(_ROLES, projections, turns, strict=True):
                 heads = self.heads if role == "q" else self.kv_heads
                 made.append(turn(project(x).unflatten(-1, (heads, self.head_dim))))

@@ -181,8 +181,9 @@ _PARTS: Handles[Parts] = Handles("attention sublayer")
 
 def divisible(linear: Any) -> bool:
     """Whether a projection's products may be made in parts."""
-    asked = getattr(linear, "in_parts", None)
-    return asked is not None and bool(asked())
+    # Of its class: a wrapper may answer for what it wraps, and would be passed over.
+    asked = getattr(type(linear), "in_parts", None)
+    return asked is not None and bool(asked(linear))
 
 
 def others_hooks(module: nn.Module) -> bool:
@@ -275,18 +276,20 @@ def _collected(parts: Parts, out: Tensor, token: Tensor, own: Callable[[Tensor],
         own: called with it when it has the own heads only, while the others are on their way.
     """
     shape = parts.shape
-    whole = out.new_empty(shape.batch, shape.mine, shape.width("out"), shape.depth)
+    # Not a view, so that what gets it may write into it.
+    flat = out.new_empty(shape.batch, shape.mine, shape.width("out") * shape.depth)
+    whole = flat.unflatten(-1, (shape.width("out"), shape.depth))
     pieces: Sequence[Tensor] = ()
     for kind, _, _ in parts.order.output:
         if kind == OWN:
             whole[:, :, shape.heads("out", shape.rank)] = out[:, shape.at(shape.rank)]
-            own(whole)
+            own(flat)
         elif kind == WAIT:
             pieces = _collect(token, parts.handle)
         elif kind == REST:
             for peer, piece in zip(shape.peers, pieces, strict=True):
                 whole[:, :, shape.heads("out", peer)] = piece
-    return whole.flatten(-2)
+    return flat
 
 
 class _Project(torch.autograd.Function):
@@ -398,20 +401,25 @@ class _Output(torch.autograd.Function):
         """``out``: ``[B, S, own heads, d]``, for the own part. Returns ``[B, s, out]``."""
         shape = parts.shape
         ctx.parts = parts
-        made: list[Tensor] = []
+        # Not a view of the product, so that what gets it may write into it.
+        made = out.new_empty(shape.batch, shape.mine, len(weight))
+        product = made.view(shape.batch * shape.mine, len(weight))
 
         def own(whole: Tensor) -> None:
             span = shape.rows("out", shape.rank)
-            rows, columns = whole.flatten(-2).flatten(0, 1)[:, span], weight[:, span].t()
-            made.append(rows @ columns if bias is None else torch.addmm(bias, rows, columns))
+            rows, columns = whole.flatten(0, 1)[:, span], weight[:, span].t()
+            if bias is None:
+                torch.mm(rows, columns, out=product)
+            else:
+                torch.addmm(bias, rows, columns, out=product)
 
         whole = _collected(parts, out, token, own)
-        rows, product = whole.flatten(0, 1), made[0]
+        rows = whole.flatten(0, 1)
         for heads in shape.others("out"):
             span = slice(heads.start * shape.depth, heads.stop * shape.depth)
             product.addmm_(rows[:, span], weight[:, span].t())
         ctx.save_for_backward(weight, whole)
-        return product.view(shape.batch, shape.mine, len(weight))
+        return made
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import model_zoo
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
@@ -242,6 +243,58 @@ def patch(model: nn.Module) -> None:
         linear.forward = lambda x, inner=inner: inner(x) * 3  # type: ignore[union-attr, misc]
 
 
+class Passing(nn.Module):
+    """A wrapper that answers for the layer inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x).tanh()
+        return made
+
+
+def wrap_in(*names: str) -> Prepare:
+    def prepare(model: nn.Module) -> None:
+        for block in model.layers:  # type: ignore[union-attr]
+            for name in names:
+                setattr(block.attention, name, Passing(getattr(block.attention, name)))  # type: ignore[union-attr]
+
+    return prepare
+
+
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+def parametrize(model: nn.Module) -> None:
+    for block in model.layers:  # type: ignore[union-attr]
+        for linear in (block.attention.wq, block.attention.wo):  # type: ignore[union-attr]
+            nn.utils.parametrize.register_parametrization(linear, "weight", Halved())  # type: ignore[arg-type]
+
+
+def checkpoint_inside(model: nn.Module) -> None:
+    for block in model.layers:  # type: ignore[union-attr]
+        for name in ("wq", "wo"):
+            inner = getattr(block.attention, name)  # type: ignore[union-attr]
+            setattr(block.attention, name, checkpoint_wrapper(inner))  # type: ignore[union-attr]
+
+
+def write_into_results(model: nn.Module) -> None:
+    for block in model.layers:  # type: ignore[union-attr]
+        block.attention.register_forward_hook(lambda *given: given[2].mul_(2))  # type: ignore[union-attr]
+
+
 def freeze(*names: str) -> Prepare:
     def prepare(model: nn.Module) -> None:
         for name, p in model.named_parameters():
@@ -252,6 +305,9 @@ def freeze(*names: str) -> Prepare:
 
 CHANGES = {
     "adapters": adapt, "own layers": double, "other forwards": patch, "wq frozen": freeze("wq"),
+    "wrapped": wrap_in("wq", "wv"), "out-projection wrapped": wrap_in("wo"),
+    "parametrized": parametrize, "checkpoints inside": checkpoint_inside,
+    "results written into": write_into_results,
     "values frozen": freeze("wv.", "wo.bias"), "all but biases frozen": freeze("weight"),
     "first block frozen": freeze("layers.0", "embed"), "attention frozen": freeze("attention"),
 }  # fmt: skip
@@ -285,6 +341,24 @@ def test_lengths_that_vary_and_evaluations_between_change_nothing(mode: str) -> 
         found.append((torch.stack(losses), gradients(model)))
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-12, rtol=1e-10)
     close(found[1][1], found[0][1])
+
+
+@ranks(2)
+def test_what_an_attention_of_ones_own_returns_may_be_written_into() -> None:
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    layout = SequenceLayout.create(ids, rank=dist.get_rank(), size=2)
+    found = []
+    for in_parts in (False, True):
+        attend = DistributedAttention(2, 2, 4)
+        attend.attach(dist.group.WORLD, in_parts=in_parts)
+        torch.manual_seed(dist.get_rank())
+        given = [torch.randn(1, 3, 2, 4, dtype=torch.float64).requires_grad_() for _ in QKV]
+        out = attend(*given, layout)
+        out = out.mul_(2) if in_parts else out * 2
+        out.square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
 
 
 @ranks(2)
