@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import torch
 
 from tests.support.ranks import start_server
 from tests.support.untraced import untraced
+from tools.longest.environment import GIVES_BACK
 
 TESTS = Path(__file__).parent
 
@@ -23,6 +25,9 @@ for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 
 torch.set_num_threads(1)
+# The memory of some ranks is measured (tools/longest), and MKL reads this when the server that they
+# are forked from loads it, which another test may have started.
+os.environ |= GIVES_BACK
 # No deadline (two busy cores), and the same examples at every run: a failure repeats.
 hypothesis.settings.register_profile("internsp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("internsp")

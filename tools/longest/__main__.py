@@ -21,13 +21,11 @@ from tools.bench.ranks import RankError, Refused, Session, Setup
 from tools.bench.report import put, say
 from tools.bench.signals import terminate_as_interrupt
 from tools.longest.cases import MIB, OTHERS, OURS, RECIPES, Case, Outcome, Recipe, lack
+from tools.longest.environment import GIVES_BACK
 from tools.longest.options import Options
 from tools.longest.report import Found, Proof, proved, table
 
 WORKER = "tools.longest.rank:Rank"
-GIVES_BACK = {"MKL_DISABLE_FAST_MM": "1"}
-"""Of ranks' environment: MKL gives its buffers back after each product, of which it keeps some MiB
-else, by the processor's instruction set and the largest product."""
 SHORTEST = 128  # tokens of a sequence that is tried
 WIDEN = (1.06, 1.15, 1.4)  # factors by which a bracket is looked for; then the last again
 
