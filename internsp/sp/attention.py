@@ -23,7 +23,7 @@ from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
 from internsp.sp.dispatch import by_part
 from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
-from internsp.sp.fused import Parts, Whole, others_hooks
+from internsp.sp.fused import Parts, Whole, divisible, others_hooks
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
@@ -174,10 +174,7 @@ class DistributedAttention(nn.Module):
             return self._local(q.wait(), k.wait(), v.wait(), layout)
         tensors = [x for x in given if isinstance(x, Tensor)]
         if len(tensors) == 3 and self._in_parts(tensors[0]):
-            for x, role in zip(tensors, _ROLES, strict=True):
-                self._checked(x, role, layout)
-            parts = self._parted(tensors[0], layout)
-            whole = parts.divide(*tensors)
+            parts, whole = self._divided(tensors, layout)
             return parts.collect(self._local(*whole, layout))
         pending = [
             x if isinstance(x, PendingExchange) else self.start(x, role, layout)
@@ -210,19 +207,23 @@ class DistributedAttention(nn.Module):
         Returns:
             What ``out_projection`` gives.
         """
-        if not self._in_parts(x) or others_hooks(self):
+        in_parts = self._in_parts(x)
+        early = self.channel is not None and not in_parts
+        in_parts = in_parts and not others_hooks(self)
+        if in_parts and all(divisible(linear) for linear in projections):
+            parts = self._parted(x, layout)
+            whole = parts.project(x, projections, turns)
+        else:
             made: list[Any] = []
-            early = self.channel is not None and not self._in_parts(x)
             for role, project, (turn, _) in zip(_ROLES, projections, turns, strict=True):
-                heads = self.heads if role == "q" else self.kv_heads
-                made.append(turn(project(x).unflatten(-1, (heads, self.head_dim))))
+                made.append(turn(project(x).unflatten(-1, (-1, self.head_dim))))
                 if early:  # one projection's exchange hides behind the next product
                     made[-1] = self.start(made[-1], role, layout)
-            out: Tensor = out_projection(self(*made, layout).flatten(-2))
-            return out
-        parts = self._parted(x, layout)
-        whole = [Whole(one) for one in parts.project(x, projections, turns)]
-        return parts.output(self(*whole, layout), out_projection)
+            if not in_parts:
+                out: Tensor = out_projection(self(*made, layout).flatten(-2))
+                return out
+            parts, whole = self._divided(made, layout)
+        return parts.output(self(*map(Whole, whole), layout), out_projection)
 
     @torch.compiler.disable
     def packed_qkv(self, qkv: Tensor, layout: SequenceLayout | None = None) -> Tensor:
@@ -264,6 +265,15 @@ class DistributedAttention(nn.Module):
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cpu")
         )
+
+    def _divided(
+        self, given: Sequence[Tensor], layout: SequenceLayout | None
+    ) -> tuple[Parts, tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values of own positions, exchanged in parts."""
+        for x, role in zip(given, _ROLES, strict=True):
+            self._checked(x, role, layout)
+        parts = self._parted(given[0], layout)
+        return parts, parts.divide(*given)
 
     def _parted(self, x: Tensor, layout: SequenceLayout | None) -> Parts:
         """One forward's exchange, of the positions of ``x`` ``[B, s, ...]``."""

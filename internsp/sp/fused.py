@@ -35,10 +35,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from internsp.errors import LayoutError
 from internsp.sp.exchange import Channel, PendingExchange, phase_of
 from internsp.sp.handles import Handles
 from internsp.sp.messages import Place, Shape, Stage, stages_of
-from internsp.sp.stages import AHEAD, MAKE, OWN, QKV, REST, SEND, WAIT, Action, order
+from internsp.sp.stages import (
+    AHEAD,
+    MAKE,
+    OWN,
+    QKV,
+    RECEIVE,
+    REST,
+    SEND,
+    WAIT,
+    WEIGHT,
+    Action,
+    order,
+)
 
 _order = lru_cache(maxsize=64)(order)
 
@@ -50,6 +63,10 @@ rotary embedding), and its adjoint; both leave the shape."""
 
 def _nothing(x: Tensor) -> Tensor:
     return x
+
+
+def _nothing_more() -> None:
+    return
 
 
 UNTURNED: Turn = (_nothing, _nothing)
@@ -89,12 +106,14 @@ class Parts:
         stage: Stage,
         make: Callable[[str, int], Tensor],
         own: Callable[[str], None],
+        then: Callable[[], None] = _nothing_more,
     ) -> None:
-        """Do what the order says, up to what needs the peers' parts.
+        """Do what the order says.
 
         Args:
             make: gives what is sent of a role to a peer.
             own: makes this rank's own part of a role.
+            then: what else the stage computes: the weight's gradient, or the rest.
         """
         part = None
         for kind, what, peer in actions:
@@ -109,6 +128,10 @@ class Parts:
                 own(what)
             elif kind == WAIT:
                 stage.wait()
+            elif kind in (WEIGHT, REST):
+                then()
+            else:
+                assert kind == RECEIVE, "posted when the stage began, or ahead of it"
 
     # what a model calls
 
@@ -118,24 +141,19 @@ class Parts:
         """Queries, keys and values of ``x`` ``[B, s, hidden]``, of all positions and own heads.
 
         Args:
-            linears: the three projections; their products are made in parts where all of them
-                can (``in_parts`` and ``opened`` of
-                :class:`internsp.layers.ParallelLinearWithCommExt`).
+            linears: the three projections, :func:`divisible` ones.
             turns: what is done to the result of each.
 
         Returns:
             ``[B, S, own heads, d]`` of each.
+
+        Raises:
+            LayoutError: a weight of another size than that of its heads.
         """
-        if not all(divisible(linear) for linear in linears):
-            widths = self.shape.plan.heads, *[self.shape.plan.kv_heads] * 2
-            return self.divide(
-                *(
-                    turn(linear(x).unflatten(-1, (heads, self.shape.depth)))
-                    for linear, (turn, _), heads in zip(linears, turns, widths, strict=True)
-                )
-            )
         self.turns = dict(zip(QKV, turns, strict=True))
         weights, biases, guards = zip(*(linear.opened() for linear in linears), strict=True)
+        for role, weight in zip(QKV, weights, strict=True):
+            self.require(f"the projection of {role}", len(weight), role)
         whole = _Project.apply(self, x, *weights, *biases)
         for guard in guards:
             whole = guard(whole)
@@ -146,6 +164,15 @@ class Parts:
         """:meth:`project` of what is projected already, ``[B, s, all heads, d]`` each."""
         q, k, v = _Divide.apply(self, q, k, v)
         return q, k, v
+
+    def require(self, what: str, size: int, role: str) -> None:
+        """That a weight has as many rows, or columns, as the heads of its role make."""
+        heads, depth = self.shape.width(role), self.shape.depth
+        if size != heads * depth:
+            raise LayoutError(
+                f"Rank {self.shape.rank}: {what} of {self.unit or 'attention'} has {size} rows or "
+                f"columns for {heads} heads of {depth}: give it {heads * depth}."
+            )
 
     def output(self, out: Tensor, linear: Any) -> Tensor:
         """The out-projection of attention's result ``[B, S, own heads, d]``, at own positions.
@@ -171,7 +198,12 @@ class OnTheWay:
         self._parts, self._out, self._token = parts, out, token
 
     def through(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Its product with a weight ``[out, in]``: ``[B, s, out]``."""
+        """Its product with a weight ``[out, in]``: ``[B, s, out]``.
+
+        Raises:
+            LayoutError: ``in`` is not that of all heads.
+        """
+        self._parts.require("the out-projection", weight.shape[1], "out")
         made: Tensor = _Output.apply(self._parts, self._out.detach(), self._token, weight, bias)
         return made
 
@@ -213,7 +245,7 @@ def _heads_in_parts(
     shape = stage.shape
 
     def make(role: str, rank: int) -> Tensor:
-        which, rows = QKV.index(role), shape.rows(role, rank)
+        which, rows = QKV.index(role), shape.rows(shape.heads(role, rank))
         bias = biases[which][rows] if len(biases[which]) else None
         made = F.linear(x, weights[which][rows], bias)
         made = made.unflatten(-1, (shape.count(role, rank), shape.depth))
@@ -324,8 +356,7 @@ class _Project(torch.autograd.Function):
         ]
 
         def take(role: str, heads: slice, gradient: Tensor) -> None:
-            which, depth = QKV.index(role), gradient.shape[3]
-            span = slice(heads.start * depth, heads.stop * depth)
+            which, span = QKV.index(role), parts.shape.rows(heads)
             gradient = parts.turns[role][1](gradient)
             gradient = gradient.reshape(len(rows), span.stop - span.start)
             weight, of_weight, of_bias = weights[which][span], matrices[which], biases[which]
@@ -406,7 +437,7 @@ class _Output(torch.autograd.Function):
         product = made.view(shape.batch * shape.mine, len(weight))
 
         def own(whole: Tensor) -> None:
-            span = shape.rows("out", shape.rank)
+            span = shape.rows(shape.heads("out", shape.rank))
             rows, columns = whole.flatten(0, 1)[:, span], weight[:, span].t()
             if bias is None:
                 torch.mm(rows, columns, out=product)
@@ -416,7 +447,7 @@ class _Output(torch.autograd.Function):
         whole = _collected(parts, out, token, own)
         rows = whole.flatten(0, 1)
         for heads in shape.others("out"):
-            span = slice(heads.start * shape.depth, heads.stop * shape.depth)
+            span = shape.rows(heads)
             product.addmm_(rows[:, span], weight[:, span].t())
         ctx.save_for_backward(weight, whole)
         return made
@@ -433,7 +464,7 @@ class _Output(torch.autograd.Function):
         found: list[Tensor | None] = []
 
         def make(rank: int) -> Tensor:
-            product = rows @ weight[:, shape.rows("out", rank)]
+            product = rows @ weight[:, shape.rows(shape.heads("out", rank))]
             size = shape.batch, shape.mine, shape.count("out", rank), shape.depth
             return product.view(size).transpose(0, 1)
 
@@ -469,7 +500,7 @@ class _Collect(torch.autograd.Function):
         def make(rank: int) -> Tensor:
             return by_head[:, :, shape.heads("out", rank)].transpose(0, 1)
 
-        _output_gradient(parts, make, lambda: None)
+        _output_gradient(parts, make, _nothing_more)
         return None, None, gradient.new_zeros(1, dtype=torch.float32)
 
 
@@ -493,8 +524,7 @@ def _output_gradient(
     def own(role: str) -> None:
         stage.arriving["out"][shape.at(shape.rank)] = make(shape.rank)
 
-    parts.perform(actions, stage, lambda _, peer: make(peer), own)
-    meanwhile()
+    parts.perform(actions, stage, lambda _, peer: make(peer), own, meanwhile)
 
 
 def _heads_gradient(
@@ -520,22 +550,24 @@ def _heads_gradient(
         if not shape.shared(role):
             take(role, shape.heads(role, shape.rank), own_part(role))
 
-    parts.perform(parts.order.heads_gradient, stage, make, own)
-    pieces = {peer: stage.pieces(peer) for peer in shape.peers}
-    for role in QKV:
-        size = (shape.batch, shape.mine, shape.width(role), shape.depth)
-        if shape.shared(role):
-            # Sums are taken in fp32 or wider, in the order of the ranks.
-            wide = torch.promote_types(shape.dtype, torch.float32)
-            whole = torch.zeros(size, dtype=wide)
-            for rank in range(len(shape.lengths)):
-                own_one = rank == shape.rank
-                piece = own_part(role) if own_one else pieces[rank][role]
-                whole[:, :, shape.heads(role, rank)] += piece
-            take(role, slice(0, shape.width(role)), whole.to(shape.dtype))
-            continue
-        whole = torch.empty(size, dtype=shape.dtype)
-        for peer in shape.peers:
-            whole[:, :, shape.heads(role, peer)] = pieces[peer][role]
-        for heads in shape.others(role):
-            take(role, heads, whole[:, :, heads])
+    def rest() -> None:
+        pieces = {peer: stage.pieces(peer) for peer in shape.peers}
+        for role in QKV:
+            size = (shape.batch, shape.mine, shape.width(role), shape.depth)
+            if shape.shared(role):
+                # Sums are taken in fp32 or wider, in the order of the ranks.
+                wide = torch.promote_types(shape.dtype, torch.float32)
+                whole = gradients[0].new_zeros(size, dtype=wide)
+                for rank in range(len(shape.lengths)):
+                    own_one = rank == shape.rank
+                    piece = own_part(role) if own_one else pieces[rank][role]
+                    whole[:, :, shape.heads(role, rank)] += piece
+                take(role, slice(0, shape.width(role)), whole.to(shape.dtype))
+                continue
+            whole = gradients[0].new_empty(size)
+            for peer in shape.peers:
+                whole[:, :, shape.heads(role, peer)] = pieces[peer][role]
+            for heads in shape.others(role):
+                take(role, heads, whole[:, :, heads])
+
+    parts.perform(parts.order.heads_gradient, stage, make, own, rest)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from internsp.errors import CollectiveError
+from internsp.errors import CollectiveError, LayoutError
 from internsp.sp.exchange import Channel
 from internsp.sp.heads import HeadPlan
-from internsp.sp.stages import QKV
+from internsp.sp.stages import QKV, peers_of
 
 # An exception may come between a stage and its wait; the oldest that it left behind are dropped.
 _MOST_STAGES = 64
@@ -41,9 +41,8 @@ class Shape:
 
     @property
     def peers(self) -> list[int]:
-        """The others, the next neighbor first: so not all send to one at once."""
-        size = len(self.lengths)
-        return [(self.rank + i) % size for i in range(1, size)]
+        """The others, in the order in which they are sent to."""
+        return peers_of(self.rank, len(self.lengths))
 
     @property
     def mine(self) -> int:
@@ -68,9 +67,8 @@ class Shape:
         """Heads of all ranks."""
         return self.plan.kv_heads if role in "kv" else self.plan.heads
 
-    def rows(self, role: str, rank: int) -> slice:
-        """Rows of the projection, columns of the out-projection, that belong to a rank's heads."""
-        heads = self.heads(role, rank)
+    def rows(self, heads: slice) -> slice:
+        """Rows of the projection, columns of the out-projection, that belong to ``heads``."""
         return slice(heads.start * self.depth, heads.stop * self.depth)
 
     def others(self, role: str) -> list[slice]:
@@ -106,6 +104,11 @@ class Place(NamedTuple):
     phase: str
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """What a rank receives from each other."""
+        return QKV if self.what == "qkv" else ("out",)
+
+    @property
     def gathers(self) -> bool:
         """Whether all positions of the own heads arrive, or the own positions of theirs."""
         return (self.what == "qkv") != (self.phase == "backward")
@@ -129,27 +132,34 @@ class Stage:
     _works: list[Any] = field(default_factory=list)
     _sent: list[Tensor] = field(default_factory=list)
     _events: list[int] = field(default_factory=list)
+    _over: bool = False
 
     def __post_init__(self) -> None:
         channel, shape = self.channel, self.shape
         self._tag = channel.next_tag()
-        roles = QKV if self.place.what == "qkv" else ("out",)
+        roles = self.place.roles
+        like: dict[str, Any] = {"dtype": shape.dtype, "device": "cpu"}
         if self.place.gathers:
-            wholes = {role: torch.empty(shape.whole(role), dtype=shape.dtype) for role in roles}
+            wholes = {role: torch.empty(shape.whole(role), **like) for role in roles}
             posted = [(wholes[role][shape.at(p)], p) for role in roles for p in shape.peers]
             self.arriving = dict(wholes)
         else:
             each = shape.mine * shape.batch * shape.depth
             counts = {p: each * sum(shape.count(role, p) for role in roles) for p in shape.peers}
-            self.arriving = {p: torch.empty(n, dtype=shape.dtype) for p, n in counts.items()}
+            self.arriving = {p: torch.empty(n, **like) for p, n in counts.items()}
             posted = [(self.arriving[p], p) for p in shape.peers]
         for place, peer in posted:
             if place.numel():  # of nothing there is no message, at either end
                 self._works.append(channel.receive(place, peer, self._tag))
 
+    def serves(self, place: Place, shape: Shape) -> bool:
+        """Whether what has been posted is what the stage at ``place`` receives."""
+        own = self.place
+        return (own.what, own.gathers, self.shape) == (place.what, place.gathers, shape)
+
     def pieces(self, peer: int) -> dict[str, Tensor]:
         """What arrives from ``peer``, by role: ``[B, s, heads, d]``, views."""
-        roles = QKV if self.place.what == "qkv" else ("out",)
+        roles = self.place.roles
         shapes = [self.shape.local(role, peer) for role in roles]
         parts = self.arriving[peer].split([torch.Size(shape).numel() for shape in shapes])
         return {
@@ -161,7 +171,17 @@ class Stage:
         """Send ``part``, contiguous and not written to before the wait.
 
         Messages of one stage to one rank arrive in the order in which they are sent.
+
+        Raises:
+            LayoutError: another dtype than the receiver has posted, which gloo would answer by
+                ending the process.
         """
+        if part.dtype != self.shape.dtype:
+            raise LayoutError(
+                f"Rank {self.shape.rank}: {role} of {self.place.unit or 'attention'} became "
+                f"{part.dtype} where {self.shape.dtype} was given: queries, keys and values must "
+                "have one dtype, and what turns them must keep it."
+            )
         if not part.numel():
             return
         trace = self.channel.trace
@@ -178,8 +198,10 @@ class Stage:
         Raises:
             CollectiveError: another rank has failed, or closed the connection.
         """
-        if not stages_of(self.channel).over(self):
+        if self._over:
             return
+        self._over = True
+        stages_of(self.channel).forget(self)
         unit, what, phase = self.place
         trace = self.channel.trace
         begin = None if trace is None else trace.now()
@@ -214,15 +236,18 @@ class Stages:
 
     def __init__(self) -> None:
         self._flying: dict[Stage, None] = {}
-        self._ahead: Stage | None = None
+        self._posted: list[Stage] = []  # of those, ahead and not begun
         self._last: Place | None = None
         self._following: dict[Place, _Following] = {}
 
     def begin(self, channel: Channel, place: Place, shape: Shape) -> Stage:
         """The stage at ``place``, whose receives are posted."""
-        stage, self._ahead = self._ahead, None
-        if stage is None or stage.place != place or stage.shape != shape:
+        stage = self._ahead(place, shape)
+        if stage is None:
             stage = self._post(channel, place, shape)
+        else:
+            self._posted.remove(stage)
+            stage.place = place
         if self._last is not None:
             self._following[self._last] = _Following(place, shape.plan, shape.depth)
         self._last = place
@@ -232,21 +257,29 @@ class Stages:
         """Post the receives of the stage that is likely to follow.
 
         Not from a forward to a backward, which an evaluation has not, and not to the next forward,
-        whose lengths may be others. One that does not come is never sent, either.
+        whose lengths may be others. Where another follows (a block is left out), the receives wait
+        for the next stage that is alike, on every rank.
         """
         found = self._following.get(stage.place)
         if found is None or (found.place.phase == "forward") != (stage.place.phase == "forward"):
             return
         shape = replace(stage.shape, plan=found.plan, depth=found.depth)
-        self._ahead = self._post(stage.channel, found.place, shape)
+        if self._ahead(found.place, shape) is None:
+            self._posted.append(self._post(stage.channel, found.place, shape))
 
-    def over(self, stage: Stage) -> bool:
-        """It is waited for; whether it was not before."""
-        return self._flying.pop(stage, self) is None
+    def forget(self, stage: Stage) -> None:
+        """It is waited for."""
+        self._flying.pop(stage, None)
+
+    def _ahead(self, place: Place, shape: Shape) -> Stage | None:
+        return next((stage for stage in self._posted if stage.serves(place, shape)), None)
 
     def _post(self, channel: Channel, place: Place, shape: Shape) -> Stage:
         while len(self._flying) >= _MOST_STAGES:
-            self._flying.pop(next(iter(self._flying)))
+            oldest = next(iter(self._flying))
+            self.forget(oldest)
+            if oldest in self._posted:
+                self._posted.remove(oldest)
         stage = Stage(channel, place, shape)
         self._flying[stage] = None
         return stage

@@ -54,6 +54,11 @@ class Order(NamedTuple):
     heads_gradient: tuple[Action, ...]
 
 
+def peers_of(rank: int, size: int) -> list[int]:
+    """The others, the next neighbor first: so not all send to one at once."""
+    return [(rank + i) % size for i in range(1, size)]
+
+
 def order(rank: int, size: int, overlap: bool = True) -> Order:
     """The actions of ``rank`` among ``size`` that share heads.
 
@@ -61,14 +66,12 @@ def order(rank: int, size: int, overlap: bool = True) -> Order:
         overlap: when false nothing is computed between a stage's last message and its wait: the
             same products and messages, and so the same bits (WP-12).
     """
-    # Each begins with its next neighbor, so that not all send to one at once.
-    peers = [(rank + i) % size for i in range(1, size)]
+    peers = peers_of(rank, size)
     receives = {what: [Action(RECEIVE, what, p) for p in peers] for what in (*QKV, "out", "qkv")}
 
-    def sent(*names: str, made: bool = True) -> list[Action]:
+    def sent(*names: str) -> list[Action]:
         each = [(what, peer) for what in names for peer in peers]
-        pairs = [(Action(MAKE, *one), Action(SEND, *one)) for one in each]
-        return [action for pair in pairs for action in (pair if made else pair[1:])]
+        return [Action(kind, *one) for one in each for kind in (MAKE, SEND)]
 
     def stage(
         before: list[Action], what: str, own: list[Action], *after: str

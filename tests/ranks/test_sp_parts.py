@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import model_zoo
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
-from internsp.errors import CollectiveError
+from internsp.errors import CollectiveError, LayoutError
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
@@ -361,6 +361,72 @@ def test_what_an_attention_of_ones_own_returns_may_be_written_into() -> None:
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
 
 
+def own_sublayer(out_features: int = 16) -> nn.Module:
+    """An attention of four heads of four, between linear layers, attached to all ranks."""
+    torch.manual_seed(0)
+    made = nn.Module()
+    made.projections = nn.ModuleList(
+        ParallelLinearWithCommExt(16, out_features, False, dtype=torch.float64) for _ in QKV
+    )
+    made.out = ParallelLinearWithCommExt(16, 16, False, dtype=torch.float64)
+    made.attend = DistributedAttention(4, 4, 4)
+    made.attend.attach(dist.group.WORLD, unit="mine", in_parts=True)
+    return made
+
+
+def run_own(own: Any, x: Tensor, turn: Any = fused.UNTURNED) -> Tensor:
+    made: Tensor = own.attend.sublayer(x, own.projections, (turn,) * 3, own.out)
+    return made
+
+
+@ranks(2)
+def test_sizes_and_dtypes_that_do_not_fit_are_refused_by_name() -> None:
+    x = torch.randn(1, 3, 16, dtype=torch.float64)
+    # Rows beyond those of the heads would be left out in silence.
+    with pytest.raises(LayoutError, match=r"projection of q of mine has 24 rows .* give it 16"):
+        run_own(own_sublayer(24), x)
+    own = own_sublayer()
+    own.out = ParallelLinearWithCommExt(20, 16, False, dtype=torch.float64)
+    with pytest.raises(LayoutError, match=r"out-projection of mine has 20 .* give it 16"):
+        run_own(own, x)
+    # gloo ends a process that is sent more bytes than it has posted.
+    narrow = (Tensor.float, Tensor.double)
+    with pytest.raises(LayoutError, match=r"q of mine became torch\.float32 where torch\.float64"):
+        run_own(own_sublayer(), x, narrow)
+
+
+@ranks(2)
+def test_projections_may_have_another_dtype_than_their_input() -> None:
+    own = own_sublayer()
+    x = torch.randn(1, 3, 16)
+    projections = [lambda x, p=p: p(x.double()) for p in own.projections]
+    turns = (fused.UNTURNED,) * 3
+    found = own.attend.sublayer(x, projections, turns, own.out)
+    torch.testing.assert_close(found, run_own(own, x.double()), atol=1e-12, rtol=1e-10)
+
+
+@ranks(2)
+def test_blocks_that_are_left_out_leave_no_more_receives_posted_than_stages_of_a_kind() -> None:
+    chosen, losses = torch.Generator().manual_seed(1), []
+    blocks = [own_sublayer() for _ in range(4)]
+    for number, block in enumerate(blocks):
+        block.attend.unit = f"block {number}"  # type: ignore[union-attr]
+    whole = own_sublayer()
+    whole.attend.in_parts = False  # type: ignore[union-attr]
+    most = 0
+    for step in range(60):
+        x = torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True)
+        y, z = x, x
+        for block in blocks:
+            if torch.rand(1, generator=chosen) < 0.5:
+                y, z = y + run_own(block, y), z + run_own(whole, z)
+        losses = [torch.autograd.grad(one.square().sum(), x)[0] for one in (y, z)]
+        torch.testing.assert_close(*losses, atol=1e-12, rtol=1e-10, msg=f"step {step}")
+        flying = messages.stages_of(blocks[0].attend.channel)._flying  # type: ignore[union-attr, arg-type]
+        most = max(most, len(flying))
+    assert 0 < most <= 4
+
+
 @ranks(2)
 def test_two_models_on_one_mesh_and_a_graph_that_is_run_twice() -> None:
     mesh = meshed(1)
@@ -473,39 +539,37 @@ FAULTS = [
 ]  # fmt: skip
 
 
+def seen(
+    mesh: ParallelMesh, length: int, fault: Callable[[pytest.MonkeyPatch], None],
+    patched: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Gradients are right without the fault and wrong with it."""
+    wanted, _ = build(mesh, False)
+    step(wanted, mesh, length)
+    # What is posted and not waited for must hold rubbish, not what was there before.
+    patched.setattr(messages.torch, "empty", poisoned)
+    model, _ = build(mesh, True)
+    step(model, mesh, length)
+    close(gradients(model), gradients(wanted))
+    fault(patched)
+    model.zero_grad()
+    step(model, mesh, length)
+    with pytest.raises(AssertionError):
+        close(gradients(model), gradients(wanted))
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @ranks(2)
 def test_a_fault_that_is_put_in_is_seen(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = meshed(1)
-    wanted, _ = build(mesh, False)
-    step(wanted, mesh, 12)
     with monkeypatch.context() as patched:
-        # What is posted and not waited for must hold rubbish, not what was there before.
-        patched.setattr(messages.torch, "empty", poisoned)
-        model, _ = build(mesh, True)
-        step(model, mesh, 12)
-        close(gradients(model), gradients(wanted))
-        fault(patched)
-        model.zero_grad()
-        step(model, mesh, 12)
-        with pytest.raises(AssertionError):
-            close(gradients(model), gradients(wanted))
+        seen(meshed(1), 12, fault, patched)
 
 
 @ranks(4)
 def test_a_key_head_of_several_ranks_has_the_sum_of_their_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mesh = meshed(1, 4)
-    wanted, _ = build(mesh, False)
-    model, _ = build(mesh, True)
-    step(wanted, mesh, 12)
-    step(model, mesh, 12)
-    close(gradients(model), gradients(wanted))
-    sums_of_shared_heads_are_lost(monkeypatch)
-    model.zero_grad()
-    step(model, mesh, 12)
-    with pytest.raises(AssertionError):
-        close(gradients(model), gradients(wanted))
+    with monkeypatch.context() as patched:
+        seen(meshed(1, 4), 13, sums_of_shared_heads_are_lost, patched)
