@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from internsp.agreement.additions import Additions
 from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
+from internsp.agreement.order import OrderLearner
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
@@ -59,7 +60,6 @@ from internsp.wp.hooks import BlockHooks, register_hooks
 from internsp.wp.layout import ShardLayout
 from internsp.wp.ledger import Counters, Ledger
 from internsp.wp.near import NearSlices
-from internsp.wp.order import OrderLearner
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.queue import GatherQueue
@@ -398,7 +398,6 @@ class _Builder:
                 block=index,
                 around=block.around,
                 within=tuple(f"{name}." for name in within),
-                has_trigger=block.trigger_module is not None,
                 recomputed=self.again[index],
             )
         return self.units[block.name]
@@ -416,7 +415,7 @@ class _Builder:
             ]
             # With a communicator of the user's own nothing is queued, and there are no slots.
             unit.place(groups if self.own is None else ())
-            unit.slot = planned[unit.name].slot
+            unit.slot, unit.trigger_at = planned[unit.name].slot, planned[unit.name].trigger_at
             unit.at_entry = planned[unit.name].at_entry and self.own is None
         queue = GatherQueue[Unit, ShardedParameter](
             plan.policy,

@@ -11,18 +11,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from internsp.failure.standstill import Kind, Report, Wait, hopeless
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import sever
 from internsp.wp.ledger import Ledger
 
 LOOK_SECONDS = 0.5
 _PATIENCE = 4  # looks for which a rank that refused something may come back
+_NO_TAG = 0x7FFFFFFF  # of no message
 
 
 class Lookout:
@@ -255,3 +257,20 @@ def _look_on(reference: weakref.ref[Lookout], stop: threading.Event) -> None:
             return
         lookout.look()
         del lookout
+
+
+def sever(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
+    """Close this rank's connections to ``peers`` of ``group``, at both ends, now (gloo; WP-10).
+
+    A rank that waits in it gets an error, here (on other threads) and at the other ranks. Neither
+    destroying a gloo group nor aborting it does that, but a receive that is given up does.
+
+    Args:
+        peers: ranks in the group; ``None``: all others.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    for peer in range(group.size()) if peers is None else peers:
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # it always raises: no rank sends with this tag
+                group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.failure.last_words import when_process_ends
-from internsp.failure.lookout import LOOK_SECONDS, Lookout
+from internsp.failure.lookout import LOOK_SECONDS, Lookout, sever
 from internsp.failure.outcome import is_consequence
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import sever
 from internsp.wp.ledger import Ledger
 
 

@@ -165,11 +165,6 @@ class Bucket:
             offload, link, total, place=place,
         )  # fmt: skip
 
-    @property
-    def weights(self) -> list[ShardedParameter]:
-        """Those that are cut (:class:`internsp.wp.reductions.Parcel`)."""
-        return [member for member in self.offsets if isinstance(member, ShardedParameter)]
-
     def group_of(self, member: Member) -> int:
         """The index of a member's settings."""
         return self.place[member]

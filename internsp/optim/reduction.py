@@ -26,6 +26,7 @@ from internsp.wp.collect import discard_sums
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
+from internsp.wp.reductions import Parcel
 
 IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)
 
@@ -68,9 +69,13 @@ class Reducer:
         self._backwards = self._expected = 0  # that exchange, since the last run and before it
         self._put_off = False  # one since the last run has said that more come
         # In the order in which a backward completes them.
-        parcels = [bucket for bucket in reversed(buckets) if not bucket.small]
-        sizes = sorted(bucket.nbytes for bucket in parcels)
-        self._state.queue.reductions.exchanges.declare(parcels, sum(sizes[-IN_FLIGHT:]))
+        self._bucket_of: dict[Parcel[ShardedParameter], Bucket] = {}
+        for bucket in reversed(buckets):
+            weights = [m for m in bucket.offsets if isinstance(m, ShardedParameter)]
+            if weights:
+                self._bucket_of[Parcel(bucket.name, weights, bucket.nbytes)] = bucket
+        sizes = sorted(parcel.nbytes for parcel in self._bucket_of)
+        self._state.queue.reductions.exchanges.declare([*self._bucket_of], sum(sizes[-IN_FLIGHT:]))
         self._state.replicas = self
         communicator.expects_exchange = self.expects
 
@@ -95,9 +100,8 @@ class Reducer:
                     direct[member] = local
         # Before it is summed with the other ranks': here such values show where they arose.
         self.broken |= not_finite([replicated.gradient()[: replicated.numel]], self._mesh.device)
-        replicated.flag(self._state.reducer.touched)
         collectives = self._state.collectives
-        flat = self._launched(replicated.reduce(self._mesh.stage_group, self._state.counters))
+        flat = self._launched(replicated.reduce(self._state.reducer.touched, collectives))
         self._state.complete_gradients()
         self._arrive()
         collectives.wait(flat, "small", "", "finish")
@@ -154,8 +158,9 @@ class Reducer:
 
     # between replicas (internsp.wp.reductions.ReplicaExchange)
 
-    def start(self, bucket: Bucket) -> None:
+    def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """Launch the exchange of a bucket's sums over its ZeRO group."""
+        bucket = self._bucket_of[parcel]
         zero, buffers = bucket.axis.zero, self._state.reducer.buffers
         dtype = self._dtype or bucket.master.dtype
         packed = buffers.take(bucket.flat.numel(), dtype)

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.failure.last_words import when_process_ends
+from internsp.failure.lookout import sever
 from internsp.failure.outcome import is_consequence
 from internsp.failure.recovery import abort, all_meet, default_store
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.messages import Messages
-from internsp.wp.collectives import sever
 from internsp.wp.communicator import ISPCommunicator
 
 # Where torch's schedules and stages wait for each other, and those with a tied weight.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from internsp.wp.collectives import sever
+from internsp.failure.lookout import sever
 
 _LOOK_SECONDS = 0.1
 

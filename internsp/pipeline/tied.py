@@ -13,7 +13,7 @@ Such weights are found in a model (:func:`shared_by`), and agreed upon by all ra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,6 @@ from internsp.errors import OrderError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
-from internsp.wp.collectives import swap
 from internsp.wp.parameter import Member, ShardedParameter, bits_of, same_bits
 
 Watch = Callable[[list[dist.P2POp]], list[dist.P2POp]]
@@ -415,3 +414,26 @@ def _digest(member: Member) -> Tensor:
     local = member.parameter._local_tensor.detach()  # type: ignore[attr-defined]
     bits = bits_of(local.reshape(-1))
     return bits.sum(dtype=torch.int64) >> 1  # so that its negative exists, and none is the lowest
+
+
+def swap(
+    group: dist.ProcessGroup,
+    values: Tensor,
+    to: Collection[int],
+    of: Collection[int],
+    watch: Watch | None = None,
+) -> dict[int, Tensor]:
+    """Send ``values`` to the ranks ``to`` of ``group`` and receive as much from each of ``of``.
+
+    Blocks (on a device: the current stream).
+
+    Args:
+        watch: see :meth:`internsp.pipeline.messages.Messages.watch`.
+    """
+    received = {rank: torch.empty_like(values) for rank in of}
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=r) for r, t in received.items()]
+    ops += [dist.P2POp(dist.isend, values, group=group, group_peer=rank) for rank in to]
+    if ops:
+        for work in dist.batch_isend_irecv(ops if watch is None else watch(ops)):
+            work.wait()
+    return received

@@ -12,7 +12,8 @@ from internsp.host import WEIGHTS
 from internsp.packed import PackedShard
 from internsp.quantize import QuantizedShard
 from internsp.wp.enclosing import Enclosing
-from internsp.wp.schedule import Group, Policy, groups_of, slot_sizes
+from internsp.wp.reductions import Parcel
+from internsp.wp.schedule import Policy, Unit, groups_of, slot_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,31 +88,14 @@ class WeightPlan:
     compute_dtype = None  # what a slot must hold of it: a plan has one dtype
 
 
-@dataclass(frozen=True, eq=False)
-class UnitPlan:
-    """One unit as the schedule sees it; ``block`` is -1 outside the blocks."""
+@dataclass(eq=False)
+class UnitPlan(Unit[WeightPlan]):
+    """One unit of a plan."""
 
-    name: str
     weights: tuple[WeightPlan, ...]
-    slot: int
-    block: int = -1
-    recomputed: bool = False
-    trigger_at: int = -1
-    """Position of the first weight used after the prefetch trigger; -1: the block's entry is it."""
-    at_entry: bool = False
-    """Whether the block takes all its weights at its entry."""
-    around: int = -1
-    """See :class:`internsp.wp.schedule.Unit`."""
 
-    @cached_property
-    def groups(self) -> tuple[Group[WeightPlan], ...]:
-        """What travels in one collective, in the order of use."""
-        return groups_of(self.weights, lambda w: w.small, WeightPlan.kind, self.extent)
-
-    @property
-    def has_trigger(self) -> bool:
-        """Whether a module inside it is the prefetch trigger; else its entry is."""
-        return self.trigger_at >= 0
+    def __post_init__(self) -> None:
+        self.groups = groups_of(self.weights, lambda w: w.small, WeightPlan.kind, self.extent)
 
     @property
     def slot_bytes(self) -> int:
@@ -162,18 +146,6 @@ class Schedule:
     def count(self, kind: str) -> int:
         """Number of actions of a kind."""
         return sum(a.kind == kind for a in self.actions)
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """What replicas of a ``ZeroOptimizer`` exchange at once: a unit's sums, of weights of one axis.
-
-    See :class:`internsp.wp.reductions.Parcel`.
-    """
-
-    name: str
-    weights: tuple[WeightPlan, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -242,13 +214,14 @@ class ChunkPlan:
         return tuple(each.rest for each in self.enclosing if each.rest.weights)
 
     @property
-    def parcels(self) -> list[Exchanged]:
-        """What replicas exchange, in the order in which a backward completes it."""
+    def parcels(self) -> list[Parcel[WeightPlan]]:
+        """What replicas of a ``ZeroOptimizer`` exchange at once: a unit's sums, of weights of one
+        axis. In the order in which a backward completes them."""
         above = [self.head] if self.head is not None and self.head not in self.outer else []
         run = dict.fromkeys(self.runs)
         idle = [unit for unit in reversed(self.blocks) if unit not in run]
         return [
-            Exchanged(unit.name, weights, sum(w.shard_bytes for w in weights))
+            Parcel(unit.name, weights, sum(w.shard_bytes for w in weights))
             for unit in (*above, *reversed(run), *self.outer, *self.rests, *idle)
             for expert in reversed(dict.fromkeys(w.expert for w in unit.weights))
             for weights in [tuple(w for w in unit.weights if w.expert == expert)]

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from internsp.config import WeightParallelConfig
-from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
 from internsp.host import WEIGHTS
 from internsp.mesh.shape import MeshShape
@@ -17,11 +16,12 @@ from internsp.packed import PackedShard
 from internsp.plan.assign import Assignment, require_effect, require_experts
 from internsp.plan.blocks import Structure, trigger_position
 from internsp.plan.chunk import ChunkPlan, Schedule, UnitPlan, WeightPlan, slot_bytes
+from internsp.plan.kept import kept
 from internsp.plan.prefetch import KEYS
 from internsp.quantize import QuantizedShard, buffer_bytes
 from internsp.wp.enclosing import Enclosing
 from internsp.wp.layout import ShardLayout
-from internsp.wp.schedule import FORWARD, Policy, fitting, spread
+from internsp.wp.schedule import FORWARD, Policy
 from internsp.wp.slots import aligned
 
 
@@ -69,36 +69,6 @@ def policy_of(config: WeightParallelConfig, structure: Structure) -> Policy:
         depths=tuple(depths) if set(depths) != {most} else (),
         named=ahead,
     )
-
-
-def kept(
-    config: WeightParallelConfig,
-    sizes: Sequence[int],
-    depth: int,
-    decided: Mapping[int, bool],
-) -> frozenset[int]:
-    """The blocks of a chunk that stay unsharded until the optimizer step.
-
-    Args:
-        sizes: bytes of each block's unsharded weights.
-        depth: blocks gathered ahead, at most.
-        decided: what a rule of the plan says of some of them; the configuration's number or size
-            is of the others.
-    """
-    others = [block for block in range(len(sizes)) if block not in decided]
-    chosen = _kept(config, [sizes[block] for block in others], depth)
-    return frozenset(others[i] for i in chosen) | {block for block in decided if decided[block]}
-
-
-def _kept(config: WeightParallelConfig, sizes: Sequence[int], depth: int) -> Sequence[int]:
-    keep = config.keep_unsharded
-    if keep == "all":
-        return range(len(sizes))
-    if isinstance(keep, str):
-        budget = size_in_bytes(keep)
-        assert budget is not None, "the configuration has checked it"
-        return fitting(sizes, depth, budget)
-    return spread(len(sizes), keep or 0)
 
 
 def chunk_plan(
@@ -206,30 +176,6 @@ def _enclosing(
             around.layer in recomputed,
         )
         for number, around in enumerate(structure.enclosing)
-    )
-
-
-def all_moving(chunk: ChunkPlan) -> ChunkPlan:
-    """The same chunk in which no block stays unsharded, to compare with."""
-    policy = replace(chunk.policy, kept=frozenset())
-    fewer = chunk.policy.slots - policy.slots
-    moved = {
-        unit.name: replace(
-            unit, slot=policy.slot(unit.block) if unit.block >= 0 else unit.slot - fewer
-        )
-        for unit in chunk.units
-    }
-    return replace(
-        chunk,
-        policy=policy,
-        blocks=tuple(moved[unit.name] for unit in chunk.blocks),
-        embedding=chunk.embedding and moved[chunk.embedding.name],
-        head=chunk.head and moved[chunk.head.name],
-        others=tuple(moved[unit.name] for unit in chunk.others),
-        enclosing=tuple(
-            replace(each, rest=replace(each.rest, slot=each.rest.slot - fewer))
-            for each in chunk.enclosing
-        ),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,33 +13,13 @@ from internsp.dtensor.placed import grad_dtype
 from internsp.errors import ConfigError
 from internsp.host import OPTIMIZER
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Handle, wait_all
+from internsp.wp.collectives import Handle
+from internsp.wp.ledger import UNCOUNTED
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
-from internsp.wp.replicated import ReplicatedParameters
+from internsp.wp.reductions import Parcel
+from internsp.wp.replicated import SMALL, ReplicatedParameters
 from internsp.wp.slots import Unit
-
-
-@dataclass(frozen=True)
-class WeightParcel:
-    """The reduced gradient of one weight (:class:`internsp.wp.reductions.Parcel`)."""
-
-    weight: ShardedParameter
-
-    @property
-    def name(self) -> str:
-        """The weight's."""
-        return self.weight.name
-
-    @property
-    def weights(self) -> tuple[ShardedParameter]:
-        """It alone."""
-        return (self.weight,)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the sum, in fp32 or wider."""
-        return self.weight.storage.numel() * _wide(self.weight).itemsize
 
 
 class ReplicaSums:
@@ -58,20 +37,24 @@ class ReplicaSums:
         self._flying: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
         per_unit = [
-            [WeightParcel(w) for w in reversed(unit.weights) if w.axis.replicas > 1]
+            [
+                Parcel(w.name, (w,), w.storage.numel() * _wide(w).itemsize)
+                for w in reversed(unit.weights)
+                if w.axis.replicas > 1
+            ]
             for unit in units
         ]
-        parcels = {parcel.weight: parcel for unit in per_unit for parcel in unit}
+        parcels = {parcel.name: parcel for unit in per_unit for parcel in unit}
         sizes = sorted(sum(parcel.nbytes for parcel in unit) for unit in per_unit)
         state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
 
-    def start(self, parcel: WeightParcel) -> None:
+    def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """See :class:`internsp.wp.reductions.ReplicaExchange`.
 
         Also of a weight without a gradient here: the data of another replica may have gone through
         a block that this one left out, and then this one's part is zero.
         """
-        weight = parcel.weight
+        weight = parcel.weights[0]
         if not weight.requires_grad and weight not in self._state.reducer.touched:
             self._flying.append(None)
             return
@@ -122,12 +105,10 @@ def collect(
                     "optimizer has its state where the parameters are, which offload = "
                     "\"weights\" puts into host memory"
                 )
-    ledger, what = state.collectives.ledger, "gradients of replicated parameters"
-    replicated.flag(state.reducer.touched)
-    with ledger.launching(what):
-        works = [replicated.reduce(mesh.stage_group, state.counters)]
+    flat = replicated.reduce(state.reducer.touched, state.collectives)
     state.complete_gradients()
-    wait_all(works, ledger, what)
+    if flat is not None:
+        state.collectives.ledger.wait(flat, UNCOUNTED, SMALL)
     used_small, used_sharded = replicated.used(_settled)
     ranks = mesh.shape.stage_size
     values = replicated.values()

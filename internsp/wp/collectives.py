@@ -12,10 +12,9 @@ collectives of a group travel at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -28,13 +27,11 @@ from torch.utils._pytree import tree_leaves
 from internsp.accelerator import Stream, current_stream
 from internsp.failure.standstill import Wait
 from internsp.trace import Trace, Watcher, Work, when_over
-from internsp.wp.ledger import Counters, Ledger
+from internsp.wp.ledger import UNCOUNTED, Counters, Ledger
 
 CPU = torch.device("cpu")
 _TAG_BITS = 0x3FFFFFFF
-_NO_TAG = 0x7FFFFFFF  # of no message
 _SPREAD = 0x9E3779B1  # odd and without pattern: counts one apart give tags far apart
-_UNCOUNTED = Wait()
 MOST_DIRECT = 8
 """Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
 
@@ -120,22 +117,6 @@ class Collectives:
         self._gather_options.asyncOp = self._exchange_options.asyncOp = True
 
     def all_gather(
-        self, output: Tensor, shard: Tensor, unit: str, weight: str, phase: str
-    ) -> Handle:
-        """All-gather ``shard`` ``[rows, ...]`` into ``output`` ``[size * rows, ...]``.
-
-        Does not block unless ``overlap`` is off. ``output`` must be a ``.data`` alias of its slot:
-        collectives raise a version counter, which the slot's views must not share (DESIGN 4.1).
-        """
-        if self.size == 1:
-            output.copy_(shard)
-        nbytes = (self.size - 1) * shard.nbytes
-        self.counters.gathered_bytes += nbytes
-        self.counters.gathers += 1
-        send = self._send_all_gather
-        return self.launch(send, (output, shard), "AG", unit, {weight: nbytes}, phase)
-
-    def all_gather_coalesced(
         self,
         outputs: list[Tensor],
         shards: list[Tensor],
@@ -143,14 +124,22 @@ class Collectives:
         weights: Sequence[str],
         phase: str,
     ) -> Handle:
-        """:meth:`all_gather` for several small weights in one launch (DESIGN 8)."""
-        if len(shards) == 1:
-            return self.all_gather(outputs[0], shards[0], unit, weights[0], phase)
+        """All-gather each of ``shards`` ``[rows, ...]`` into its output ``[size * rows, ...]``.
+
+        In one launch (DESIGN 8). Does not block unless ``overlap`` is off. Outputs must be
+        ``.data`` aliases of their slot: collectives raise a version counter, which the slot's
+        views must not share (DESIGN 4.1).
+        """
         others = self.size - 1
         nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
         self.counters.gathered_bytes += sum(nbytes.values())
         self.counters.gathers += len(shards)
-        return self.launch(self._send_all_gathers, (outputs, shards), "AG", unit, nbytes, phase)
+        if len(shards) > 1:
+            return self.launch(self._send_all_gathers, (outputs, shards), "AG", unit, nbytes, phase)
+        output, shard = outputs[0], shards[0]
+        if self.size == 1:
+            output.copy_(shard)
+        return self.launch(self._send_all_gather, (output, shard), "AG", unit, nbytes, phase)
 
     def reduce_scatter(
         self, output: Tensor, pieces: Tensor, unit: str, weights: Mapping[str, int], phase: str
@@ -208,8 +197,8 @@ class Collectives:
         if self.size == 1:
             return Handle(None)
         nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
-        send, waits = self._send_all_reduce, "finish"
-        return self.launch(send, (tensor,), "EX", unit, {weight: nbytes}, "backward", waits)
+        send = partial(all_reduce, group=self.group, counters=self.counters)
+        return self.launch(send, (tensor,), "EX", unit, {weight: nbytes}, "backward", "finish")
 
     def launch(
         self,
@@ -308,15 +297,9 @@ class Collectives:
         if handle.work is None:
             return
         work, handle.work = handle.work, None
-        ledger, trace = self.ledger, self.trace
+        trace = self.trace
         start = trace.now()
-        ledger.waiting = handle.launch or _UNCOUNTED, unit, weight, phase
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise ledger.failed(f"{weight or unit} ({phase})", error) from error
-        finally:
-            ledger.waiting = None
+        self.ledger.wait(work, handle.launch or UNCOUNTED, unit, weight, phase)
         end = trace.now()
         if trace.clock is None:  # at every wait of a step: no call
             trace.exposed += end - start
@@ -366,9 +349,6 @@ class Collectives:
         works: list[Work] = [group.recv([places[p]], p, tag) for p in others[::-1] if received[p]]
         works += [group.send([parts[p]], p, tag) for p in others if sent[p]]
         return Works(works)
-
-    def _send_all_reduce(self, tensor: Tensor) -> Work | None:
-        return all_reduce(tensor, self.group, self.counters)
 
     def _outlive(self, handle: Handle) -> None:
         """Waited for on another stream than it was launched from: memory must not go back early.
@@ -438,46 +418,6 @@ def send_pairs(
     return Works(works)
 
 
-def swap(
-    group: dist.ProcessGroup,
-    values: Tensor,
-    to: Collection[int],
-    of: Collection[int],
-    watch: Callable[[list[dist.P2POp]], list[dist.P2POp]] | None = None,
-) -> dict[int, Tensor]:
-    """Send ``values`` to the ranks ``to`` of ``group`` and receive as much from each of ``of``.
-
-    Blocks (on a device: the current stream).
-
-    Args:
-        watch: see :meth:`internsp.pipeline.messages.Messages.watch`.
-    """
-    received = {rank: torch.empty_like(values) for rank in of}
-    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=r) for r, t in received.items()]
-    ops += [dist.P2POp(dist.isend, values, group=group, group_peer=rank) for rank in to]
-    if ops:
-        for work in dist.batch_isend_irecv(ops if watch is None else watch(ops)):
-            work.wait()
-    return received
-
-
-def sever(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
-    """Close this rank's connections to ``peers`` of ``group``, at both ends, now (gloo; WP-10).
-
-    A rank that waits in it gets an error, here (on other threads) and at the other ranks. Neither
-    destroying a gloo group nor aborting it does that, but a receive that is given up does.
-
-    Args:
-        peers: ranks in the group; ``None``: all others.
-    """
-    if dist.get_backend(group) != "gloo":
-        return
-    for peer in range(group.size()) if peers is None else peers:
-        if peer != group.rank():
-            with suppress(RuntimeError):  # it always raises: no rank sends with this tag
-                group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
-
-
 def all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, counters: Counters | None = None
 ) -> dist.Work | None:
@@ -506,22 +446,5 @@ def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dis
         dist, "all_gather_single", dist.all_gather_into_tensor
     )
     return call(output, shard, group=group, async_op=True)
-
-
-def wait_all(works: Iterable[dist.Work | None], ledger: Ledger, what: str) -> None:
-    """Wait for ``works`` in turn.
-
-    Raises:
-        CollectiveError: when one failed.
-    """
-    ledger.waiting = _UNCOUNTED, what, "", ""
-    try:
-        for work in works:
-            if work is not None:
-                work.wait()
-    except RuntimeError as error:
-        raise ledger.failed(what, error) from error
-    finally:
-        ledger.waiting = None
 
 

@@ -39,8 +39,8 @@ class Contents:
         self._units = units
         self._members = members
         self._rank = rank
-        self._promised: list[tuple[Member, int]] | None = None  # with their versions
-        self._early: list[tuple[Member, int]] | None = None  # when the next pass was prefetched
+        self._promised: list[tuple[Member, int]] | None = None  # not to be written: versions
+        self.promised = False  # within unchanged(); else until the next pass, which was prefetched
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -51,52 +51,53 @@ class Contents:
         over nothing from the pass before. A forward raises ``StaleWeightError`` where the promise
         was broken. All ranks enter and leave it together; no message.
         """
-        if self._promised is not None:  # within another
+        if self.promised:  # within another
             yield
             return
-        self._state.queue.forget_contents()
-        self._promised = [(member, member.version()) for member in self._members()]
+        self._promise()
+        self.promised = True
         try:
             yield
         finally:
-            self._promised = None
+            self._promised, self.promised = None, False
 
     def renew(self) -> None:
         """The library itself has raised versions as a pass begins: no values were written."""
-        if self._promised is not None:
-            self._promised = [(member, member.version()) for member in self._members()]
-        self._early = None
-
-    @property
-    def promised(self) -> bool:
-        """Whether the program is within :meth:`unchanged`."""
-        return self._promised is not None
+        self._promised = self._versions() if self.promised else None
 
     def prefetched(self) -> None:
         """Weights are gathered before the next pass, which takes them over: none may be written."""
-        if self._promised is None and self._early is None:
-            self._state.queue.forget_contents()
-            self._early = [(member, member.version()) for member in self._members()]
+        if self._promised is None:
+            self._promise()
+
+    def _promise(self) -> None:
+        self._state.queue.forget_contents()
+        self._promised = self._versions()
+
+    def _versions(self) -> list[tuple[Member, int]]:
+        return [(member, member.version()) for member in self._members()]
 
     def begin_pass(self) -> bool:
         """Whether this pass may use what the slots hold.
 
         A user's program may have run since the last one: only where it has promised (WP-11).
         """
-        early, self._early = self._early, None
-        for member, version in self._promised or early or ():
+        promised = self._promised
+        if promised is None:
+            return False
+        if not self.promised:
+            self._promised = None
+        for member, version in promised:
             if member.version() != version:
                 where = "within unchanged()"
                 remedy = "step, load or edit outside of it"
-                if self._promised is None:
+                if not self.promised:
                     where = "between a prefetch and the forward"
                     remedy = "call unshard() or prefetch_all() after the last write"
                 raise StaleWeightError(
                     f"{member.name} was written on rank {self._rank} {where}, where weights in "
                     f"slots are used again: {remedy}"
                 )
-        if self._promised is None and early is None:
-            return False
         self.check()
         return True
 

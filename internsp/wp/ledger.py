@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.failure.standstill import Wait
+from internsp.trace import Work
 
+UNCOUNTED = Wait()  # for a launch that the ledger does not count
 _RECENT = 32  # launches whose tags are kept: more than a rank ever has in flight beyond another
 
 
@@ -27,14 +28,6 @@ class Counters:
     def reset(self) -> None:
         """Start counting anew (a step's metrics)."""
         self.gathered_bytes = self.reduced_bytes = self.gathers = self.reductions = 0
-
-
-def _unknown() -> str:
-    return ""
-
-
-def _ignored(message: str) -> None:
-    """No other rank is told."""
 
 
 @dataclass
@@ -60,8 +53,8 @@ class Ledger:
     model: int = 0
     counts: list[int] = field(default_factory=list)
     failure: str = ""
-    first_cause: Callable[[], str] = _unknown
-    lost: Callable[[str], None] = _ignored
+    first_cause: Callable[[], str] = lambda: ""
+    lost: Callable[[str], None] = lambda message: None
     waiting: tuple[Wait, str, str, str] | None = None
     groups: set[str] = field(default_factory=set)
     recent: list[deque[int]] = field(default_factory=list)
@@ -78,19 +71,22 @@ class Ledger:
         """Where a rank is: those that failed with equal places are at the same point (WP-10)."""
         return " ".join(map(str, self.counts))
 
-    @contextmanager
-    def launching(self, what: str) -> Iterator[None]:
-        """Inside, collectives are launched: on connections that another rank has closed it raises.
+    def wait(
+        self, work: Work, launch: Wait, unit: str, weight: str = "", phase: str = ""
+    ) -> None:
+        """Wait for ``work``, which a look at ``waiting`` shows meanwhile.
 
         Raises:
-            CollectiveError: one could not be launched.
+            CollectiveError: it failed.
         """
+        self.waiting = launch, unit, weight, phase
         try:
-            yield
-        except CollectiveError:
-            raise
+            work.wait()
         except RuntimeError as error:
+            what = f"{weight or unit} ({phase})" if phase else unit
             raise self.failed(what, error) from error
+        finally:
+            self.waiting = None
 
     def failed(self, what: str, error: RuntimeError) -> CollectiveError:
         """Note a failure and make the error to raise."""

@@ -34,7 +34,7 @@ from internsp.wp.schedule import (
     Action,
     runs_of,
 )
-from internsp.wp.slots import MemoryPool, Slot, Unit
+from internsp.wp.slots import MemoryPool, Unit
 
 
 @dataclass
@@ -94,16 +94,13 @@ class Chunk:
                     self._record(kind, phase, unit, weights)
             elif kind == WAIT:
                 self._wait(action)
-            elif kind == ALL_GATHER:
-                if self.link is not None and weights[0].hosted:
-                    with self.link.aside():
-                        self._all_gather(action)
-                    if not self.queue.overlap:  # it was waited for in that stream alone
-                        self.link.here().wait()
-                else:
+            elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
+                with self.link.aside():
                     self._all_gather(action)
-            elif kind == NEAR_GATHER:
-                self._near_gather(action)
+                if not self.queue.overlap:  # it was waited for in that stream alone
+                    self.link.here().wait()
+            elif kind in (ALL_GATHER, NEAR_GATHER):
+                self._all_gather(action)
             elif kind == FREE:
                 if self.trace.enabled:
                     self._record(kind, phase, unit, weights)
@@ -152,31 +149,38 @@ class Chunk:
             self.replicas.finish_oldest()
 
     def _all_gather(self, action: Action) -> None:
-        _, phase, unit, weights, evicted = action
+        kind, phase, unit, weights, evicted = action
         slot = self.pool.slots[unit.slot]
         slot.take(unit, weights, evicted, self.pool.poison)
-        if self.near is not None:
-            self.near.expect(weights)
-        if len(weights) > 1:
-            for run in runs_of(weights, lambda weight: weight.compute_dtype):
-                self._launched(run, self._coalesced(unit, slot, run, phase))
-            return
-        weight, output = weights[0], slot.flat(unit, weights[0])
-        weight.shown, copied = weight.tag(), None
-        if self.quantizer is not None and weight in self.quantizer.weights:  # it goes alone
-            shard = weight.fresh()
-            if self.link is not None and weight.hosted:
-                shard = self.link.staged(shard)
-            output, shard = self.quantizer.quantize(weight, shard, output, slot.streams)
-        elif self.link is not None and weight.hosted:
-            shard, copied = self._from_host(self.link, weight, output)
-        else:
-            shard = weight.to_send()
-        collectives = self.gathers[weight.axis]
-        handle = collectives.all_gather(output, shard, unit.name, weight.name, phase)
-        if weight.layout.size == 1 and copied is not None:
-            handle.work = copied  # all that is to be waited for
-        self._launched(weights, handle)
+        runs = runs_of(weights, lambda w: w.compute_dtype) if len(weights) > 1 else [weights]
+        for run in runs:
+            first, outputs, copied = run[0], [slot.flat(unit, weight) for weight in run], None
+            collectives = self.gathers[first.axis]
+            if self.near is not None and kind == NEAR_GATHER:
+                shards, collectives = self.near.gather(run)
+            else:
+                if self.near is not None:
+                    self.near.expect(run)
+                for weight in run:
+                    weight.shown = weight.tag()
+                if self.quantizer is not None and first in self.quantizer.weights:  # it goes alone
+                    shard = first.fresh()
+                    if self.link is not None and first.hosted:
+                        shard = self.link.staged(shard)
+                    sent = self.quantizer.quantize(first, shard, outputs[0], slot.streams)
+                    outputs, shards = [sent[0]], [sent[1]]
+                elif self.link is not None and first.hosted:
+                    shards = []
+                    for weight, output in zip(run, outputs, strict=True):
+                        place, copied = self._from_host(self.link, weight, output)
+                        shards.append(place)
+                else:
+                    shards = [weight.to_send() for weight in run]
+            names = [weight.name for weight in run]
+            handle = collectives.all_gather(outputs, shards, unit.name, names, phase)
+            if copied is not None and first.layout.size == 1:
+                handle.work = copied  # all that is to be waited for
+            self._launched(run, handle)
 
     def _from_host(
         self, link: HostLink, weight: ShardedParameter, output: Tensor
@@ -192,33 +196,6 @@ class Chunk:
         if size > 1:
             copied.wait()
         return place, copied
-
-    def _near_gather(self, action: Action) -> None:
-        _, phase, unit, weights, evicted = action
-        slot = self.pool.slots[unit.slot]
-        slot.take(unit, weights, evicted, self.pool.poison)
-        assert self.near is not None, "the queue gathers so where there are slices"
-        for run in runs_of(weights, lambda weight: weight.compute_dtype):
-            slices, collectives = self.near.gather(run)
-            outputs, names = [slot.flat(unit, w) for w in run], [w.name for w in run]
-            self._launched(
-                run, collectives.all_gather_coalesced(outputs, slices, unit.name, names, phase)
-            )
-
-    def _coalesced(
-        self, unit: Unit, slot: Slot, weights: list[ShardedParameter], phase: str
-    ) -> Handle:
-        outputs = [slot.flat(unit, weight) for weight in weights]
-        for weight in weights:
-            weight.shown = weight.tag()
-        names = [w.name for w in weights]
-        if self.link is not None and weights[0].hosted:
-            pairs = zip(weights, outputs, strict=True)
-            shards = [self._from_host(self.link, w, output)[0] for w, output in pairs]
-        else:
-            shards = [w.to_send() for w in weights]
-        collectives = self.gathers[weights[0].axis]
-        return collectives.all_gather_coalesced(outputs, shards, unit.name, names, phase)
 
     def _launched(self, weights: Sequence[ShardedParameter], handle: Handle) -> None:
         if handle.work is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
 
 from internsp.wp.schedule import (
     ACCUMULATE,
@@ -120,23 +121,18 @@ class Reductions(Generic[W]):
             self.exchanges.advance(out)
 
 
-Wt = TypeVar("Wt", covariant=True)
+@dataclass(frozen=True, eq=False)
+class Parcel(Generic[W]):
+    """Reduced gradients that replicas exchange in one collective.
 
+    Attributes:
+        name: for the trace and errors.
+        nbytes: of the buffers that are held while it is in flight.
+    """
 
-class Parcel(Protocol[Wt]):
-    """Reduced gradients that replicas exchange in one collective."""
-
-    @property
-    def name(self) -> str:
-        """For the trace and errors."""
-
-    @property
-    def weights(self) -> Sequence[Wt]:
-        """Whose gradients they are."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the buffers that are held while it is in flight."""
+    name: str
+    weights: Sequence[W]
+    nbytes: int
 
 
 class ReplicaExchange(Protocol):

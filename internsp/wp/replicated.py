@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import all_reduce
-from internsp.wp.ledger import Counters
+from internsp.wp.collectives import Collectives, all_reduce
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, unflatten
+
+SMALL = "gradients of replicated parameters"  # in errors
 
 
 class ReplicatedParameters:
@@ -81,7 +82,7 @@ class ReplicatedParameters:
             if not used:
                 self._with_gradient.remove(index)
 
-    def flag(self, touched: dict[ShardedParameter, bool]) -> None:
+    def _flag(self, touched: dict[ShardedParameter, bool]) -> None:
         """Note which parameters had a gradient on this rank (the sharded ones: ``touched``)."""
         flags = [i in self._with_gradient for i in range(len(self.members))]
         flags += [touched.get(weight, False) for weight in self.sharded]
@@ -94,9 +95,20 @@ class ReplicatedParameters:
         host = torch.tensor(flags, dtype=place.dtype, pin_memory=place.device.type != "cpu")
         place.copy_(host, non_blocking=True)
 
-    def reduce(self, group: dist.ProcessGroup, counters: Counters) -> dist.Work | None:
-        """Start the one flat all-reduce over all ranks that hold these parameters."""
-        return all_reduce(self.gradient(), group, counters)
+    def reduce(
+        self, touched: dict[ShardedParameter, bool], collectives: Collectives
+    ) -> dist.Work | None:
+        """Start the one flat all-reduce over all ranks that hold these parameters.
+
+        Args:
+            touched: sharded ones with a reduction, and whether this rank had a gradient.
+            collectives: any of the chunk's, for its counters and its ledger.
+        """
+        self._flag(touched)
+        try:
+            return all_reduce(self.gradient(), self._mesh.stage_group, collectives.counters)
+        except RuntimeError as error:  # another rank has closed the connection
+            raise collectives.ledger.failed(SMALL, error) from error
 
     def value(self, index: int) -> Tensor:
         """Parameter ``index``'s part of the flat sum, in its shape (a view)."""

@@ -80,36 +80,35 @@ class Group(Generic[W]):
         return self.weights[0].name
 
 
-class Unit(Protocol[W]):
-    """Groups that come and go together: a block, the embedding, the head."""
+@dataclass(eq=False)
+class Unit(Generic[W]):
+    """Weights that come and go together: a block, the embedding, the head.
 
-    @property
-    def name(self) -> str:
-        """For errors."""
+    Attributes:
+        weights, groups: in the order of use; groups as they travel, with their bytes in the slot.
+        slot: index of its slot, fixed by the schedule (DESIGN 4.1).
+        block: index among the chunk's blocks; -1 beside them.
+        recomputed: activation checkpointing recomputes it, so that backward gathers in its order.
+        trigger_at: position of the first weight used after the prefetch trigger; -1: its entry is
+            the trigger.
+        at_entry: the block takes all its weights at its entry (compiled, or all of them small).
+        around: number of the enclosing block that it is a unit of; -1: of none.
+    """
 
-    @property
-    def slot(self) -> int:
-        """Index of its slot."""
-
-    @property
-    def block(self) -> int:
-        """Index among the chunk's blocks; -1 beside them."""
-
-    @property
-    def around(self) -> int:
-        """Number of the enclosing block that it is a unit of; -1: of none."""
-
-    @property
-    def recomputed(self) -> bool:
-        """Whether activation checkpointing recomputes it, so that backward gathers in its order."""
+    name: str
+    weights: Sequence[W]
+    slot: int = -1
+    block: int = -1
+    recomputed: bool = False
+    trigger_at: int = -1
+    at_entry: bool = False
+    around: int = -1
+    groups: Sequence[Group[W]] = field(default=(), init=False)
 
     @property
     def has_trigger(self) -> bool:
         """Whether a module inside it is the prefetch trigger; else its entry is."""
-
-    @property
-    def groups(self) -> Sequence[Group[W]]:
-        """In the order of use."""
+        return self.trigger_at >= 0
 
 
 U = TypeVar("U", bound=Unit[Any])
@@ -237,44 +236,6 @@ class Policy:
         """Order of a unit's gathers: of use in forward and recompute, else its exact reverse."""
         return groups[::-1] if phase == BACKWARD and not recomputed else groups
 
-
-# which blocks of a chunk stay unsharded until the optimizer step, and which slot each block has
-
-def spread(blocks: int, count: int) -> tuple[int, ...]:
-    """``count`` of ``blocks`` indices: those that save the most time by staying unsharded.
-
-    They save equally many gathers wherever they lie, one in each backward (the forward after a
-    step gathers them anyway), so what counts is where the link is short of time. It is so all
-    along a backward: evenly spread they relieve it all along, and each lends its time on the link
-    to its neighbors. The last block is none of them: backward finds the last blocks in their
-    slots, a stretch without gathers that needs no relief. Played on a link 1.1 to 2.8 times slower
-    than compute, this choice saves at least 89 % of what the best one does (all choices of 8
-    blocks, samples of 16 and 24), the last blocks as little as 17 %, the first ones 40 %;
-    ``tests/unit/test_wp_kept.py`` plays it.
-    """
-    if count >= blocks:
-        return tuple(range(blocks))
-    return tuple((blocks - 1) * (2 * i + 1) // (2 * count) for i in range(count))
-
-
-def fitting(sizes: Sequence[int], depth: int, budget: int) -> tuple[int, ...]:
-    """As many blocks as ``budget`` bytes hold beside the slots that the chunk needs anyway.
-
-    Args:
-        sizes: bytes of each block's unsharded weights.
-    """
-    if not any(sizes):
-        return ()  # whole at rest: nothing is ever gathered
-    for count in range(len(sizes), 0, -1):
-        chosen = spread(len(sizes), count)
-        if cost(sizes, depth, frozenset(chosen)) <= budget:
-            return chosen
-    return ()
-
-
-def cost(sizes: Sequence[int], depth: int, kept: Collection[int]) -> int:
-    """Bytes of slots beyond those of a chunk without ``kept`` blocks."""
-    return sum(slot_sizes(sizes, depth, kept)) - sum(slot_sizes(sizes, depth, ()))
 
 
 def slot_sizes(sizes: Sequence[int], depth: int, kept: Collection[int]) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from internsp.accelerator import CurrentStream, Stream, current_stream
+from internsp.wp import schedule
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.schedule import Group
 
@@ -27,31 +28,16 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(eq=False)
-class Unit:
-    """Weights that come and go together: a transformer block, the embedding, the head.
+class Unit(schedule.Unit[ShardedParameter]):
+    """One unit at run time.
 
     Attributes:
-        weights: in the order of use (of registration in the model).
-        slot: index of the slot among the pool's, fixed by the schedule (DESIGN 4.1).
-        groups: the weights as they travel, with their bytes in the slot.
+        within: names of the modules whose parameters are its own, replicated ones too.
+        offsets: of each weight in the slot, in bytes.
     """
 
-    name: str
     weights: list[ShardedParameter]
-    slot: int = -1
-    block: int = -1
-    """Index among the chunk's blocks; -1 for units that are not blocks."""
-    around: int = -1
-    """Number of the enclosing block whose unit it is; -1: of none."""
     within: tuple[str, ...] = ()
-    """Names of the modules whose parameters are its own, replicated ones too."""
-    has_trigger: bool = False
-    """Whether a module inside it triggers the gather of the next block; else its entry does."""
-    recomputed: bool = False
-    """Whether activation checkpointing recomputes it, so that backward gathers in forward order."""
-    at_entry: bool = False
-    """Whether the block takes all its weights at its entry (compiled, or all of them small)."""
-    groups: Sequence[Group[ShardedParameter]] = ()
     offsets: dict[ShardedParameter, int] = field(default_factory=dict)
 
     @property

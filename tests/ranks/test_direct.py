@@ -43,7 +43,8 @@ def test_messages_between_pairs_bring_the_bits_of_a_collective(rank: int, world_
             # Several in flight, and waited for out of turn.
             handles = []
             for i in range(3):
-                handles.append(collectives.all_gather(slots[i], shard + i, "u", "w", "forward"))
+                gathered = collectives.all_gather([slots[i]], [shard + i], "u", ["w"], "forward")
+                handles.append(gathered)
                 handles.append(collectives.reduce_scatter(received[i], sent[i], "u", {"w": 7}, "b"))
             for handle in reversed(handles):
                 collectives.wait(handle, "u", "w", "forward")
@@ -62,7 +63,7 @@ def traced(rank: int, world_size: int) -> tuple[float, float, float]:
     dist.barrier()
     time.sleep(0.2 * rank)
     launched = time.perf_counter()
-    handle = collectives.all_gather(slot, shard, "u", "w", "forward")
+    handle = collectives.all_gather([slot], [shard], "u", ["w"], "forward")
     time.sleep(0.6)
     before = time.perf_counter()
     collectives.wait(handle, "u", "w", "forward")
@@ -81,7 +82,7 @@ def out_of_step(rank: int, world_size: int) -> str:
     collectives = Collectives(group, True, Trace(), Counters())
     collectives.ledger.counts[0] += rank  # rank 1 believes that it has sent one more
     slot = torch.zeros(2 * 15)
-    handle = collectives.all_gather(slot, torch.ones(SHARD), "u", "wq", "forward")
+    handle = collectives.all_gather([slot], [torch.ones(SHARD)], "u", ["wq"], "forward")
     with pytest.raises(CollectiveError, match="wq") as caught:
         collectives.wait(handle, "u", "wq", "forward")
     return str(caught.value)

@@ -481,7 +481,7 @@ def test_a_rank_whose_peer_has_gone_is_told_which_attention_it_waited_in(
     given = [torch.ones(1, 3, 2, 4, dtype=torch.float64) for _ in QKV]
     attend(*given)
     if dist.get_rank() == 1:
-        from internsp.wp.collectives import sever
+        from internsp.failure.lookout import sever
 
         sever(group)
         return

@@ -13,8 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from internsp.config import Config, collect, sections
 from internsp.errors import ConfigError, MeshError
 from internsp.mesh import ParallelMesh
+from internsp.plan.kept import fitting
 from internsp.plan.printed import print_plan
-from internsp.wp.schedule import fitting
 
 KEYS = [(name, key) for name, cls in sections().items() for key in cls.model_fields]
 

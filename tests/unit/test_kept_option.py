@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from internsp.config import Config, WeightParallelConfig, load_config
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
-from internsp.plan.units import kept
+from internsp.plan.kept import kept
 
 SIZES = [1 << 20] * 6
 EXPECTED = 'expected a number of blocks, a size such as "2 GiB", "all" or "none"'

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from internsp.plan.chunk import WeightPlan
-from internsp.wp.reductions import Exchanges, Reductions
+from internsp.wp.reductions import Exchanges, Parcel, Reductions
 from internsp.wp.schedule import EXCHANGE, FINISH_EXCHANGE, FINISH_OLDEST, REDUCE_SCATTER, Action
 
 UNITS = 5
 
 
-@dataclass(frozen=True, eq=False)
-class Parcel:
-    name: str
-    weights: tuple[WeightPlan, ...]
-    nbytes: int
-
-
-def made(limit: int = 2) -> tuple[Reductions[WeightPlan], list[Parcel]]:
+def made(limit: int = 2) -> tuple[Reductions[WeightPlan], list[Parcel[WeightPlan]]]:
     """A unit's two weights in a parcel of one byte; as many bytes of reductions as they like."""
     parcels = [
         Parcel(f"u{unit}", tuple(WeightPlan(f"u{unit}.w{i}", 0, 8, 0, 0) for i in (0, 1)), 1)
@@ -33,7 +24,7 @@ def made(limit: int = 2) -> tuple[Reductions[WeightPlan], list[Parcel]]:
 
 
 def backward(
-    reductions: Reductions[WeightPlan], parcels: list[Parcel], early: bool
+    reductions: Reductions[WeightPlan], parcels: list[Parcel[WeightPlan]], early: bool
 ) -> list[Action]:
     out: list[Action] = []
     reductions.exchanges.begin(early)

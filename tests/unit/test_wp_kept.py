@@ -9,18 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.plan.kept import cost, fitting, spread
 from internsp.plan.simulate import simulate
-from internsp.wp.schedule import (
-    BACKWARD,
-    FORWARD,
-    Policy,
-    cost,
-    fitting,
-    reach,
-    slot_of,
-    slot_sizes,
-    spread,
-)
+from internsp.wp.schedule import BACKWARD, FORWARD, Policy, reach, slot_of, slot_sizes
 from tools.bench.bounds import MBIT, Line, play
 
 SIZES = {"q": 1.0, "k": 1.0, "v": 1.0, "wo": 1.0, "w1": 8 / 3, "w3": 8 / 3, "w2": 8 / 3}
