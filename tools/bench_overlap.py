@@ -46,7 +46,9 @@ def make_link(options: Options) -> Link:
         raise NetworkError(reason)
     for name in remove_stale():
         say(f"removed {name}, left by a run that was killed")
-    return Namespaces(options.size("ranks"), options.mtu, options.burst_kib)
+    return Namespaces(
+        options.size("ranks"), options.mtu, options.burst_kib, options.send_buffer_kib
+    )
 
 
 def session_on(link: Link, options: Options) -> Session:

@@ -328,6 +328,19 @@ def test_namespaces_carry_the_process_id_and_are_all_removed(ranks: int) -> None
     assert all(" netns " in c for c in run.commands if c.startswith("ip link add"))
 
 
+def test_what_a_connection_sends_ahead_is_limited_in_every_namespace_and_told() -> None:
+    run = Recorder()
+    with Namespaces(2, send_buffer_kib=256, run=run, owner=77) as network:
+        assert "at most 256 KiB sent ahead by a connection" in network.label
+    limits = [command for command in run.commands if "tcp_wmem" in command]
+    assert [command.split()[3] for command in limits] == ["ispbench77r0", "ispbench77r1"]
+    assert all("echo 4096 16384 262144 >" in command for command in limits)
+    run.commands.clear()
+    with Namespaces(2, run=run, owner=77) as network:
+        assert "sent ahead" not in network.label
+    assert not any("tcp_wmem" in command for command in run.commands), "as the host has it"
+
+
 def test_a_network_that_breaks_half_way_is_removed() -> None:
     run = Recorder(fail="link add")
     with pytest.raises(NetworkError), Namespaces(2, run=run, owner=77):
@@ -408,7 +421,7 @@ def test_faked_exchanges_get_a_time_whatever_they_train_and_other_fakes_are_refu
     assert not outcome.failed
     assert set(outcome.runs) == set(told)
     assert "exchange" not in Spec.parse(name).arguments()
-    with pytest.raises(ValueError, match="exchange is faked, or not given"):
+    with pytest.raises(ValueError, match="exchange is faked, deepspeed, or not given"):
         Spec.parse("ours:exchange=none")
 
 

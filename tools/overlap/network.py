@@ -27,6 +27,9 @@ NO_IPV6 = "f=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $f ] || echo 1
 # The congestion control that every host has and allows. One set to bbr would now and then leave the
 # link nearly empty for 200 ms, to probe for the shortest round trip. Prints what is in force.
 RENO = "f=/proc/sys/net/ipv4/tcp_congestion_control; echo reno 2>/dev/null > $f; cat $f"
+# What a connection has sent and not had acknowledged stands in the link's queue, before the
+# messages of every other connection.
+SEND_BUFFER = "echo 4096 16384 {} > /proc/sys/net/ipv4/tcp_wmem"
 
 Run = Callable[[Sequence[str]], str]
 
@@ -87,6 +90,7 @@ class Namespaces(Link):
     Args:
         mtu: of every interface.
         burst_kib: bucket of the token bucket filter; larger packets are split.
+        send_buffer_kib: of a connection, at most; 0: as the host has it.
         run: runs a command (a test may record instead).
         owner: the process id in the names.
     """
@@ -99,17 +103,21 @@ class Namespaces(Link):
         ranks: int,
         mtu: int = 9000,
         burst_kib: int = 256,
+        send_buffer_kib: int = 0,
         run: Run = run_command,
         owner: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.mtu = mtu
         self.burst_kib = burst_kib
+        self.send_buffer_kib = send_buffer_kib
         self._run = run
         self._owner = os.getpid() if owner is None else owner
         self._rate: float | None = None
         joined = "veth pair" if ranks == 2 else "veth and bridge"
         self._joined = f"{ranks} network namespaces, {joined}, mtu {mtu}, tbf"
+        if send_buffer_kib:
+            self._joined += f", at most {send_buffer_kib} KiB sent ahead by a connection"
         self._congestion: set[str] = set()  # in force, of each namespace
 
     @property
@@ -182,6 +190,9 @@ class Namespaces(Link):
         self._run(["ip", "netns", "exec", name, "sh", "-c", NO_IPV6])
         found = self._run(["ip", "netns", "exec", name, "sh", "-c", RENO]).strip()
         self._congestion |= {found} if found else set()
+        if self.send_buffer_kib:
+            limited = SEND_BUFFER.format(self.send_buffer_kib * 1024)
+            self._run(["ip", "netns", "exec", name, "sh", "-c", limited])
         self._run(["ip", "-n", name, "link", "set", "lo", "up"])
 
     def _veth(self, here: str, port: str, there: str, other: str) -> None:

@@ -97,6 +97,9 @@ class Options(options.Trained):
     """Of the links, in bytes."""
     burst_kib: int = 256
     """Bucket of the rate limit, in KiB."""
+    send_buffer_kib: int = 0
+    """What a connection may have sent and not had acknowledged (tcp_wmem), in KiB; 0: as the host
+    has it, some MiB."""
     lr: float = 20.0
     """Learning rate of plain SGD; the loss is a mean over elements, so its gradients are small."""
     pin: bool = False
@@ -204,7 +207,12 @@ class Spec:
     @property
     def faked(self) -> bool:
         """Of ``ours``: whether exchanges of attention's heads send nothing, and bring rubbish."""
-        return self.family == "ours" and self._given().get("exchange") == "faked"
+        return self.exchange == "faked"
+
+    @property
+    def exchange(self) -> str | None:
+        """Of ``ours``: what exchanges heads in its place, ``faked`` or ``deepspeed``."""
+        return self._given().get("exchange") if self.family == "ours" else None
 
     def require(self, ranks: int) -> None:
         """Whether the groups it asks for can be made of ``ranks`` ranks.
@@ -228,8 +236,8 @@ class Spec:
             out[key] = _value(value)
         if out.get("gradient_group", "shared") != "shared":
             raise ValueError(f"variant {self}: gradient_group is shared, or not given")
-        if out.get("exchange", "faked") != "faked":
-            raise ValueError(f"variant {self}: exchange is faked, or not given")
+        if out.get("exchange", "faked") not in ("faked", "deepspeed"):
+            raise ValueError(f"variant {self}: exchange is faked, deepspeed, or not given")
         return out
 
     @property

@@ -29,6 +29,7 @@ from tools.bench.options import Sizes
 from tools.overlap.faked import fake_exchanges
 from tools.overlap.laws import HYBRID
 from tools.overlap.options import Options, Spec
+from tools.overlap.ulysses import exchange_by_deepspeed
 
 Mark = Callable[[str], None]
 
@@ -216,6 +217,8 @@ class Ours(Variant):
         self.communicator = parallelize(model, mesh, self.config, trace=self.trace)
         if self.spec.faked:
             fake_exchanges(model)
+        elif self.spec.exchange == "deepspeed":
+            exchange_by_deepspeed(model)
         return model
 
     def optimizer_of(self, model: nn.Module) -> Any:
@@ -302,7 +305,7 @@ def make(setting: Setting, spec: Spec) -> Variant:
 
 def unavailable(spec: Spec, options: Options) -> str | None:
     """Why a variant cannot run here, or ``None``."""
-    from tools.overlap import fsdp, zero3
+    from tools.overlap import fsdp, ulysses, zero3
 
     if spec.family == "ours":
         try:
@@ -310,6 +313,11 @@ def unavailable(spec: Spec, options: Options) -> str | None:
         except ValueError as error:
             first = next((e["msg"] for e in getattr(error, "errors", list)()), str(error))
             return f"weight_parallel does not take {spec.settings}: {first}"
+        if spec.exchange == "deepspeed":
+            if options.sequence_ranks == 1:
+                return "there are no heads to exchange (--sequence-ranks)"
+            heads = options.size("heads")
+            return ulysses.unavailable(heads, options.kv_heads or heads, options.sequence_ranks)
     if spec.family == "fsdp2":
         return fsdp.unavailable(spec)
     if spec.family == "zero3":
