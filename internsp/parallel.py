@@ -17,6 +17,7 @@ from internsp.agreement.order import OrderLearner
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
+from internsp.failure.ledger import Counters, Ledger
 from internsp.host import HostLink
 from internsp.layers.casts import find_casts, register_casts
 from internsp.layers.offload import ActivationOffload
@@ -25,6 +26,8 @@ from internsp.layers.supported import copies_of, require_supported
 from internsp.layers.tiles import tile_all
 from internsp.mesh import ParallelMesh
 from internsp.meta import Unfilled, materialize_buffers
+from internsp.near import NearSlices
+from internsp.optim.plain_loop import PlainLoop
 from internsp.plan.assign import (
     Assignment,
     Owner,
@@ -49,6 +52,7 @@ from internsp.sp import checkpoint_context_fn
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, ReplicaCollectives
 from internsp.wp.communicator import (
+    ChunkWeights,
     EmbeddingWeightParallelCommunicator,
     HeadWeightParallelCommunicator,
     ISPCommunicator,
@@ -58,8 +62,6 @@ from internsp.wp.communicator import (
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.hooks import BlockHooks, register_hooks
 from internsp.wp.layout import ShardLayout
-from internsp.wp.ledger import Counters, Ledger
-from internsp.wp.near import NearSlices
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.queue import GatherQueue
@@ -262,17 +264,17 @@ class _Builder:
             self.mesh,
             blocks,
             self.replicated,
-            strict_order=self.config.unexpected_order == "error",
             mean=self.config.reduction == "mean",
         )
         communicator.plan = plan
         by_unit = self._communicators(communicator, others)
-        communicator.collect_itself()
+        communicator.plain = PlainLoop(communicator)
         learns = self.config.unexpected_order == "learn"
         if learns and self.own is None:
             communicator.learning = OrderLearner(communicator)
+        of_blocks = ChunkWeights(state)
         for weight in self.sharded:
-            weight.communicator = by_unit.get(weight.unit.name, communicator)
+            weight.communicator = by_unit.get(weight.unit.name, of_blocks)
             if self.own is not None:
                 weight.communicator = UsersCommunicator(communicator.state, self.own)
         communicator.enclosing = EnclosingBlocks(communicator.queue, self._enclosing(plan))
@@ -312,7 +314,7 @@ class _Builder:
         casts = find_casts(self.model, self.structure, self.config)
         selective = checkpoint is not None and checkpoint.mode == "selective"
         state.activations = self._activations(checkpoint)
-        communicator.hooks = register_hooks(
+        register_hooks(
             self.model,
             self.scopes[-1],
             hooked,
@@ -323,7 +325,7 @@ class _Builder:
             checkpoint_context_fn if selective else None,
             state.activations,
         )
-        communicator.hooks.handles += register_casts(casts)
+        register_casts(casts)
         self._tile(checkpoint)
         return communicator
 
@@ -484,9 +486,7 @@ class _Builder:
         tied = communicator.plan.head if communicator.plan is not None else None
         for unit in others:
             if head is not None and unit.name == head[0]:
-                communicator.head = HeadWeightParallelCommunicator(
-                    state, unit, self.config.head_output
-                )
+                communicator.head = HeadWeightParallelCommunicator(state, unit)
                 by_unit[unit.name] = communicator.head
                 continue
             beside = by_unit[unit.name] = EmbeddingWeightParallelCommunicator(state, unit)
@@ -495,9 +495,7 @@ class _Builder:
             else:
                 communicator.others.append(beside)
             if communicator.head is None and tied is not None and tied.name == unit.name:
-                communicator.head = HeadWeightParallelCommunicator(
-                    state, unit, self.config.head_output
-                )
+                communicator.head = HeadWeightParallelCommunicator(state, unit)
         return by_unit
 
     def _entered(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:

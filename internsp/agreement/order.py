@@ -98,8 +98,7 @@ class OrderLearner:
         exchanges = queue.reductions.exchanges
         exchanges.reorder(completed(exchanges.parcels, self._order))
         communicator.contents.renew()
-        communicator.plan, queue.strict = plan, True
-        communicator.strict_order = communicator.learned = True
+        communicator.plan, queue.strict, communicator.learned = plan, True, True
         communicator.learning = None
         communicator.after_backward.remove(self._backward_ended)
 

@@ -111,7 +111,7 @@ class UnfinishedGradients(Generic[M]):
 
     Args:
         discard: forgets a parameter's sums; what else it is told is whether it was used all the
-            same (see :func:`internsp.wp.collect.discard_sums`).
+            same (see :func:`internsp.optim.plain_loop.discard_sums`).
     """
 
     def __init__(self, discard: Callable[[M, bool], None], rank: int) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from internsp.failure.ledger import Ledger
 from internsp.failure.standstill import Kind, Report, Wait, hopeless
 from internsp.mesh import ParallelMesh
-from internsp.wp.ledger import Ledger
 
 LOOK_SECONDS = 0.5
 _PATIENCE = 4  # looks for which a rank that refused something may come back

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from internsp.errors import CollectiveError
 from internsp.failure.last_words import when_process_ends
+from internsp.failure.ledger import Ledger
 from internsp.failure.lookout import LOOK_SECONDS, Lookout, sever
 from internsp.failure.outcome import is_consequence
 from internsp.mesh import ParallelMesh
-from internsp.wp.ledger import Ledger
 
 
 class Recovery:

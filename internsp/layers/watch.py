@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from internsp.autograd import compiled
 from internsp.dtensor.mixed import plainly
+from internsp.dtensor.placed import dtensor_like
 from internsp.errors import GradientError, StructureError
+from internsp.layers.parameters import weights_of
 from internsp.layers.supported import is_compiled
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
 _tensor: Any = torch.Tensor
@@ -48,6 +51,72 @@ def require_no_gradient_hooks(
                 )
 
     return look
+
+
+def stepping(
+    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    """Any optimizer of torch is about to step, perhaps ours or another model's."""
+    communicator = alive()
+    if communicator is None:
+        return
+    members = communicator.replicated.everyone()
+    refuse_optimizer(optimizer, (member.parameter for member in members))
+    if communicator.plain is not None:
+        params = (p for g in optimizer.param_groups for p in g["params"])
+        communicator.plain.unfinished.refuse(params)
+    if communicator.state.handles or communicator.whole_in:
+        # Another model's optimizer writes none of the shards that gathers in flight read.
+        ours = {id(member.parameter) for member in members}
+        if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+            communicator.require_shards()
+            communicator.settle_gathers()
+
+
+def stepped(
+    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    """It has stepped: no version counter shows what ``foreach`` and fused operations wrote."""
+    communicator = alive()
+    if communicator is None:
+        return
+    written = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    for member in communicator.replicated.everyone():
+        if id(member.parameter) in written:
+            member.invalidate()
+
+
+def loading(
+    communicator: ISPCommunicator, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Make ``DTensor`` like the parameters of what a module is about to be loaded with.
+
+    Raises:
+        LayoutError: values of another shape.
+    """
+    if communicator.whole_in:
+        return
+    for name in weights_of(module):
+        values = state.get(prefix + name)
+        if isinstance(values, Tensor):
+            member = communicator.places[module, name]
+            state[prefix + name] = dtensor_like(member.parameter, member.part_of(values))
+
+
+def loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
+    """A module's parameters were loaded; with ``assign=True`` ours were replaced: take the values.
+
+    Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
+    """
+    if communicator.whole_in:  # what was loaded are whole parameters, written back later
+        return
+    for name in weights_of(module):
+        member = communicator.places[module, name]
+        given = module._parameters.get(name)
+        if given is not None and given is not member.parameter:
+            member.take(given)
+            module._parameters[name] = member.parameter
+        member.invalidate()
 
 
 # What is in none of them is taken to step DTensor as it would the whole.

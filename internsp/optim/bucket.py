@@ -28,7 +28,7 @@ from internsp.optim.slices import Region
 from internsp.wp.collectives import Collectives, Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.layout import laid_out
-from internsp.wp.parameter import Member, Ready, ShardedParameter
+from internsp.wp.parameter import Member, ShardedParameter
 
 _Place = tuple[frozenset[str], HostLink | None, torch.device]
 
@@ -61,7 +61,7 @@ class Segment:
         return Region.of(self.member, self.offset, self.offset + self.tensor.numel())
 
 
-class Publication(Ready):
+class Publication:
     """A bucket's all-gather in flight. All its members wait for the same one (WP-3)."""
 
     def __init__(self, collectives: Collectives, handle: Handle, unit: str) -> None:

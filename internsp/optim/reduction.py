@@ -22,7 +22,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket
 from internsp.optim.finite import not_finite
 from internsp.optim.guarded import drop_raw_gradient, raw_gradient
-from internsp.wp.collect import discard_sums
+from internsp.optim.plain_loop import discard_sums
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter

@@ -102,7 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         whole_matrix: bool | None = None,
         **defaults: Any,
     ) -> None:
-        if not communicator.collects_itself:
+        if communicator.plain is None:
             raise ValueError(
                 "this communicator has a ZeroOptimizer already: give one optimizer all parameters "
                 "and use param_groups"
@@ -125,7 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self.not_finite: NotFinite | None = None
         self.skipped_steps = self.skipped_in_a_row = 0
-        self.unfinished = communicator.unfinished.take()
+        self.unfinished = communicator.plain.unfinished.take()
         self._used: set[Member] = set()
         self._kinds: dict[tuple[int, torch.dtype], Names] = {}  # of state, by group
         with torch.no_grad():
@@ -138,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer = Reducer(communicator, self._buckets, reduce_dtype)
         for member in members(communicator):
             guard_parameter(member, self, communicator.mesh.rank)
-        communicator.collects_itself = False
+        communicator.plain = None
         communicator.step_gradients = ZeroGradients(
             self._buckets, self._finished, lambda: self._used
         )

@@ -109,7 +109,7 @@ def tie(
     everyone: list[Any] = [None] * mesh.pipeline_group.size()
     dist.all_gather_object(everyone, mine, group=mesh.pipeline_group)
     _compare(everyone, weights, mesh)
-    early = [c for weight in weights for c, _ in weight.own if not c.collects_itself]
+    early = [c for weight in weights for c, _ in weight.own if c.plain is None]
     if early:
         raise OrderError(
             f"rank {mesh.rank} has a ZeroOptimizer for a chunk with tied weights already: make the "

@@ -209,8 +209,8 @@ class Simulator:
         for position, weight in reversed([*enumerate(unit.weights)]):
             uses = data.used(weight)
             for _ in range(min(uses, 1) if unit.at_entry else uses):
-                if not unit.recomputed and not unit.at_entry:  # a recompute has waited for it
-                    self.use(unit, weight, BACKWARD)
+                if not unit.at_entry:
+                    self.perform(self.queue.before_backward(unit, weight))
                 self._ready(unit, weight, unit.at_entry, gives)
             if position in data.exchanges:
                 self.add("A2A", BACKWARD, weight)

@@ -25,7 +25,7 @@ def active(device_type: str) -> torch.dtype | None:
 
 def follow(weight: ShardedParameter) -> None:
     """Before a use of ``weight``, whose dtype autocast decides (``weight.autocasts``)."""
-    _lower(weight, active(weight.device_type))
+    _lower(weight, active(weight.device.type))
 
 
 def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:

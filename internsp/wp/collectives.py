@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
 from internsp.accelerator import Stream, current_stream
+from internsp.failure.ledger import UNCOUNTED, Counters, Ledger
 from internsp.failure.standstill import Wait
 from internsp.trace import Trace, Watcher, Work, when_over
-from internsp.wp.ledger import UNCOUNTED, Counters, Ledger
 
 CPU = torch.device("cpu")
 _TAG_BITS = 0x3FFFFFFF
@@ -301,10 +301,7 @@ class Collectives:
         start = trace.now()
         self.ledger.wait(work, handle.launch or UNCOUNTED, unit, weight, phase)
         end = trace.now()
-        if trace.clock is None:  # at every wait of a step: no call
-            trace.exposed += end - start
-        else:
-            trace.waited(start, end)
+        trace.waited(start, end)
         if handle.stream is not None:
             self._outlive(handle)
         if trace.enabled:
@@ -437,14 +434,9 @@ def gather_slices(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> di
         if output.data_ptr() != piece.data_ptr():
             output.copy_(piece)
         return None
-    return _gather_into(output, piece, group)
-
-
-def _gather_into(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     # torch 2.13 renames the call; 2.11 and 2.12 have only the old name.
-    call: Callable[..., dist.Work] = getattr(
-        dist, "all_gather_single", dist.all_gather_into_tensor
-    )
-    return call(output, shard, group=group, async_op=True)
+    gather: Callable[..., dist.Work]
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return gather(output, piece, group=group, async_op=True)
 
 

@@ -11,29 +11,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, overload
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from internsp.autograd import NO_TASK, graph_task
-from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import OrderError, StaleWeightError, StructureError
 from internsp.failure.last_words import EndOfBackward
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
 from internsp.plan.chunk import ChunkPlan
 from internsp.wp.autocast import Autocast, follow
-from internsp.wp.collect import ReplicaSums, collect, discard_sums, with_sums
 from internsp.wp.contents import Contents
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
 from internsp.wp.parameter import Member, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
-from internsp.wp.slots import Slot, Unit
+from internsp.wp.slots import Unit
 
 
 class WPCommunicator(ABC):
@@ -131,193 +129,24 @@ class UsersCommunicator(WPCommunicator):
         self.own.on_grad_ready(weight, gradient)
 
 
-class EmbeddingWeightParallelCommunicator(WPCommunicator):
-    """A unit beside the blocks: the embedding, or any large weight that no block owns.
-
-    It is gathered at the model's entry, used or not, and reduced at the end of backward, with zeros
-    where this rank has no gradient, so that all ranks send the same messages (WP-2). The backward
-    of a lookup needs the indices, not the table, so nothing is gathered for it.
-    """
-
-    def __init__(self, chunk: Chunk, unit: Unit) -> None:
-        self._chunk, self._queue, self.unit = chunk, chunk.queue, unit
-
-    def unshard(self, weight: ShardedParameter) -> Tensor:
-        """See :meth:`WPCommunicator.unshard`."""
-        if weight.autocasts:
-            follow(weight)
-        phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
-        if not self._chunk.inside and phase == FORWARD:  # the model was not entered, which looks
-            self._chunk.forget_older(self.unit)
-        self._chunk.perform(self._queue.use(self.unit, weight, phase))
-        return self._chunk.pool.view(weight)
-
-    def release(self, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.release`."""
-        if graph_task() == NO_TASK:
-            self._chunk.perform(self._queue.release(self.unit, weight))
-
-    def before_backward(self, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.before_backward`."""
-        self._chunk.perform(self._queue.use(self.unit, weight, BACKWARD))
-
-    def at_hand(self, weight: ShardedParameter) -> bool:
-        """See :meth:`WPCommunicator.at_hand`."""
-        return self._queue.holds(weight)
-
-    def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
-        """See :meth:`WPCommunicator.on_grad_ready`; kept until the unit's reductions are due."""
-        self._chunk.began()
-        _add(self._chunk.reducer.ready, weight, gradient)
-        actions = self._queue.grad_ready(self.unit, weight)
-        if actions:
-            self._chunk.perform(actions)
-
-
-OUTPUTS = ("local", "gather", "vocabulary")
-
-
-class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
-    """The output projection: its weight has a slot of its own, gathered after the last block.
-
-    Its gradient is reduced where backward comes to the blocks: once, however often a rank used it.
-    When that is, the gather queue knows (``head``); else it is a unit beside the blocks as any.
-
-    Args:
-        unit: the head's weight (the embedding's unit where the two are tied).
-        output: what becomes of the logits ``[B, S/sp, V]`` of a sequence shard: ``"local"`` keeps
-            them, ``"gather"`` gathers the sequence (``[B, S, V]``), ``"vocabulary"`` exchanges
-            them into vocabulary shards ``[B, S, V/sp]`` for a vocabulary-parallel loss. The
-            exchange itself belongs to :mod:`internsp.sp`; the trainer hands it this choice.
-    """
-
-    def __init__(self, chunk: Chunk, unit: Unit, output: str = "local") -> None:
-        if output not in OUTPUTS:
-            raise ValueError(f"head output {output!r}: choose one of {', '.join(OUTPUTS)}")
-        super().__init__(chunk, unit)
-        self.output = output
-
-
-class ISPCommunicator(WPCommunicator):
-    """Weights of a chunk's transformer blocks, and the chunk's passes from begin to end.
+class ChunkWeights(WPCommunicator):
+    """A chunk's cut weights, in its blocks and beside them: what the gather queue says is done.
 
     Attributes:
         state: the parts that all communicators of the chunk share.
-        blocks: units in the declared order.
-        replicated: parameters that every rank holds unsharded.
-        head, embedding: communicators beside this one, or ``None``.
-        others: communicators of large weights that belong to none of these.
-        enclosing: blocks that hold units of their own.
-        recovery: what happens after an exception.
-        contents: whether what is in the slots may be used again.
-        places: which parameter each module holds under which name.
-        unfinished: gradients whose sums wait for a later backward, in a plain loop.
-        more_to_come: whether replicas exchange sums after a later backward, not after this one;
-            ``None``: the program has said nothing.
-        expects_exchange: asked as a backward begins of which nothing is known: whether it is
-            expected to be the last before replicas exchange their sums.
-        strict_order: whether blocks must run in the queue's order, declared or learned.
-        learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
-            where none is learned, and once it is (``learned``).
-        meeting: where the ranks of the stage agree on what is done at rest.
-        step_gradients: what a pipeline's step adds to gradients of weights that other stages have,
-            too (:class:`internsp.pipeline.tied.StepGradients`); ``None``: there are none.
-        whole_in: what has made parameters whole outside of training
-            (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
     """
 
-    def __init__(
-        self,
-        state: Chunk,
-        mesh: ParallelMesh,
-        blocks: list[Unit],
-        replicated: ReplicatedParameters,
-        strict_order: bool = True,
-        mean: bool = False,
-    ) -> None:
+    def __init__(self, state: Chunk) -> None:
         self.state, self.queue = state, state.queue
-        self.mesh, self.blocks, self.replicated = mesh, blocks, replicated
-        self.strict_order, self.mean = strict_order, mean
-        self.learning: Any = None
-        self.learned = False
-        self.head: HeadWeightParallelCommunicator | None = None
-        self.embedding: EmbeddingWeightParallelCommunicator | None = None
-        self.others: list[EmbeddingWeightParallelCommunicator] = []
-        self.enclosing: EnclosingBlocks[Unit, ShardedParameter] = EnclosingBlocks(self.queue, ())
-        self.hooks: object | None = None
-        self.meeting: Any = None
-        self.whole_in = ""
-        self.step_gradients: Any = None
-        self.plan: ChunkPlan | None = None
-        self.places: dict[tuple[nn.Module, str], Member] = {}
-        self.collects_itself = True  # false once a ZeroOptimizer finishes reductions (WP-9)
-        self.more_to_come: bool | None = None
-        self.expects_exchange: Callable[[], bool] = lambda: True
-        self.after_backward: list[Callable[[], None]] = []
-        self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
-        self.recovery = Recovery(mesh, state.collectives.ledger)
-        self.unfinished = UnfinishedGradients(partial(discard_sums, state, replicated), mesh.rank)
-        self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
-        self.contents = Contents(state, self.units, replicated.everyone, mesh.rank)
-        state.began = replicated.began = self._ensure_callback
-        self._sums: ReplicaSums | None = None  # of a plain loop
-        self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
-        self._next = 0  # the block that a forward must run next
-        self.forwards = 0  # that have begun; one backward may go through the graphs of several
-        self._graphs = 0  # made by forwards since a backward ended
-        self._forward: int | None = None  # in whose graph the backward that runs is, if known
-        self._forward_open = False  # begun, and not come to its end
-        self._task = -1
-        self._nested = False  # that task may be an inner one
-        self._recomputed = False  # whether the open block has recomputed in this backward
 
-    def root(self) -> list[EmbeddingWeightParallelCommunicator]:
-        """Those of the units beside blocks and head."""
-        return [*([self.embedding] if self.embedding is not None else []), *self.others]
-
-    def units(self) -> list[Unit]:
-        """All of the chunk: blocks, embedding, others, head."""
-        beside = [communicator.unit for communicator in self.root()]
-        head = [self.head.unit] if self.head is not None else []
-        return [*self.blocks, *beside, *(unit for unit in head if unit not in beside)]
-
-    def collect_itself(self) -> None:
-        """Complete ``.grad`` at the end of backward: what happens without a ``ZeroOptimizer``."""
-        head = [self.head.unit] if self.head is not None else []
-        root = [communicator.unit for communicator in self.root()]
-        above = [unit for unit in head if unit not in root]
-        self.state.replicas = self._sums = ReplicaSums(
-            self.state, [*above, *reversed(self.blocks), *root]
-        )
-
-    # weights of blocks, for layers
-
-    @overload
-    def unshard(self, weight: ShardedParameter) -> Tensor: ...
-
-    @overload
-    def unshard(self, weight: nn.Module) -> None: ...
-
-    def unshard(self, weight: ShardedParameter | nn.Module) -> Tensor | None:
-        """See :meth:`WPCommunicator.unshard`; of a module, for programs, before a forward.
-
-        Of a module: start the all-gathers of its units, as :meth:`prefetch_all` of all. In a
-        module's place stand the block in which it lies, the embedding, the head.
-
-        Raises:
-            OrderError: a pass runs, or what runs before would take the slot.
-            StructureError: no cut weight lies in the module.
-        """
-        if isinstance(weight, nn.Module):
-            self._unshard_module(weight)
-            return None
-        unit, phase = weight.unit, FORWARD
-        if graph_task() != NO_TASK:
-            phase = RECOMPUTE
-            self._note_recompute(unit)
+    def unshard(self, weight: ShardedParameter) -> Tensor:
+        """See :meth:`WPCommunicator.unshard`."""
+        unit, state = weight.unit, self.state
+        phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         if weight.autocasts:
             follow(weight)
-        state = self.state
+        if unit.block < 0 and not state.inside and phase == FORWARD:  # no entry has looked
+            state.forget_older(unit)
         actions = self.queue.use(unit, weight, phase, state.trace.enabled or state.streams)
         if actions:
             state.perform(actions)
@@ -325,15 +154,13 @@ class ISPCommunicator(WPCommunicator):
 
     def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
         """See :meth:`WPCommunicator.unshard_all`."""
-        unit, phase = weights[0].unit, FORWARD
-        if graph_task() != NO_TASK:
-            phase = RECOMPUTE
-            self._note_recompute(unit)
+        unit = weights[0].unit
+        phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         for weight in weights:
             if weight.autocasts:
                 follow(weight)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
-        self._slot(unit).streams.read(*unit.weights)
+        self._read(*unit.weights)
         return [self.state.pool.view(weight) for weight in weights]
 
     def release(self, weight: ShardedParameter) -> None:
@@ -345,25 +172,16 @@ class ISPCommunicator(WPCommunicator):
 
     def release_all(self, weights: Sequence[ShardedParameter]) -> None:
         """Its bytes are released when the block is left; with rolling gathers, here."""
-        if graph_task() == NO_TASK and (self.queue.policy.rolling or self.state.trace.enabled):
-            self.state.perform(self.queue.release_all(weights[0].unit))
+        if self.queue.policy.rolling or self.state.trace.enabled:
+            super().release_all(weights)
 
     def before_backward(self, weight: ShardedParameter) -> None:
-        """A recomputed block waits in its recompute, and only there: one gather serves both.
-
-        torch's non-reentrant form fires the hook of the block's last layer before it recomputes;
-        waiting here would hold the recompute's first layer up for the whole block.
-        """
-        unit, state = weight.unit, self.state
-        if unit is self.queue.open and weight in self.queue.reduced:
-            return  # an output of its module that no weight had a part in
-        if not unit.recomputed or (
-            self._recomputed and unit is self.queue.open and not self.queue.holds(weight)
-        ):
-            told = state.trace.enabled or state.streams
-            actions = self.queue.use(unit, weight, BACKWARD, told)
-            if actions:
-                state.perform(actions)
+        """See :meth:`WPCommunicator.before_backward`."""
+        state = self.state
+        told = state.trace.enabled or state.streams
+        actions = self.queue.before_backward(weight.unit, weight, told)
+        if actions:
+            state.perform(actions)
 
     def before_nodes(self, weight: ShardedParameter) -> None:
         """:meth:`before_backward` for a function that keeps a weight by itself.
@@ -379,7 +197,7 @@ class ISPCommunicator(WPCommunicator):
             self.state.perform(self.queue.use(unit, weight, BACKWARD))
         else:  # a gather in flight is the recompute's, which uses it next
             self.state.perform(self.queue.arrive(unit, weight, RECOMPUTE))
-        self._slot(unit).streams.read(weight)
+        self._read(weight)
 
     def before_all(self, weights: Sequence[ShardedParameter]) -> None:
         """:meth:`before_nodes` for a block that took all its weights at its entry."""
@@ -389,17 +207,17 @@ class ISPCommunicator(WPCommunicator):
                 self.before_nodes(weight)
             return
         self.state.perform(self.queue.use_all(unit, BACKWARD, self.state.trace.enabled))
-        self._slot(unit).streams.read(*unit.weights)
+        self._read(*unit.weights)
 
     def at_hand(self, weight: ShardedParameter) -> bool:
         """See :meth:`WPCommunicator.at_hand`."""
+        if weight.unit.block < 0:  # its slot is not shared
+            return self.queue.holds(weight)
         return not weight.moves or weight.unit is self.queue.open
 
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2)."""
-        self.state.began()
-        self._refuse_other_way(weight.unit)
-        _add(self.state.reducer.ready, weight, gradient)
+        self._ready(weight.unit, ((weight, gradient),))
         actions = self.queue.grad_ready(weight.unit, weight)
         if actions:
             self.state.perform(actions)
@@ -407,28 +225,154 @@ class ISPCommunicator(WPCommunicator):
     def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
         """See :meth:`WPCommunicator.on_grads_ready`."""
         unit = ready[0][0].unit
-        self.state.began()
-        self._refuse_other_way(unit)
-        for weight, gradient in ready:
-            _add(self.state.reducer.ready, weight, gradient)
+        self._ready(unit, ready)
         self.state.perform(self.queue.grads_ready(unit, [weight for weight, _ in ready]))
 
-    def _refuse_other_way(self, unit: Unit) -> None:
+    def _ready(self, unit: Unit, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
+        """Keep gradients until their reduction; those of several uses are summed."""
+        self.state.began()
         if unit.at_entry and unit is not self.queue.open and not self.queue.split:
             raise StaleWeightError(
-                f"backward entered block {unit.name} on rank {self.mesh.rank} through a tensor "
+                f"backward entered block {unit.name} on rank {dist.get_rank()} through a tensor "
                 "that left it by another way than its output, so that its weights may not have "
                 "been whole: return that tensor from the block, or set "
                 "weight_parallel.coalesce_bytes = 0 and compile = false"
             )
+        kept = self.state.reducer.ready
+        for weight, gradient in ready:
+            before = kept.get(weight)
+            kept[weight] = gradient if before is None else before + gradient
 
-    def _note_recompute(self, unit: Unit) -> None:
-        """A weight is used in backward: the recompute of its block has begun."""
-        if unit is self.queue.open and unit.recomputed:
-            self._recomputed = True
+    def _read(self, *weights: ShardedParameter) -> None:
+        self.state.pool.slots[weights[0].unit.slot].streams.read(*weights)
 
-    def _slot(self, unit: Unit) -> Slot:
-        return self.state.pool.slots[unit.slot]
+
+class EmbeddingWeightParallelCommunicator(ChunkWeights):
+    """A unit beside the blocks: the embedding, or any large weight that no block owns.
+
+    It is gathered at the model's entry, used or not, and reduced at the end of backward, with zeros
+    where this rank has no gradient, so that all ranks send the same messages (WP-2). The backward
+    of a lookup needs the indices, not the table, so nothing is gathered for it.
+    """
+
+    def __init__(self, state: Chunk, unit: Unit) -> None:
+        super().__init__(state)
+        self.unit = unit
+
+
+class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
+    """The output projection: its weight has a slot of its own, gathered after the last block.
+
+    Its gradient is reduced where backward comes to the blocks: once, however often a rank used it.
+    When that is, the gather queue knows (``head``); else it is a unit beside the blocks as any, and
+    the embedding's where the two are tied. What becomes of the logits
+    (``weight_parallel.head_output``) is the model's business, which exchanges them
+    (:mod:`internsp.sp.vocabulary`).
+    """
+
+
+class ISPCommunicator(ChunkWeights):
+    """Weights of a chunk's transformer blocks, and the chunk's passes from begin to end.
+
+    Attributes:
+        blocks: units in the declared order.
+        replicated: parameters that every rank holds unsharded.
+        head, embedding: communicators beside this one, or ``None``.
+        others: communicators of large weights that belong to none of these.
+        enclosing: blocks that hold units of their own.
+        recovery: what happens after an exception.
+        contents: whether what is in the slots may be used again.
+        places: which parameter each module holds under which name.
+        plain: completes ``.grad`` at the end of backward
+            (:class:`internsp.optim.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
+            later (WP-9).
+        more_to_come: whether replicas exchange sums after a later backward, not after this one;
+            ``None``: the program has said nothing.
+        expects_exchange: asked as a backward begins of which nothing is known: whether it is
+            expected to be the last before replicas exchange their sums.
+        learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
+            where none is learned, and once it is (``learned``).
+        meeting: where the ranks of the stage agree on what is done at rest.
+        step_gradients: what a pipeline's step adds to gradients of weights that other stages have,
+            too (:class:`internsp.pipeline.tied.StepGradients`); ``None``: there are none.
+        whole_in: what has made parameters whole outside of training
+            (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
+    """
+
+    def __init__(
+        self,
+        state: Chunk,
+        mesh: ParallelMesh,
+        blocks: list[Unit],
+        replicated: ReplicatedParameters,
+        mean: bool = False,
+    ) -> None:
+        super().__init__(state)
+        self.mesh, self.blocks, self.replicated = mesh, blocks, replicated
+        self.mean = mean
+        self.learning: Any = None
+        self.learned = False
+        self.head: HeadWeightParallelCommunicator | None = None
+        self.embedding: EmbeddingWeightParallelCommunicator | None = None
+        self.others: list[EmbeddingWeightParallelCommunicator] = []
+        self.enclosing: EnclosingBlocks[Unit, ShardedParameter] = EnclosingBlocks(self.queue, ())
+        self.meeting: Any = None
+        self.whole_in = ""
+        self.step_gradients: Any = None
+        self.plan: ChunkPlan | None = None
+        self.places: dict[tuple[nn.Module, str], Member] = {}
+        self.plain: Any = None
+        self.more_to_come: bool | None = None
+        self.expects_exchange: Callable[[], bool] = lambda: True
+        self.after_backward: list[Callable[[], None]] = []
+        self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
+        self.recovery = Recovery(mesh, state.collectives.ledger)
+        self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
+        self.contents = Contents(self)
+        state.began = replicated.began = self._ensure_callback
+        self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
+        self._next = 0  # the block that a forward must run next
+        self.forwards = 0  # that have begun; one backward may go through the graphs of several
+        self._graphs = 0  # made by forwards since a backward ended
+        self._forward: int | None = None  # in whose graph the backward that runs is, if known
+        self._forward_open = False  # begun, and not come to its end
+        self._nested = False  # that task may be an inner one
+
+    def beside(self) -> list[Unit]:
+        """Units beside blocks and head."""
+        first = [self.embedding] if self.embedding is not None else []
+        return [communicator.unit for communicator in (*first, *self.others)]
+
+    def units(self) -> list[Unit]:
+        """All of the chunk: blocks, embedding, others, head."""
+        head = [self.head.unit] if self.head is not None else []
+        return list(dict.fromkeys([*self.blocks, *self.beside(), *head]))
+
+    # weights of blocks, for layers
+
+    def unshard(self, weight: ShardedParameter | nn.Module) -> Any:
+        """See :meth:`WPCommunicator.unshard`; of a module, for programs, before a forward.
+
+        Of a module: start the all-gathers of its units, as :meth:`prefetch_all` of all. In a
+        module's place stand the block in which it lies, the embedding, the head.
+
+        Raises:
+            OrderError: a pass runs, or what runs before would take the slot.
+            StructureError: no cut weight lies in the module.
+        """
+        if isinstance(weight, ShardedParameter):
+            return super().unshard(weight)
+        units = self._units_of(weight, "unshard")
+        room = self.queue.with_room()
+        for unit in units:
+            if unit not in room:
+                raise OrderError(
+                    f"unshard(): {unit.name} shares its slot with blocks that run before it, which "
+                    f"would take it: those with room are {', '.join(u.name for u in room)}; raise "
+                    "weight_parallel.prefetch_depth, or set keep_unsharded for it"
+                )
+        self._gather_early(units)
+        return None
 
     # forward
 
@@ -442,9 +386,8 @@ class ISPCommunicator(WPCommunicator):
         self._next = 0
         self._count_forward()
         self._autocast.enter_model()
-        self.state.perform(self.queue.begin_forward(self.contents.begin_pass()))
-        if self.learning is not None:
-            self.state.perform(self.queue.gather_head())
+        keep = self.contents.begin_pass()
+        self.state.perform(self.queue.begin_forward(keep, head=self.learning is not None))
 
     @property
     def busy(self) -> str:
@@ -475,7 +418,7 @@ class ISPCommunicator(WPCommunicator):
         self.require_shards()
         self.recovery.check()
         ledger, doom = self.state.collectives.ledger, self.recovery.lookout.doom
-        if ledger.failure or doom or self._forward_open or self._backward_task >= 0:
+        if ledger.failure or doom or self._forward_open or self.replicated.backward >= 0:
             self.recovery.agree()
             self.rest()
 
@@ -487,16 +430,12 @@ class ISPCommunicator(WPCommunicator):
             self.recovery.refused(error)
         self.recovery.annotate(error)
 
-    def leave_forward(self) -> None:
-        """The model's forward is left, at its end or by an exception: then it stays open."""
-        self.state.inside = False
-
     def end_forward(self) -> None:
         """The model's forward is over."""
         order = self.queue.blocks
         if self.learning is not None:
             self.learning.come_to(None)
-        if self.strict_order and self._next < len(order) and not self._may_differ():
+        if self.queue.strict and self._next < len(order) and not self._may_differ():
             raise OrderError(  # the forward stays open: all ranks recover together
                 f"only {self._next} of {len(order)} blocks ran in this forward on rank "
                 f"{self.mesh.rank}: the next in order was {order[self._next].name}. "
@@ -521,10 +460,6 @@ class ISPCommunicator(WPCommunicator):
             if changed:
                 self.state.perform(self.queue.renew(unit))
 
-    def leave_block(self, unit: Unit) -> None:
-        """A block's forward is over: its bytes may be overwritten. Not called in its recompute."""
-        self.state.perform(self.queue.leave(unit))
-
     def enter_enclosing(self, block: Enclosing[Unit]) -> None:
         """The forward of a block that holds units of its own begins, or its recompute."""
         if graph_task() == NO_TASK:
@@ -534,10 +469,6 @@ class ISPCommunicator(WPCommunicator):
         """The gradient of such a block's output has arrived."""
         if not self.weight_part:
             self.state.perform(self.enclosing.enter_backward(block, self._everywhere()))
-
-    def on_trigger(self, unit: Unit) -> None:
-        """The trigger inside a block fires: gather what comes next."""
-        self.state.perform(self.queue.trigger(unit, recompute=graph_task() != NO_TASK))
 
     # backward
 
@@ -549,26 +480,20 @@ class ISPCommunicator(WPCommunicator):
         task = torch._C._current_graph_task_id()
         if self.weight_part:
             return
-        if task == self._backward_task:
+        if task == self.replicated.backward:
             self._come_to(forward)
             return
         self.recovery.check()
-        if self._backward_task >= 0 and not self._nested:  # the one before this never ended
+        if self.replicated.backward >= 0 and not self._nested:  # the one before this never ended
             self.recovery.agree()
             self.rest()
-        self._backward_task, self._forward = task, forward
-        self._nested = self._recomputed = False
-        self.unfinished.look()
+        self.replicated.backward, self._forward = task, forward
+        self._nested = False
+        self._look()
         self._autocast.begin_backward()
         self.queue.begin_backward(self._exchanges())
         self.contents.check()
         self._queue_end()
-
-    def expect_last_block(self) -> None:
-        """Backward enters at the model's output: the last block comes first (usually there)."""
-        actions = self.queue.at_output() if not self.weight_part else []
-        if actions:  # not at the second of the output's hooks
-            self.state.perform(actions)
 
     def enter_backward(self, unit: Unit, run: int | None = None) -> None:
         """The gradient of a block's output has arrived (or its recompute begins).
@@ -576,18 +501,15 @@ class ISPCommunicator(WPCommunicator):
         Args:
             run: see :meth:`GatherQueue.enter_backward`.
         """
-        if self.weight_part or (self.queue.open is unit and run in (None, self.queue.run_of(unit))):
-            return
-        self._recomputed = False
-        self.state.perform(self.queue.enter_backward(unit, self._everywhere(), run))
+        if not self.weight_part:
+            self.state.perform(self.queue.enter_backward(unit, self._everywhere(), run))
 
     def end_backward(self) -> None:
         """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
         self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
-        self._recomputed = False
         if self.queue.split:  # an input backward: no weight has a gradient
             self.queue.end_pass()
-            self._backward_task = -1
+            self.replicated.backward = -1
             return
         self.finish_backward()
 
@@ -596,13 +518,10 @@ class ISPCommunicator(WPCommunicator):
         if not self.queue.reductions.accumulating:
             self.state.reduce_accumulated()  # of what this backward has passed over
         self.queue.end_pass()
-        if self.collects_itself and (self.queue.reductions.accumulating or self.more_to_come):
-            self.unfinished.show(with_sums(self.state, self.replicated))
-        elif self.collects_itself:
-            self.unfinished.take()
-            assert self._sums is not None, "parallelize() has called collect_itself()"
-            collect(self.state, self._sums, self.replicated, self.mesh, self.mean)
-        self._backward_task, self._graphs = -1, 0
+        if self.plain is not None:
+            more = self.queue.reductions.accumulating or self.more_to_come
+            self.plain.backward_ended(bool(more))
+        self.replicated.backward, self._graphs = -1, 0
         if self.state.link is not None:
             self.state.link.rest()
         for callback in self.after_backward:
@@ -650,11 +569,9 @@ class ISPCommunicator(WPCommunicator):
         finally:
             self.more_to_come = before
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> AbstractContextManager[None]:
         """A promise that nothing writes weights inside: see :meth:`Contents.unchanged`."""
-        with self.contents.unchanged():
-            yield
+        return self.contents.unchanged()
 
     def prefetch_all(self) -> None:
         """Start the all-gathers of the next forward: of every unit that has room in the slots.
@@ -681,18 +598,6 @@ class ISPCommunicator(WPCommunicator):
         for unit in self._units_of(module, "reshard"):
             self.state.perform(self.queue.forget(unit))
             self.state.pool.slots[unit.slot].free(unit)
-
-    def _unshard_module(self, module: nn.Module) -> None:
-        units = self._units_of(module, "unshard")
-        room = self.queue.with_room()
-        for unit in units:
-            if unit not in room:
-                raise OrderError(
-                    f"unshard(): {unit.name} shares its slot with blocks that run before it, which "
-                    f"would take it: those with room are {', '.join(u.name for u in room)}; raise "
-                    "weight_parallel.prefetch_depth, or set keep_unsharded for it"
-                )
-        self._gather_early(units)
 
     def _gather_early(self, units: Sequence[Unit]) -> None:
         self._require_rest("prefetch_all")
@@ -783,25 +688,16 @@ class ISPCommunicator(WPCommunicator):
         for weight in self.replicated.sharded:
             weight.drop_reduced_grad()
         self.replicated.reset()
-        self.unfinished.take()  # now that there is no sum left
-        self._forward_open, self._backward_task, self._nested = False, -1, False
-        self._recomputed, self._next, self._graphs = False, 0, 0
+        if self.plain is not None:
+            self.plain.unfinished.take()  # now that there is no sum left
+        self._forward_open, self.replicated.backward, self._nested = False, -1, False
+        self._next = self._graphs = 0
         if self.state.link is not None:
             self.state.link.rest()
         for callback in self.after_rest:
             callback()
 
     # inside
-
-    @property
-    def _backward_task(self) -> int:
-        """The graph task of the backward that runs; -1: none."""
-        return self._task
-
-    @_backward_task.setter
-    def _backward_task(self, task: int) -> None:
-        self._task = task
-        self.replicated.in_backward = task >= 0
 
     def _come_to(self, forward: int) -> None:
         """Backward is in the graph of ``forward``. If it was in another's, that is over."""
@@ -821,7 +717,7 @@ class ISPCommunicator(WPCommunicator):
         It must be the last before the exchange, every weight must have its last reduction at the
         place that the queue knows, and the queue must be every rank's.
         """
-        if self.queue.reductions.accumulating or self.more_to_come or not self.strict_order:
+        if self.queue.reductions.accumulating or self.more_to_come or not self.queue.strict:
             return False
         if not self._has_replicas or self.queue.recurs:  # twice reduced: its last is not known
             return False
@@ -833,7 +729,7 @@ class ISPCommunicator(WPCommunicator):
 
     def _everywhere(self) -> bool:
         """Whether all ranks go through all blocks, those whose data skip some as if they did."""
-        return self.strict_order and not self._nested and not self.queue.split
+        return self.queue.strict and not self._nested and not self.queue.split
 
     def _set_weight_part(self, runs: bool) -> None:
         for weight in self.replicated.everyone():
@@ -844,7 +740,7 @@ class ISPCommunicator(WPCommunicator):
         """The block at which every rank's backward ends: a frozen one below is nowhere entered."""
         if not self.queue.lowest:
             return 0
-        if any(w.trained for beside in self.root() for w in beside.unit.weights):
+        if any(weight.trained for unit in self.beside() for weight in unit.weights):
             return 0
         names = [m.name for m in self.replicated.members if m.requires_grad]
         for number, unit in enumerate(self.queue.blocks):
@@ -863,14 +759,14 @@ class ISPCommunicator(WPCommunicator):
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
             self.state.forget_older(unit)
-            for beside in self.root():  # where weights lie that blocks share
-                self.state.forget_older(beside.unit)
+            for beside in self.beside():  # where weights lie that blocks share
+                self.state.forget_older(beside)
         elif self.learning is not None:
             self.learning.come_to(unit)
         expected = order[self._next] if self._next < len(order) else None
         if expected is unit:
             self._next += 1
-        elif self.strict_order:
+        elif self.queue.strict:
             self._out_of_order(unit, expected)
         else:
             self._next = unit.block + 1
@@ -900,20 +796,17 @@ class ISPCommunicator(WPCommunicator):
 
         Under reentrant checkpointing that task is an inner one: early, but complete.
         """
-        if self._backward_task < 0 and not self.queue.split:
-            self._backward_task = torch._C._current_graph_task_id()
+        if self.replicated.backward < 0 and not self.queue.split:
+            self.replicated.backward = torch._C._current_graph_task_id()
             self._nested, self._forward = True, None
-            self.unfinished.look()
+            self._look()
             self._queue_end()
+
+    def _look(self) -> None:
+        """A backward begins: a user may have dropped gradients that are not complete."""
+        if self.plain is not None:
+            self.plain.unfinished.look()
 
     def _queue_end(self) -> None:
         end = EndOfBackward(self.end_backward, self.recovery.backward_failed)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-
-
-def _add(
-    ready: dict[ShardedParameter, Tensor], weight: ShardedParameter, gradient: Tensor
-) -> None:
-    """One use's unsharded gradient is ready; several uses' are summed before they travel."""
-    before = ready.get(weight)
-    ready[weight] = gradient if before is None else before + gradient

@@ -11,34 +11,23 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from internsp.errors import StaleWeightError
 from internsp.wp.parameter import Member
-from internsp.wp.perform import Chunk
-from internsp.wp.slots import Unit
+
+if TYPE_CHECKING:
+    from internsp.wp.communicator import ISPCommunicator
 
 
 class Contents:
-    """What is in one chunk's slots, from pass to pass.
+    """What is in the slots of one communicator's chunk, from pass to pass."""
 
-    Args:
-        units: all of the chunk.
-        members: all of its parameters.
-    """
-
-    def __init__(
-        self,
-        state: Chunk,
-        units: Callable[[], Sequence[Unit]],
-        members: Callable[[], Sequence[Member]],
-        rank: int,
-    ) -> None:
-        self._state = state
-        self._units = units
-        self._members = members
-        self._rank = rank
+    def __init__(self, communicator: ISPCommunicator) -> None:
+        self._communicator = communicator
+        self._state, self._rank = communicator.state, communicator.mesh.rank
         self._promised: list[tuple[Member, int]] | None = None  # not to be written: versions
         self.promised = False  # within unchanged(); else until the next pass, which was prefetched
 
@@ -75,7 +64,7 @@ class Contents:
         self._promised = self._versions()
 
     def _versions(self) -> list[tuple[Member, int]]:
-        return [(member, member.version()) for member in self._members()]
+        return [(member, member.version()) for member in self._communicator.replicated.everyone()]
 
     def begin_pass(self) -> bool:
         """Whether this pass may use what the slots hold.
@@ -113,7 +102,7 @@ class Contents:
         rounded = state.quantizer.weights if state.quantizer is not None else ()
         there = [
             (weight, state.pool.slots[unit.slot].flat(unit, weight))
-            for unit in self._units()
+            for unit in self._communicator.units()
             for weight in unit.weights
             if held.get(weight) == weight.compute_dtype
             and weight not in rounded

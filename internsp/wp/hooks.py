@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from internsp.autograd import (
     NO_TASK,
@@ -37,13 +36,12 @@ from internsp.autograd import (
     transforming,
 )
 from internsp.config import ActivationCheckpointConfig
-from internsp.dtensor.placed import dtensor_like
 from internsp.errors import GradientError, StructureError
 from internsp.layers.entry import compile_block, take_at_entry
 from internsp.layers.offload import ActivationOffload
 from internsp.layers.parameters import Scope, enclose, weights_of, wrap
 from internsp.layers.recompute import ContextFn, checkpoint_block
-from internsp.layers.watch import refuse_optimizer, require_no_gradient_hooks
+from internsp.layers.watch import loaded, loading, require_no_gradient_hooks, stepped, stepping
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.enclosing import Enclosing
 from internsp.wp.parameter import not_to_be_copied
@@ -83,13 +81,12 @@ class Together:
     """Several modules that are one unit, in a forward.
 
     Attributes:
-        running: one has been entered, and not all have been left.
-        left: which have been.
+        left: which of them have been left, from the first one's entry until all have; else
+            ``None``.
     """
 
     count: int
-    running: bool = False
-    left: set[int] = field(default_factory=set)
+    left: set[int] | None = None
 
 
 def register_hooks(
@@ -102,7 +99,7 @@ def register_hooks(
     compiles: bool = False,
     context_fn: ContextFn | None = None,
     offload: ActivationOffload | None = None,
-) -> Hooks:
+) -> None:
     """Register all of them, outermost first, in the order in which they fire.
 
     Those of backward stand on tensors and nodes of a graph, and so are registered in each forward:
@@ -124,15 +121,14 @@ def register_hooks(
         offload: takes what recomputing blocks keep.
     """
     hooks = Hooks(communicator, entered, compute_dtype)
-    keep = hooks.handles.append
     members = communicator.replicated.everyone()
 
     # The model. First of all hooks, so that a user's own find the weights' state of this pass.
-    keep(root.register_forward_pre_hook(hooks._enter_root, prepend=True, with_kwargs=True))
+    root.register_forward_pre_hook(hooks._enter_root, prepend=True, with_kwargs=True)
     # After the user's own hooks of the model: a gradient hook on a parameter may be theirs.
-    keep(root.register_forward_pre_hook(require_no_gradient_hooks(root, members)))
+    root.register_forward_pre_hook(require_no_gradient_hooks(root, members))
     # Called after an exception too: the ranks that will wait for this one are told.
-    keep(root.register_forward_hook(hooks._leave_root, always_call=True))
+    root.register_forward_hook(hooks._leave_root, always_call=True)
 
     for each in blocks:
         hooks.of_block(each)
@@ -141,9 +137,9 @@ def register_hooks(
     scopes = {id(root), *(id(module) for each in blocks for module in each.modules)}
     for module in root.modules():
         if weights_of(module):
-            keep(module.register_load_state_dict_pre_hook(partial(_loading, communicator)))
+            module.register_load_state_dict_pre_hook(partial(loading, communicator))
             # ``assign=True`` puts other parameters in place of ours: their values are taken.
-            keep(module.register_load_state_dict_post_hook(partial(_loaded, communicator)))
+            module.register_load_state_dict_post_hook(partial(loaded, communicator))
             if id(module) not in scopes:  # those of blocks and of the model are wrapped below
                 wrap(module)
     # ... of blocks, which hold weights that are read past their modules, ...
@@ -170,16 +166,15 @@ def register_hooks(
 
     # Between two passes: what an optimizer writes, no version counter shows (foreach, fused), and
     # what it is still publishing must be there before a state_dict reads it (WP-3, WP-11).
-    keep(root.register_state_dict_pre_hook(lambda *_: communicator.publish()))
+    root.register_state_dict_pre_hook(lambda *_: communicator.publish())
     alive = weakref.ref(communicator)
     # Never removed: a finalizer could run while torch iterates over its hooks.
-    register_optimizer_step_pre_hook(partial(_stepping, alive))
-    register_optimizer_step_post_hook(partial(_stepped, alive))
-    return hooks
+    register_optimizer_step_pre_hook(partial(stepping, alive))
+    register_optimizer_step_post_hook(partial(stepped, alive))
 
 
 class Hooks:
-    """What the hooks of one chunk do. ``remove`` takes those of its modules off again."""
+    """What the hooks of one chunk do."""
 
     def __init__(
         self,
@@ -188,7 +183,6 @@ class Hooks:
         compute_dtype: torch.dtype | None,
     ) -> None:
         self.communicator = communicator
-        self.handles: list[RemovableHandle] = []
         self._compute_dtype = compute_dtype
         self._entered = entered
         self._given: dict[Block, Given] = {}
@@ -197,19 +191,13 @@ class Hooks:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
 
-    def remove(self) -> None:
-        """Take every hook off."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
     def of_block(self, hooked: BlockHooks) -> None:
         """Register those of a block's calls.
 
         A checkpoint lies inside, so that they fire once in forward, and the recompute is seen by
         the gradient of the output.
         """
-        keep, block, modules = self.handles.append, hooked.block, hooked.modules
+        block, modules = hooked.block, hooked.modules
         enter: Callable[..., None] = self._enter_block
         leave: Callable[..., None] = self._leave_block
         if isinstance(block, Unit) and len(modules) > 1:
@@ -217,11 +205,11 @@ class Hooks:
             self.together[block] = Together(len(modules))
         for module in modules:
             before, after = partial(enter, block), partial(leave, block)
-            keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            keep(module.register_forward_hook(after))
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after)
         if isinstance(block, Unit):
             trigger = hooked.trigger if hooked.trigger is not None else modules[0]
-            keep(trigger.register_forward_pre_hook(partial(self._on_trigger, block)))
+            trigger.register_forward_pre_hook(partial(self._on_trigger, block))
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         compiled = module._compiled_call_impl is not None  # module.compile()
@@ -230,7 +218,7 @@ class Hooks:
         if graph_task() != NO_TASK:
             return None
         for together in self.together.values():
-            together.running = False  # of a forward that has failed
+            together.left = None  # of a forward that has failed
         if self._entered is not None:
             self._entered(args, kwargs)
         self.communicator.begin_forward()
@@ -244,7 +232,7 @@ class Hooks:
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != NO_TASK:
             return
-        self.communicator.leave_forward()
+        self.communicator.state.inside = False  # by an exception, too: then it stays open
         error = sys.exc_info()[1]
         if output is None and error is not None:  # a failed forward: begin_forward will recover
             self.communicator.forward_failed(error)
@@ -267,7 +255,8 @@ class Hooks:
                 "penalty.backward()), or use the optimizer's weight_decay"
             )
         self.communicator.begin_backward(forward)
-        self.communicator.expect_last_block()
+        if not self.communicator.weight_part:  # the last block comes first (usually there)
+            self.communicator.state.perform(self.communicator.queue.at_output())
 
     def _enter_block(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiled = module._compiled_call_impl is not None
@@ -284,7 +273,7 @@ class Hooks:
     def _leave_block(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(block, Unit):
             if graph_task() == NO_TASK:
-                self.communicator.leave_block(block)
+                self.communicator.state.perform(self.communicator.queue.leave(block))
             elif block.around >= 0:
                 self.communicator.queue.leave_recompute(block)
         self._await_gradient(block, output)
@@ -329,95 +318,31 @@ class Hooks:
     def _enter_one(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The unit is entered with the first of them, in a recompute with each."""
         together = self.together[unit]
-        if together.running and graph_task() == NO_TASK:
+        if together.left is not None and graph_task() == NO_TASK:
             self._given[unit] = given((args, kwargs))
             return
         self._enter_block(unit, module, args, kwargs)
         if graph_task() == NO_TASK:
-            together.running = True
-            together.left.clear()
+            together.left = set()
 
     def _leave_one(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """It is left when all of them have run."""
         together = self.together[unit]
-        if graph_task() == NO_TASK:
+        if graph_task() == NO_TASK and together.left is not None:
             together.left.add(id(module))
             if len(together.left) < together.count:
                 self._await_gradient(unit, output)
                 return
-            together.running = False
+            together.left = None
         self._leave_block(unit, module, args, output)
 
     def _leave_unfinished(self) -> None:
         """Another unit runs, or the model's end: what of a unit has not run until now does not."""
         for unit, together in self.together.items():
-            if together.running:
-                together.running = False
-                self.communicator.leave_block(unit)
+            if together.left is not None:
+                together.left = None
+                self.communicator.state.perform(self.communicator.queue.leave(unit))
 
     def _on_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        self.communicator.on_trigger(unit)
-
-
-def _stepping(
-    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    """Any optimizer of torch is about to step, perhaps ours or another model's."""
-    communicator = alive()
-    if communicator is None:
-        return
-    members = communicator.replicated.everyone()
-    refuse_optimizer(optimizer, (member.parameter for member in members))
-    if communicator.unfinished:
-        communicator.unfinished.refuse(p for g in optimizer.param_groups for p in g["params"])
-    if communicator.state.handles or communicator.whole_in:
-        # Another model's optimizer writes none of the shards that gathers in flight read.
-        ours = {id(member.parameter) for member in members}
-        if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
-            communicator.require_shards()
-            communicator.settle_gathers()
-
-
-def _stepped(
-    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    communicator = alive()
-    if communicator is None:
-        return
-    written = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    for member in communicator.replicated.everyone():
-        if id(member.parameter) in written:
-            member.invalidate()
-
-
-def _loading(
-    communicator: ISPCommunicator, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Make ``DTensor`` like the parameters of what a module is about to be loaded with.
-
-    Raises:
-        LayoutError: values of another shape.
-    """
-    if communicator.whole_in:
-        return
-    for name in weights_of(module):
-        values = state.get(prefix + name)
-        if isinstance(values, Tensor):
-            member = communicator.places[module, name]
-            state[prefix + name] = dtensor_like(member.parameter, member.part_of(values))
-
-
-def _loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
-    """A module's parameters were loaded; with ``assign=True`` ours were replaced: take the values.
-
-    Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
-    """
-    if communicator.whole_in:  # what was loaded are whole parameters, written back later
-        return
-    for name in weights_of(module):
-        member = communicator.places[module, name]
-        given = module._parameters.get(name)
-        if given is not None and given is not member.parameter:
-            member.take(given)
-            module._parameters[name] = member.parameter
-        member.invalidate()
+        queue, recompute = self.communicator.queue, graph_task() != NO_TASK
+        self.communicator.state.perform(queue.trigger(unit, recompute))

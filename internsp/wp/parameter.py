@@ -18,6 +18,7 @@ from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.host import GRADIENTS, WEIGHTS, HostLink, HostSum
 from internsp.mesh import ParallelMesh, WeightAxis
+from internsp.trace import Work
 from internsp.wp.layout import ShardLayout
 
 Tag = tuple[int, torch.dtype]
@@ -33,6 +34,8 @@ class ModelParameter:
 
     Attributes:
         name: fully qualified, of the first owner when several modules share the weight.
+        shape: of what this rank has of it while it is unsharded.
+        device: where it computes.
         axis: over whose ranks it is cut, or replicated; dense weights and experts may have
             different ones.
         tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
@@ -48,6 +51,8 @@ class ModelParameter:
     counted = True
     guarded = True
     offload: frozenset[str] = frozenset()
+    shape: torch.Size
+    device: torch.device
     storage: Tensor
     parameter: nn.Parameter
     communicator: Any
@@ -55,7 +60,7 @@ class ModelParameter:
     def __init__(self, name: str, parameter: nn.Parameter, axis: WeightAxis) -> None:
         self.name, self.dtype, self.axis = name, parameter.dtype, axis
         self.tensor = TensorPart.of(parameter)
-        self.ready: Ready | None = None
+        self.ready: Work | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
         self._generation = 0
@@ -82,11 +87,6 @@ class ModelParameter:
         return self.tied or self.name
 
     @property
-    def shape(self) -> torch.Size:
-        """Of what this rank has of it while it is unsharded."""
-        raise NotImplementedError
-
-    @property
     def requires_grad(self) -> bool:
         """Whether it is trained, now: a user may freeze and thaw it."""
         # Past __torch_function__, by which every read of a parameter's attribute goes.
@@ -102,7 +102,7 @@ class ModelParameter:
 
     def own(self, values: Tensor) -> Tensor:
         """What this rank has, like the local tensor, of values of the whole parameter."""
-        raise NotImplementedError
+        return values if self.tensor is None else self.tensor.own(values)
 
     def part_of(self, values: Tensor, what: str = "") -> Tensor:
         """This rank's part of ``values``, like the local tensor.
@@ -206,7 +206,6 @@ class ShardedParameter(ModelParameter):
         trained: whether it was when the last forward began: all ranks have agreed on that.
         reduce_dtype, gradient_bytes: what a reduction moves, and the bytes of it, padded.
         slot_nbytes: bytes of the padded whole in the configured compute dtype.
-        device, device_type: where it computes.
         link: copies what is offloaded of it; ``None``: nothing is, of the whole chunk.
         hosted: whether the shard does, and so ``storage`` and the parameter.
         travels: whether it comes from elsewhere, other ranks or the host, and is waited for.
@@ -234,7 +233,7 @@ class ShardedParameter(ModelParameter):
         link: HostLink | None = None,
     ) -> None:
         super().__init__(name, parameter, axis)
-        self.layout = layout
+        self.layout, self.shape = layout, torch.Size(layout.shape)
         self.rank = axis.rank
         self._valid = layout.valid_rows(axis.rank)
         self.sent_as = sent_as if layout.size > 1 else None
@@ -247,7 +246,7 @@ class ShardedParameter(ModelParameter):
         self.moves = self.travels or self.compute_dtype != self.dtype
         # A weight that is whole at rest is autocast by torch itself, as on one process.
         self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.moves
-        self.device, self.device_type = device, device.type
+        self.device = device
         self._sum: HostSum | None = None
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
@@ -267,11 +266,6 @@ class ShardedParameter(ModelParameter):
         self.trained = parameter.requires_grad
         self._hold(storage, Shard(layout.dim), shape, self.trained)
 
-    @property
-    def shape(self) -> torch.Size:
-        """See :class:`ModelParameter`."""
-        return torch.Size(self.layout.shape)
-
     def zeros(self, dtype: torch.dtype) -> Tensor:
         """Zeros like the padded shard, where it computes."""
         return torch.zeros(self.layout.shard_shape, dtype=dtype, device=self.device)
@@ -283,9 +277,8 @@ class ShardedParameter(ModelParameter):
 
     def own(self, values: Tensor) -> Tensor:
         """See :class:`ModelParameter`."""
-        if self.tensor is not None:
-            values = self.tensor.own(values)
-        else:
+        values = super().own(values)
+        if self.tensor is None:  # those of experts of other ranks lie before and behind
             count = self.layout.shape[0]
             values = values.narrow(0, self.axis.expert_rank * count, count)
         return self.layout.cut(values, self.rank).movedim(0, self.layout.dim)
@@ -428,24 +421,12 @@ class ReplicatedParameter(ModelParameter):
         self.compute_dtype = compute_dtype or parameter.dtype
         self.shown = -1
         mine = own_part(parameter)
+        self.shape = mine.shape
         storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
             storage.copy_(mine)
+        self.device = storage.device
         self._hold(storage, Replicate(), parameter.shape, parameter.requires_grad)
-
-    @property
-    def shape(self) -> torch.Size:
-        """See :class:`ModelParameter`."""
-        return self.storage.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.storage.device
-
-    def own(self, values: Tensor) -> Tensor:
-        """See :class:`ModelParameter`."""
-        return values if self.tensor is None else self.tensor.own(values)
 
     def show_again(self, shown: int) -> None:
         """The gradient of what was ``shown`` is ready: check that the values are the same (WP-14).
@@ -456,21 +437,15 @@ class ReplicatedParameter(ModelParameter):
         if shown != self.version():
             raise stale(self.name, dist.get_rank())
 
-    def current(self) -> Tensor:
-        """The values to compute with, published (WP-3)."""
-        if self.ready is not None:
-            self.publish()
-        return self.parameter._local_tensor.data.to(  # type: ignore[attr-defined]
-            self.compute_dtype
-        )
-
     # as a communicator: ``weight`` is itself
 
     def unshard(self, weight: ReplicatedParameter) -> Tensor:
-        """The local replica, in the compute dtype."""
-        tensor = self.current()
+        """The local replica, in the compute dtype, published (WP-3)."""
+        if self.ready is not None:
+            self.publish()
+        local = self.parameter._local_tensor.data  # type: ignore[attr-defined]
         self.shown = self.version()
-        return tensor
+        return local.to(self.compute_dtype)  # type: ignore[no-any-return]
 
     def at_hand(self, weight: ReplicatedParameter) -> bool:
         """Always."""
@@ -478,7 +453,7 @@ class ReplicatedParameter(ModelParameter):
 
     def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
         """Add this rank's part to the flat sum."""
-        if not self.sums.in_backward:
+        if self.sums.backward < 0:
             self.sums.began()
         self.sums.add(self.index, gradient)
 
@@ -518,11 +493,3 @@ def not_to_be_copied() -> StructureError:
         "a parallel model cannot be copied or pickled: its copy would share slots and groups. Copy "
         "it before parallelize(), or copy or save its state_dict()"
     )
-
-
-class Ready:
-    """What a publishing optimizer leaves on a shard: ``wait`` makes it readable (WP-3)."""
-
-    def wait(self) -> None:
-        """Block (CPU) or order streams until the new values are in the shard."""
-        raise NotImplementedError

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from internsp.failure.ledger import Counters
 from internsp.host import Copied, HostLink
 from internsp.mesh import WeightAxis
+from internsp.near import NearSlices
 from internsp.quantize import Quantizer
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle, ReplicaCollectives
-from internsp.wp.ledger import Counters
-from internsp.wp.near import NearSlices
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.queue import GatherQueue
 from internsp.wp.reduce import GradientReducer

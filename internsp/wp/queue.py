@@ -134,6 +134,7 @@ class GatherQueue(Generic[U, W]):
         self._turns: deque[tuple[U, Group[W], list[W]]] = deque()  # of groups; who is trained
         self._due: set[W] = set()  # whose turn is still to come
         self._ready: dict[W, int] = {}  # gradients, of those
+        self._again = False  # its weights have been used in its recompute
         self._reaching = False  # its trigger, in the recompute, is still to fire
         self.reduced: set[W] = set()
         self.lowest = len(blocks)  # the block that this backward has come to
@@ -176,11 +177,12 @@ class GatherQueue(Generic[U, W]):
 
     # forward
 
-    def begin_forward(self, keep: bool) -> list[Action]:
+    def begin_forward(self, keep: bool, head: bool = False) -> list[Action]:
         """The model is entered: gather what lies beside the blocks, and the first block.
 
         Args:
             keep: what the slots hold is known to be right.
+            head: gather it, too: no rank is known to run the same blocks before it.
         """
         out: list[Action] = []
         self._begin(FORWARD, self._forward)
@@ -195,12 +197,7 @@ class GatherQueue(Generic[U, W]):
             self._raise(len(self._forward.places), out)
         if self.enclosing is not None:
             self.enclosing.begin_forward(out)
-        return out
-
-    def gather_head(self) -> list[Action]:
-        """Gather it at the model's entry: no rank is known to run the same blocks before it."""
-        out: list[Action] = []
-        if self._alone is not None:
+        if head and self._alone is not None:
             self.gather(self._alone, FORWARD, out)
         return out
 
@@ -263,6 +260,8 @@ class GatherQueue(Generic[U, W]):
             uses = self._uses[weight] = self._uses.get(weight, 0) + 1
             if uses > 1:  # noted at once: after a failure here the next forward is right
                 self._most[weight] = max(uses, self._most.get(weight, 1))
+        elif phase == RECOMPUTE:
+            self._again |= unit is self.open
         elif phase == FORWARD and unit is self._alone and self.blocks:
             self._between |= self._passed < self._forward.ends[-1]
         one_by_one = self._one_by_one and block and phase == FORWARD and not self.astray
@@ -285,6 +284,7 @@ class GatherQueue(Generic[U, W]):
         out: list[Action] = []
         contents, flying = self.contents, self.flying
         last_first = phase == BACKWARD
+        self._again |= phase == RECOMPUTE and unit is self.open
         for group in reversed(unit.groups) if last_first else unit.groups:
             if phase == FORWARD:
                 self._uses.update(dict.fromkeys(group.weights, 1))
@@ -297,6 +297,20 @@ class GatherQueue(Generic[U, W]):
                 if told:
                     out.append(Action(USE, phase, unit, (weight,)))
         return out
+
+    def before_backward(self, unit: U, weight: W, told: bool = True) -> list[Action]:
+        """What was made with a weight is about to run its backward: :meth:`use`, or nothing.
+
+        A recomputed block waits in its recompute, and only there: one gather serves both. torch's
+        non-reentrant form fires the hook of the block's last layer before it recomputes; waiting
+        here would hold the recompute's first layer up for the whole block.
+        """
+        opened = unit is self.open
+        if opened and weight in self.reduced:
+            return []  # an output of its module that no weight had a part in
+        if unit.recomputed and not (self._again and opened and not self.holds(weight)):
+            return []
+        return self.use(unit, weight, BACKWARD, told)
 
     def arrive(self, unit: U, weight: W, phase: str) -> list[Action]:
         """Wait for the gather of a weight that is in flight, if it is."""
@@ -316,14 +330,6 @@ class GatherQueue(Generic[U, W]):
         ):
             del self.held[group]
             self._advance(out)
-        return out
-
-    def release_all(self, unit: U) -> list[Action]:
-        """:meth:`release` for a block that used all its weights at once."""
-        out: list[Action] = []
-        for group in unit.groups:
-            for weight in group.weights:
-                out += self.release(unit, weight)
         return out
 
     def leave(self, unit: U) -> list[Action]:
@@ -863,7 +869,7 @@ class GatherQueue(Generic[U, W]):
                 self._gather_block(number, out)  # before the top, as where a gradient came by it
             self.top(out)
         self.close(out)
-        self.open, self.lowest = unit, number
+        self.open, self.lowest, self._again = unit, number, False
         if self.recurs:
             self._at_block[unit], self._running = number, unit
         if not self.split:

@@ -155,24 +155,24 @@ class GradientReducer:
                 parts = unflatten(total, [weight.storage for weight in weights])
                 for weight, part in zip(weights, parts, strict=True):
                     weight.add_reduced_grad(part)
-            self._give_back(pending)
+            if weights[0].layout.size > 1:
+                self.buffers.give(received)
+            if pending.packed is not None:
+                self.buffers.give(pending.packed)
         if self._trace.enabled:
             for weight in weights:
                 self._trace.record("FINISH", unit.name, weight.name, "finish")
 
     def discard(self) -> None:
-        """After a failure that all ranks met: let everything arrive, keep nothing (WP-10)."""
+        """After a failure that all ranks met: let everything arrive (WP-10).
+
+        What has arrived lies in the shards' reduced gradients, to be dropped with them.
+        """
+        while self._queue:
+            self.finish_oldest()
         self.ready.clear()
         self.touched.clear()
         self.whole.discard()
-        flying = [pending for launched in self._queue for pending in launched]
-        self._queue.clear()
-        for pending in flying:
-            first = pending.weights[0]
-            collectives = self._collectives[first.axis]
-            collectives.wait(pending.handle, pending.unit.name, first.name, "finish")
-            pending.handle.keep = ()
-            self._give_back(pending)
 
     def _taken(self, weight: ShardedParameter) -> Tensor | None:
         gradient = self.ready.pop(weight, None)
@@ -220,12 +220,6 @@ class GradientReducer:
         else:
             weight.layout.pack(gradient, packed)
         return packed, packed
-
-    def _give_back(self, pending: PendingGradient) -> None:
-        if pending.weights[0].layout.size > 1:
-            self.buffers.give(pending.received)
-        if pending.packed is not None:
-            self.buffers.give(pending.packed)
 
 
 def packed_as_is(layout: ShardLayout, gradient: Tensor) -> Tensor | None:

@@ -23,7 +23,7 @@ class ReplicatedParameters:
     ``grad = None``, as on one process.
 
     Attributes:
-        in_backward: whether it is known that a backward runs.
+        backward: the graph task of the backward that is known to run; -1: none.
         began: called at a ready gradient where it is not.
     """
 
@@ -31,7 +31,7 @@ class ReplicatedParameters:
         self._mesh = mesh
         self.rank = mesh.rank
         self.began: Callable[[], None] = lambda: None
-        self.in_backward = False
+        self.backward = -1
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None

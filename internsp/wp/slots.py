@@ -126,9 +126,7 @@ class Slot:
         for weight in evicted:
             changed = True
             weight.shown = None
-            if weight in self._buffers:
-                self.streams.before_overwrite()
-                self._buffers[weight].untyped_storage().resize_(0)
+            self._free(weight)
         if self.streams.active:
             self.streams.before_overwrite(*weights)
         for weight in weights:
@@ -140,9 +138,12 @@ class Slot:
     def free(self, unit: Unit) -> None:
         """Give back memory of ``unit``'s weights, where each has its own; views keep its place."""
         for weight in unit.weights:
-            if weight in self._buffers:
-                self.streams.before_overwrite()
-                self._buffers[weight].untyped_storage().resize_(0)
+            self._free(weight)
+
+    def _free(self, weight: ShardedParameter) -> None:
+        if weight in self._buffers:
+            self.streams.before_overwrite()
+            self._buffers[weight].untyped_storage().resize_(0)
 
     def flat(self, unit: Unit, weight: ShardedParameter) -> Tensor:
         """``weight``'s padded bytes in the slot, flat, in its compute dtype.

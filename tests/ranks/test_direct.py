@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import CollectiveError
+from internsp.failure.ledger import Counters
 from internsp.trace import Trace
 from internsp.wp.collectives import MOST_DIRECT, Collectives
-from internsp.wp.ledger import Counters
 from tests.support.ranks import ranks, run_ranks
 
 SHARD = (15,)

@@ -279,7 +279,7 @@ def refused(rank: int, world: int) -> list[str]:
             found.append("taken")
         except (TypeError, ValueError) as error:
             found.append(str(error))
-    assert fresh.collects_itself  # a refusal leaves the plain loop as it was
+    assert fresh.plain is not None  # a refusal leaves the plain loop as it was
     return found
 
 

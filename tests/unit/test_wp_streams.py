@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from internsp.accelerator import current_stream, device_clock
+from internsp.failure.ledger import Ledger
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
-from internsp.wp.ledger import Ledger
 from internsp.wp.reduce import Buffers
 from internsp.wp.slots import SlotStreams
 

@@ -1,52 +1,69 @@
-"""The end of a plain loop's backward: every ``.grad`` complete, on every rank (WP-5, WP-9)."""
+"""The end of a plain loop's backward: every ``.grad`` complete, on every rank (WP-5, WP-9).
+
+What a loop without a ``ZeroOptimizer`` has in the place of :mod:`internsp.optim.reduction`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from internsp.dtensor.placed import grad_dtype
+from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import ConfigError
+from internsp.failure.ledger import UNCOUNTED
 from internsp.host import OPTIMIZER
-from internsp.mesh import ParallelMesh
 from internsp.wp.collectives import Handle
-from internsp.wp.ledger import UNCOUNTED
+from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.perform import Chunk
 from internsp.wp.reductions import Parcel
 from internsp.wp.replicated import SMALL, ReplicatedParameters
-from internsp.wp.slots import Unit
 
 
-class ReplicaSums:
-    """All-reduces reduced gradients over replicas, weight by weight (a plain loop).
-
-    Args:
-        units: of the chunk, in the order in which a backward completes them.
+class PlainLoop:
+    """All-reduces a chunk's reduced gradients over replicas, weight by weight, and completes
+    ``.grad``.
 
     Attributes:
         sums: of exchanges that are finished.
+        unfinished: gradients whose sums wait for a later backward.
     """
 
-    def __init__(self, state: Chunk, units: Iterable[Unit]) -> None:
-        self._state = state
+    def __init__(self, communicator: ISPCommunicator) -> None:
+        self._communicator, self._state = communicator, communicator.state
         self._flying: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
+        discard = partial(discard_sums, communicator.state, communicator.replicated)
+        self.unfinished = UnfinishedGradients(discard, communicator.mesh.rank)
+        beside = communicator.beside()
+        head = [u for u in communicator.units() if u.block < 0 and u not in beside]
         per_unit = [
             [
                 Parcel(w.name, (w,), w.storage.numel() * _wide(w).itemsize)
                 for w in reversed(unit.weights)
                 if w.axis.replicas > 1
             ]
-            for unit in units
-        ]
+            for unit in (*head, *reversed(communicator.blocks), *beside)
+        ]  # in the order in which a backward completes them
         parcels = {parcel.name: parcel for unit in per_unit for parcel in unit}
         sizes = sorted(sum(parcel.nbytes for parcel in unit) for unit in per_unit)
-        state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
+        self._state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
+        self._state.replicas = self
+
+    def backward_ended(self, more: bool) -> None:
+        """Complete ``.grad``, or where ``more`` is to come say that it is not complete."""
+        if more:
+            sums = [*self._communicator.replicated.with_gradient(), *self._state.reducer.touched]
+            self.unfinished.show(sums)
+        else:
+            self.unfinished.take()
+            self._collect()
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """See :class:`internsp.wp.reductions.ReplicaExchange`.
@@ -83,57 +100,52 @@ class ReplicaSums:
             self.finish_oldest()
         self.sums.clear()
 
+    def _collect(self) -> None:
+        """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
 
-def collect(
-    state: Chunk,
-    sums: ReplicaSums,
-    replicated: ReplicatedParameters,
-    mesh: ParallelMesh,
-    mean: bool,
-) -> None:
-    """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
-
-    Raises:
-        ConfigError: optimizer state is to lie in host memory, and no ``ZeroOptimizer`` has it.
-    """
-    if state.link is not None:
-        for weight in replicated.sharded:
-            if OPTIMIZER in weight.offload and weight.requires_grad:
-                raise ConfigError(
-                    f"weight_parallel: offload = \"optimizer\" of {weight.name} (on rank "
-                    f"{mesh.rank}) is the business of a ZeroOptimizer, and there is none: a torch "
-                    "optimizer has its state where the parameters are, which offload = "
-                    "\"weights\" puts into host memory"
-                )
-    flat = replicated.reduce(state.reducer.touched, state.collectives)
-    state.complete_gradients()
-    if flat is not None:
-        state.collectives.ledger.wait(flat, UNCOUNTED, SMALL)
-    used_small, used_sharded = replicated.used(_settled)
-    ranks = mesh.shape.stage_size
-    values = replicated.values()
-    for member, used, value in zip(replicated.members, used_small, values, strict=True):
-        if used and member.requires_grad:
-            _accumulate(member, value.div_(ranks) if mean else value)
-    _own(replicated.sharded)
-    hosted: list[tuple[ShardedParameter, Tensor]] = []
-    for weight, used in zip(replicated.sharded, used_sharded, strict=True):
-        total = sums.sums.pop(weight) if weight in sums.sums else weight.reduced()
-        if used and weight.requires_grad and total is not None:
-            value = total.div_(ranks) if mean else total
-            if weight.hosted and weight.link is not None:
-                value = value.to(grad_dtype(weight.parameter))
-                hosted.append((weight, weight.link.empty("grad", value.shape, value.dtype)))
-                weight.link.store([(hosted[-1][1], value)])
-            else:
-                _accumulate(weight, value)
-        weight.drop_reduced_grad()
-    if state.link is not None:
-        state.link.rest()
-    for weight, value in hosted:
-        _accumulate(weight, value)
-    replicated.reset()
-    state.reducer.touched.clear()
+        Raises:
+            ConfigError: optimizer state is to lie in host memory, and no ``ZeroOptimizer`` has it.
+        """
+        communicator, state = self._communicator, self._state
+        replicated, mesh, mean = communicator.replicated, communicator.mesh, communicator.mean
+        if state.link is not None:
+            for weight in replicated.sharded:
+                if OPTIMIZER in weight.offload and weight.requires_grad:
+                    raise ConfigError(
+                        f'weight_parallel: offload = "optimizer" of {weight.name} (on rank '
+                        f"{mesh.rank}) is the business of a ZeroOptimizer, and there is none: a "
+                        "torch optimizer has its state where the parameters are, which offload = "
+                        '"weights" puts into host memory'
+                    )
+        flat = replicated.reduce(state.reducer.touched, state.collectives)
+        state.complete_gradients()
+        if flat is not None:
+            state.collectives.ledger.wait(flat, UNCOUNTED, SMALL)
+        used_small, used_sharded = replicated.used(_settled)
+        ranks = mesh.shape.stage_size
+        values = replicated.values()
+        for member, used, value in zip(replicated.members, used_small, values, strict=True):
+            if used and member.requires_grad:
+                _accumulate(member, value.div_(ranks) if mean else value)
+        _own(replicated.sharded)
+        hosted: list[tuple[ShardedParameter, Tensor]] = []
+        for weight, used in zip(replicated.sharded, used_sharded, strict=True):
+            total = self.sums.pop(weight) if weight in self.sums else weight.reduced()
+            if used and weight.requires_grad and total is not None:
+                value = total.div_(ranks) if mean else total
+                if weight.hosted and weight.link is not None:
+                    value = value.to(grad_dtype(weight.parameter))
+                    hosted.append((weight, weight.link.empty("grad", value.shape, value.dtype)))
+                    weight.link.store([(hosted[-1][1], value)])
+                else:
+                    _accumulate(weight, value)
+            weight.drop_reduced_grad()
+        if state.link is not None:
+            state.link.rest()
+        for weight, value in hosted:
+            _accumulate(weight, value)
+        replicated.reset()
+        state.reducer.touched.clear()
 
 
 def _wide(weight: ShardedParameter) -> torch.dtype:
@@ -166,11 +178,6 @@ def _accumulate(member: Member, value: Tensor) -> None:
         member.parameter.grad = gradient
     else:
         before._local_tensor.add_(gradient._local_tensor)
-
-
-def with_sums(state: Chunk, replicated: ReplicatedParameters) -> list[Member]:
-    """The parameters that have sums on this rank."""
-    return [*replicated.with_gradient(), *state.reducer.touched]
 
 
 def discard_sums(
