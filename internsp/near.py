@@ -80,14 +80,14 @@ class NearSlices:
             self._of(weight).copy_(whole[part])
             self._shown[weight] = weight.shown
 
-    def gather(
-        self, weights: Sequence[ShardedParameter]
-    ) -> tuple[list[Tensor], Collectives]:
-        """What this rank sends of each to its near group."""
-        for weight in weights:
-            weight.shown = self._shown[weight]  # of what the slices were made of
-        first = weights[0]
-        return [self._of(weight) for weight in weights], self._gathers[first.axis, first.slices]
+    def collectives(self, weight: ShardedParameter) -> Collectives:
+        """Of its near group."""
+        return self._gathers[weight.axis, weight.slices]
+
+    def slice(self, weight: ShardedParameter) -> Tensor:
+        """What this rank sends of it to its near group."""
+        weight.shown = self._shown[weight]  # of what the slice was made of
+        return self._of(weight)
 
     def discard(self) -> None:
         """After a failure: nothing is on its way."""

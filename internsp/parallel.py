@@ -217,13 +217,11 @@ class _Builder:
         self.options: dict[str, WeightOptions] = {}
         self.link: HostLink | None = None
         self.unfilled: list[Member] = []
-        self.again = {
-            i: structure.recomputes(i, recomputed) for i in range(len(structure.blocks))
-        }
+        self.again = [structure.recomputes(i, recomputed) for i in range(len(structure.blocks))]
         around = [around.layer in recomputed for around in structure.enclosing]
         self.scopes = {
-            i: Scope(recomputed=again or (block.around >= 0 and around[block.around]))
-            for (i, again), block in zip(self.again.items(), structure.blocks, strict=True)
+            i: Scope(recomputed=self.again[i] or (block.around >= 0 and around[block.around]))
+            for i, block in enumerate(structure.blocks)
         }
         self.enclosed = [Scope(recomputed=again) for again in around]
         self.scopes[-1] = Scope(block=False)
@@ -251,14 +249,15 @@ class _Builder:
                     "shards on the device; offload nothing, or take the library's communicator"
                 )
             self.link = HostLink(self.mesh.device)
+        self._make_units(plan)
         for assignment in assignments:
             made = self._place(assignment)
             places += made
             if assignment.parameter.is_meta:
                 self.unfilled.append(made[0][1])
-        blocks = [self._block_unit(i) for i in range(len(self.structure.blocks))]
-        others = [u for n, u in self.units.items() if u.block < 0]
-        state = self._state(blocks, others, plan, trace)
+        blocks = [self.units[block.name] for block in self.structure.blocks]
+        others = [unit for unit in self.units.values() if unit.block < 0]
+        state = self._state(blocks, plan, trace)
         communicator = ISPCommunicator(
             state,
             self.mesh,
@@ -361,10 +360,7 @@ class _Builder:
         weight.parameter.grad_dtype = a.dtypes.grad
         self.sharded.append(weight)
         self.options[a.name] = a.options
-        unit = self._block_unit(a.block) if a.block >= 0 else self.units.setdefault(
-            a.unit, Unit(a.unit, [])
-        )
-        unit.weights.append(weight)
+        self.units[a.unit].weights.append(weight)
         for o in a.owners:
             o.module._parameters[o.name] = weight.parameter
         return [(o, weight) for o in a.owners]
@@ -388,37 +384,30 @@ class _Builder:
             for each in plan.enclosing
         ]
 
-    def _block_unit(self, index: int) -> Unit:
-        block = self.structure.blocks[index]
-        if block.name not in self.units:
-            within = [name for name, _ in block.modules]
-            if block.around >= 0 and self.structure.enclosing[block.around].first == index:
-                within = [self.structure.enclosing[block.around].name]  # its rest's too
-            self.units[block.name] = Unit(
-                block.name,
-                [],
-                block=index,
-                around=block.around,
+    def _make_units(self, plan: ChunkPlan) -> None:
+        """Those of the plan, to be filled with weights."""
+        for planned in plan.units:
+            within: list[str] = []
+            if planned.block >= 0:
+                block = self.structure.blocks[planned.block]
+                within = [name for name, _ in block.modules]
+                if block.around >= 0 and plan.enclosing[block.around].first == planned.block:
+                    within = [plan.enclosing[block.around].name]  # its rest's too
+            self.units[planned.name] = Unit(
+                planned.name, [], planned.slot, planned.block, planned.recomputed,
+                planned.trigger_at, planned.at_entry and self.own is None, planned.around,
                 within=tuple(f"{name}." for name in within),
-                recomputed=self.again[index],
-            )
-        return self.units[block.name]
+            )  # fmt: skip
 
-    def _state(
-        self, blocks: list[Unit], others: list[Unit], plan: ChunkPlan, trace: Trace
-    ) -> Chunk:
-        planned = {unit.name: unit for unit in plan.units}
-        by_name = {weight.name: weight for weight in self.sharded}
-        units = {unit.name: unit for unit in (*blocks, *others)}
-        for unit in units.values():
+    def _state(self, blocks: list[Unit], plan: ChunkPlan, trace: Trace) -> Chunk:
+        by_name, units = {weight.name: weight for weight in self.sharded}, self.units
+        for planned in plan.units:
             groups = [
                 Group([by_name[weight.name] for weight in group.weights], group.start, group.end)
-                for group in planned[unit.name].groups
+                for group in planned.groups
             ]
             # With a communicator of the user's own nothing is queued, and there are no slots.
-            unit.place(groups if self.own is None else ())
-            unit.slot, unit.trigger_at = planned[unit.name].slot, planned[unit.name].trigger_at
-            unit.at_entry = planned[unit.name].at_entry and self.own is None
+            units[planned.name].place(groups if self.own is None else ())
         queue = GatherQueue[Unit, ShardedParameter](
             plan.policy,
             blocks,

@@ -71,19 +71,16 @@ class Ledger:
         """Where a rank is: those that failed with equal places are at the same point (WP-10)."""
         return " ".join(map(str, self.counts))
 
-    def wait(
-        self, work: Work, launch: Wait, unit: str, weight: str = "", phase: str = ""
-    ) -> None:
-        """Wait for ``work``, which a look at ``waiting`` shows meanwhile.
+    def wait(self, work: Work, what: str) -> None:
+        """Wait for one that is not counted.
 
         Raises:
             CollectiveError: it failed.
         """
-        self.waiting = launch, unit, weight, phase
+        self.waiting = UNCOUNTED, what, "", ""
         try:
             work.wait()
         except RuntimeError as error:
-            what = f"{weight or unit} ({phase})" if phase else unit
             raise self.failed(what, error) from error
         finally:
             self.waiting = None

@@ -16,7 +16,6 @@ from torch import Tensor
 from internsp.dtensor.placed import grad_dtype
 from internsp.dtensor.unfinished import UnfinishedGradients
 from internsp.errors import ConfigError
-from internsp.failure.ledger import UNCOUNTED
 from internsp.host import OPTIMIZER
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
@@ -120,7 +119,7 @@ class PlainLoop:
         flat = replicated.reduce(state.reducer.touched, state.collectives)
         state.complete_gradients()
         if flat is not None:
-            state.collectives.ledger.wait(flat, UNCOUNTED, SMALL)
+            state.collectives.ledger.wait(flat, SMALL)
         used_small, used_sharded = replicated.used(_settled)
         ranks = mesh.shape.stage_size
         values = replicated.values()

@@ -297,11 +297,20 @@ class Collectives:
         if handle.work is None:
             return
         work, handle.work = handle.work, None
-        trace = self.trace
+        ledger, trace = self.ledger, self.trace
         start = trace.now()
-        self.ledger.wait(work, handle.launch or UNCOUNTED, unit, weight, phase)
+        ledger.waiting = handle.launch or UNCOUNTED, unit, weight, phase
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ledger.failed(f"{weight or unit} ({phase})", error) from error
+        finally:
+            ledger.waiting = None
         end = trace.now()
-        trace.waited(start, end)
+        if trace.clock is None:  # at every wait of a step: no call
+            trace.exposed += end - start
+        else:
+            trace.waited(start, end)
         if handle.stream is not None:
             self._outlive(handle)
         if trace.enabled:

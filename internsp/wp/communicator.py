@@ -570,7 +570,13 @@ class ISPCommunicator(ChunkWeights):
             self.more_to_come = before
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """A promise that nothing writes weights inside: see :meth:`Contents.unchanged`."""
+        """A promise that nothing writes weights inside: forwards use again what is in slots.
+
+        For evaluations, micro-batches and generation in a row: the last blocks of a pass, kept
+        ones, embedding and head are not gathered again by the next. Outside of it a forward takes
+        over nothing from the pass before. A forward raises ``StaleWeightError`` where the promise
+        was broken. All ranks enter and leave it together; no message.
+        """
         return self.contents.unchanged()
 
     def prefetch_all(self) -> None:

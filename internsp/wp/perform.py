@@ -154,31 +154,34 @@ class Chunk:
         slot.take(unit, weights, evicted, self.pool.poison)
         runs = runs_of(weights, lambda w: w.compute_dtype) if len(weights) > 1 else [weights]
         for run in runs:
-            first, outputs, copied = run[0], [slot.flat(unit, weight) for weight in run], None
-            collectives = self.gathers[first.axis]
+            collectives, copied, near = self.gathers[run[0].axis], None, None
             if self.near is not None and kind == NEAR_GATHER:
-                shards, collectives = self.near.gather(run)
-            else:
-                if self.near is not None:
-                    self.near.expect(run)
-                for weight in run:
-                    weight.shown = weight.tag()
-                if self.quantizer is not None and first in self.quantizer.weights:  # it goes alone
-                    shard = first.fresh()
-                    if self.link is not None and first.hosted:
-                        shard = self.link.staged(shard)
-                    sent = self.quantizer.quantize(first, shard, outputs[0], slot.streams)
-                    outputs, shards = [sent[0]], [sent[1]]
-                elif self.link is not None and first.hosted:
-                    shards = []
-                    for weight, output in zip(run, outputs, strict=True):
-                        place, copied = self._from_host(self.link, weight, output)
-                        shards.append(place)
+                near, collectives = self.near, self.near.collectives(run[0])
+            outputs: list[Tensor] = []
+            shards: list[Tensor] = []
+            names: list[str] = []
+            for weight in run:
+                output = slot.flat(unit, weight)
+                if near is not None:
+                    shard = near.slice(weight)
                 else:
-                    shards = [weight.to_send() for weight in run]
-            names = [weight.name for weight in run]
+                    weight.shown = weight.tag()
+                    if self.quantizer is not None and weight in self.quantizer.weights:
+                        shard = weight.fresh()
+                        if self.link is not None and weight.hosted:
+                            shard = self.link.staged(shard)
+                        output, shard = self.quantizer.quantize(weight, shard, output, slot.streams)
+                    elif self.link is not None and weight.hosted:
+                        shard, copied = self._from_host(self.link, weight, output)
+                    else:
+                        shard = weight.to_send()
+                outputs.append(output)
+                shards.append(shard)
+                names.append(weight.name)
+            if self.near is not None and near is None:
+                self.near.expect(run)
             handle = collectives.all_gather(outputs, shards, unit.name, names, phase)
-            if copied is not None and first.layout.size == 1:
+            if copied is not None and collectives.size == 1:
                 handle.work = copied  # all that is to be waited for
             self._launched(run, handle)
 
