@@ -256,7 +256,6 @@ class _Builder:
             if assignment.parameter.is_meta:
                 self.unfilled.append(made[0][1])
         blocks = [self.units[block.name] for block in self.structure.blocks]
-        others = [unit for unit in self.units.values() if unit.block < 0]
         state = self._state(blocks, plan, trace)
         communicator = ISPCommunicator(
             state,
@@ -266,17 +265,12 @@ class _Builder:
             mean=self.config.reduction == "mean",
         )
         communicator.plan = plan
-        by_unit = self._communicators(communicator, others)
+        communicator.enclosing = EnclosingBlocks(communicator.queue, self._enclosing(plan))
         communicator.plain = PlainLoop(communicator)
         learns = self.config.unexpected_order == "learn"
         if learns and self.own is None:
             communicator.learning = OrderLearner(communicator)
-        of_blocks = ChunkWeights(state)
-        for weight in self.sharded:
-            weight.communicator = by_unit.get(weight.unit.name, of_blocks)
-            if self.own is not None:
-                weight.communicator = UsersCommunicator(communicator.state, self.own)
-        communicator.enclosing = EnclosingBlocks(communicator.queue, self._enclosing(plan))
+        self._give_communicators(communicator, plan)
         named: list[Any] = [*self.structure.blocks, None, *self.structure.enclosing]
         for scope, block in zip([*self.scopes.values(), *self.enclosed], named, strict=True):
             scope.module = self.model if block is None else block.module
@@ -466,26 +460,23 @@ class _Builder:
             state.quantizer = Quantizer(kinds, self.mesh.device, self.config.memory_pool)
         return state
 
-    def _communicators(
-        self, communicator: ISPCommunicator, others: list[Unit]
-    ) -> dict[str, WPCommunicator]:
+    def _give_communicators(self, communicator: ISPCommunicator, plan: ChunkPlan) -> None:
+        """To each cut weight the one that gathers it."""
         state = communicator.state
-        by_unit: dict[str, WPCommunicator] = {}
-        embedding, head = self.structure.embedding, self.structure.head
-        tied = communicator.plan.head if communicator.plan is not None else None
-        for unit in others:
-            if head is not None and unit.name == head[0]:
-                communicator.head = HeadWeightParallelCommunicator(state, unit)
-                by_unit[unit.name] = communicator.head
-                continue
-            beside = by_unit[unit.name] = EmbeddingWeightParallelCommunicator(state, unit)
-            if embedding is not None and unit.name == embedding[0]:
-                communicator.embedding = beside
-            else:
-                communicator.others.append(beside)
-            if communicator.head is None and tied is not None and tied.name == unit.name:
-                communicator.head = HeadWeightParallelCommunicator(state, unit)
-        return by_unit
+        of_all: WPCommunicator = ChunkWeights(state)
+        if self.own is not None:
+            of_all = UsersCommunicator(state, self.own)
+        for weight in self.sharded:
+            weight.communicator = of_all
+        if plan.head is not None:
+            communicator.head = HeadWeightParallelCommunicator(state, self.units[plan.head.name])
+        if plan.embedding is not None:
+            unit = self.units[plan.embedding.name]
+            communicator.embedding = EmbeddingWeightParallelCommunicator(state, unit)
+        for beside in (communicator.head, communicator.embedding):  # a tied weight is the latter's
+            if beside is not None and self.own is None:
+                for weight in beside.unit.weights:
+                    weight.communicator = beside
 
     def _entered(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
         """What is looked at whenever the model is entered: what may have changed since."""

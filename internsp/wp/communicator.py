@@ -277,8 +277,8 @@ class ISPCommunicator(ChunkWeights):
     Attributes:
         blocks: units in the declared order.
         replicated: parameters that every rank holds unsharded.
-        head, embedding: communicators beside this one, or ``None``.
-        others: communicators of large weights that belong to none of these.
+        head, embedding: their communicators, or ``None``; other large weights outside of blocks
+            have none of their own.
         enclosing: blocks that hold units of their own.
         recovery: what happens after an exception.
         contents: whether what is in the slots may be used again.
@@ -314,7 +314,6 @@ class ISPCommunicator(ChunkWeights):
         self.learned = False
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
-        self.others: list[EmbeddingWeightParallelCommunicator] = []
         self.enclosing: EnclosingBlocks[Unit, ShardedParameter] = EnclosingBlocks(self.queue, ())
         self.meeting: Any = None
         self.whole_in = ""
@@ -339,13 +338,13 @@ class ISPCommunicator(ChunkWeights):
         self._nested = False  # that task may be an inner one
 
     def beside(self) -> list[Unit]:
-        """Units beside blocks and head."""
-        first = [self.embedding] if self.embedding is not None else []
-        return [communicator.unit for communicator in (*first, *self.others)]
+        """Units beside blocks and head; of enclosing blocks what lies in none of their units."""
+        rests = [block.rest for block in self.enclosing.blocks if block.rest.weights]
+        return [*self.queue.root, *rests]
 
     def units(self) -> list[Unit]:
         """All of the chunk: blocks, embedding, others, head."""
-        head = [self.head.unit] if self.head is not None else []
+        head = [self.queue.head] if self.queue.head is not None else []
         return list(dict.fromkeys([*self.blocks, *self.beside(), *head]))
 
     # weights of blocks, for layers
