@@ -6,7 +6,7 @@ The phase; the tensors of an output, and which of them lie in the memory of a we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
 from functools import partial
 from typing import Any
 
@@ -26,19 +26,18 @@ def in_backward() -> bool:
     return graph_task() != NO_TASK
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
     """The tensors in a module's output, through tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        items = value
     elif isinstance(value, (dict, Mapping)):  # the first answers at once
-        for item in value.values():
-            yield from tensors(item)
+        items = value.values()
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors(getattr(value, name))
+        items = [getattr(value, name) for name in value.__dataclass_fields__]
+    return [tensor for item in items for tensor in tensors(item)]
 
 
 # Whether torch.vmap, torch.func.grad or another of their kind runs (torch has no public name).

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from internsp.errors import CollectiveError, StructureError
 from internsp.failure.lookout import Lookout
 from internsp.failure.recovery import default_store
-from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.parameter import Member, ShardedParameter, trained
 
 
 class Meeting:
@@ -141,6 +141,6 @@ class FrozenSet:
         self._agreed = now
 
     def _now(self) -> list[bool]:
-        return [member.parameter.requires_grad for member in self._members]
+        return trained(self._members)
 
 

@@ -11,7 +11,7 @@ parameters keeps ``DTensor``'s fast C++ path, and gradients are ordinary ``DTens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ _PASSED = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 plainly: Any = torch._C._disabled_torch_function_impl
 """Call past ``__torch_function__``: function, types, arguments, options."""
 _tensor: Any = Tensor
+
+
+def each(read: Callable[[Any], Any], tensors: Iterable[Tensor]) -> list[Any]:
+    """What ``read`` says of each, past ``__torch_function__`` in one call for all."""
+    found: list[Any] = plainly(list, (), (map(read, tensors),), {})
+    return found
 
 
 def raw_property(name: str) -> Any:

@@ -125,22 +125,21 @@ class Views(torch.autograd.Function):
         if torch.is_grad_enabled():
             no_second_derivatives()
         answers: list[Tensor | None] = [None] * (len(gradients) + 1)
-        ready = list(gradients)
-        for i, (leaf, _) in enumerate(ctx.next_functions):
+        ready, use, executed = list(gradients), ctx.use, torch._C._will_engine_execute_node
+        for i, ((leaf, _), weight) in enumerate(zip(ctx.next_functions, use.weights, strict=True)):
             gradient = ready[i]
             if gradient is None:
                 continue
-            tensor = ctx.use.weights[i].tensor
-            if tensor is not None:
-                ready[i] = gradient = tensor.local_gradient(gradient)
+            if weight.tensor is not None:
+                ready[i] = gradient = weight.tensor.local_gradient(gradient)
             # ``inputs=`` may leave a leaf out; ``torch.autograd.grad`` captures it (WP-9), and then
             # torch will not say whether it executes the leaf.
             try:
-                if not torch._C._will_engine_execute_node(leaf):
+                if not executed(leaf):
                     ready[i] = None
             except RuntimeError:
-                answers[i + 1] = _captured(ctx.use.weights[i], gradient, ctx.parameters[i])
-        ctx.use.on_grad_ready(ready)
+                answers[i + 1] = _captured(weight, gradient, ctx.parameters[i])
+        use.on_grad_ready(ready)
         return tuple(answers)
 
 
@@ -421,7 +420,7 @@ def _require_tensors(owner: str, taken: Taken, output: Any, before: Given) -> No
     """Backward must be seen to come to a module that keeps its weights."""
     if not torch.is_grad_enabled() or not any(weight.guarded for weight in taken):
         return
-    if not own(output, before) and not any(True for _ in tensors(output)):
+    if not own(output, before) and not tensors(output):
         raise StructureError(
             f"{owner} returns a {type(output).__name__}, in which no tensor can be found, so that "
             "its weights could not be kept for its backward: return tensors, or tuples, lists, "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from internsp.autograd import compiled
-from internsp.dtensor.mixed import plainly
+from internsp.dtensor.mixed import each
 from internsp.dtensor.placed import dtensor_like
 from internsp.errors import GradientError, StructureError
 from internsp.layers.parameters import weights_of
@@ -39,10 +39,10 @@ def require_no_gradient_hooks(
                 if is_compiled(module):
                     raise compiled(name or "the model")
             first.clear()
-        for member in members:
-            # Past __torch_function__, by which every read of a parameter's attribute goes.
-            given = (member.parameter,)
-            if plainly(_hooks, (), given, {}) or plainly(_accumulated, (), given, {}):
+        parameters = [member.parameter for member in members]
+        hooked = zip(members, each(_hooks, parameters), each(_accumulated, parameters), strict=True)
+        for member, hooks, accumulated in hooked:
+            if hooks or accumulated:
                 raise GradientError(
                     f"{member.name} has a gradient hook, which autograd would call without a "
                     "gradient: that exists when its reduction is finished, after backward. Remove "

@@ -19,7 +19,7 @@ from internsp.errors import ConfigError
 from internsp.host import OPTIMIZER
 from internsp.wp.collectives import Handle
 from internsp.wp.communicator import ISPCommunicator
-from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
+from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter, trained
 from internsp.wp.perform import Chunk
 from internsp.wp.reductions import Parcel
 from internsp.wp.replicated import SMALL, ReplicatedParameters
@@ -122,15 +122,17 @@ class PlainLoop:
             state.collectives.ledger.wait(flat, SMALL)
         used_small, used_sharded = replicated.used(_settled)
         ranks = mesh.shape.stage_size
-        values = replicated.values()
-        for member, used, value in zip(replicated.members, used_small, values, strict=True):
-            if used and member.requires_grad:
+        small, values = replicated.members, replicated.values()
+        read = zip(small, used_small, trained(small), values, strict=True)
+        for member, used, wanted, value in read:
+            if used and wanted:
                 _accumulate(member, value.div_(ranks) if mean else value)
         _own(replicated.sharded)
         hosted: list[tuple[ShardedParameter, Tensor]] = []
-        for weight, used in zip(replicated.sharded, used_sharded, strict=True):
+        sharded = replicated.sharded
+        for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
             total = self.sums.pop(weight) if weight in self.sums else weight.reduced()
-            if used and weight.requires_grad and total is not None:
+            if used and wanted and total is not None:
                 value = total.div_(ranks) if mean else total
                 if weight.hosted and weight.link is not None:
                     value = value.to(grad_dtype(weight.parameter))
@@ -171,7 +173,8 @@ def _own(weights: Iterable[ShardedParameter]) -> None:
 
 def _accumulate(member: Member, value: Tensor) -> None:
     """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of that."""
-    gradient = member.wrap(value.to(grad_dtype(member.parameter)))
+    dtype = grad_dtype(member.parameter)
+    gradient = member.wrap(value if value.dtype == dtype else value.to(dtype))
     before: Any = member.parameter.grad
     if before is None:
         member.parameter.grad = gradient

@@ -23,9 +23,11 @@ def active(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def follow(weight: ShardedParameter) -> None:
-    """Before a use of ``weight``, whose dtype autocast decides (``weight.autocasts``)."""
-    _lower(weight, active(weight.device.type))
+def follow(*weights: ShardedParameter) -> None:
+    """Before a use of ``weights``, whose dtype autocast may decide (``weight.autocasts``)."""
+    now = active(weights[0].device.type)
+    for weight in weights:
+        _lower(weight, now)
 
 
 def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:

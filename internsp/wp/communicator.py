@@ -27,7 +27,7 @@ from internsp.plan.chunk import ChunkPlan
 from internsp.wp.autocast import Autocast, follow
 from internsp.wp.contents import Contents
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
-from internsp.wp.parameter import Member, ShardedParameter
+from internsp.wp.parameter import Member, ShardedParameter, trained
 from internsp.wp.perform import Chunk
 from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import BACKWARD, FORWARD, RECOMPUTE
@@ -156,9 +156,7 @@ class ChunkWeights(WPCommunicator):
         """See :meth:`WPCommunicator.unshard_all`."""
         unit = weights[0].unit
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
-        for weight in weights:
-            if weight.autocasts:
-                follow(weight)
+        follow(*weights)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
         self._read(*unit.weights)
         return [self.state.pool.view(weight) for weight in weights]
@@ -713,8 +711,9 @@ class ISPCommunicator(ChunkWeights):
     def _count_forward(self) -> None:
         self.forwards += 1
         self._graphs += torch.is_grad_enabled()
-        for weight in self.replicated.sharded:
-            weight.trained = weight.requires_grad
+        weights = self.replicated.sharded
+        for weight, now in zip(weights, trained(weights), strict=True):
+            weight.trained = now
 
     def _exchanges(self) -> bool:
         """Whether replicas exchange what the backward that begins completes, while it runs.

@@ -284,7 +284,7 @@ class Hooks:
         before = self._given.pop(unit, {})
         if not torch.is_grad_enabled():
             return
-        if not isinstance(output, Tensor) and not any(True for _ in tensors(output)):
+        if not isinstance(output, Tensor) and not tensors(output):
             raise StructureError(
                 f"block {unit.name} returns a {type(output).__name__}, in which no tensor can be "
                 "found, so that its backward could not be prefetched: return tensors, or tuples, "

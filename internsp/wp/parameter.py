@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from internsp.dtensor.mixed import plainly
+from internsp.dtensor.mixed import each, plainly
 from internsp.dtensor.parameter import Aliases, own, part
 from internsp.dtensor.placed import dtensor_like, local_of, strides
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
@@ -460,6 +460,11 @@ class ReplicatedParameter(ModelParameter):
 
 Member = ReplicatedParameter | ShardedParameter
 """A parameter of a parallel model."""
+
+
+def trained(members: Iterable[Member]) -> list[bool]:
+    """``requires_grad`` of each, read at once."""
+    return each(_requires_grad, [member.parameter for member in members])
 
 
 def bits_of(values: Tensor) -> Tensor:

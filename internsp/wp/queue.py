@@ -335,7 +335,8 @@ class GatherQueue(Generic[U, W]):
     def leave(self, unit: U) -> list[Action]:
         """A block's forward is over: what its data have left out is done as if they had not."""
         out: list[Action] = []
-        self._seen.update(w for group in unit.groups for w in group.weights if w in self._uses)
+        for group in unit.groups:
+            self._seen.update(self._uses.keys() & group.weights)
         if self.astray:
             self._let_go(unit)
             return out
