@@ -112,7 +112,8 @@ class Views(torch.autograd.Function):
         ctx.use = use
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        views = tuple(map(_presented, use.weights, use.unshard()))
+        pairs = zip(use.weights, use.unshard(), strict=True)
+        views = tuple([t if w.tensor is None else w.tensor.present(t) for w, t in pairs])
         wanted = ctx.needs_input_grad[1:]
         if len(views) > 1 and not all(wanted):  # of several, those of frozen ones need no gradient
             frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
@@ -141,11 +142,6 @@ class Views(torch.autograd.Function):
                 answers[i + 1] = _captured(weight, gradient, ctx.parameters[i])
         use.on_grad_ready(ready)
         return tuple(answers)
-
-
-def _presented(weight: Member, whole: Tensor) -> Tensor:
-    """What a module reads: the tensor in the slot, or that on the tensor ranks' mesh."""
-    return whole if weight.tensor is None else weight.tensor.present(whole)
 
 
 def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:

@@ -94,17 +94,15 @@ class Contents:
             return
         state, held = self._state, self._state.queue.contents
         rounded = state.quantizer.weights if state.quantizer is not None else ()
-        there = [
-            (weight, state.pool.slots[unit.slot].flat(unit, weight))
-            for unit in self._communicator.units()
-            for weight in unit.weights
-            if held.get(weight) == weight.compute_dtype
-            and weight not in rounded
-            and weight not in state.handles  # on its way to its slot
-            and weight.ready is None  # or from an optimizer
-        ]
-        for weight, gathered in there:
-            if not weight.agrees_with(gathered):
+        for weight, dtype in held.items():
+            there = (
+                dtype == weight.compute_dtype
+                and weight not in rounded
+                and weight not in state.handles  # on its way to its slot
+                and weight.ready is None  # or from an optimizer
+            )
+            slot = state.pool.slots[weight.unit.slot]
+            if there and not weight.agrees_with(slot.flat(weight.unit, weight)):
                 raise StaleWeightError(
                     f"{weight.name} was written on rank {self._rank} between a forward and its "
                     "backward, or within unchanged(), by a way that no version counter shows "

@@ -318,7 +318,7 @@ class ShardedParameter(ModelParameter):
         if self.shown != self.tag():
             return True
         count = self.layout.shard_numel
-        own, shard = gathered[self.rank * count : (self.rank + 1) * count], self.fresh()
+        own, shard = gathered.narrow(0, self.rank * count, count), self.fresh()
         return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
     def to_send(self) -> Tensor:

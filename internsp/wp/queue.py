@@ -762,7 +762,7 @@ class GatherQueue(Generic[U, W]):
         self, unit: U, group: Group[W], weights: Sequence[W], phase: str, out: list[Action]
     ) -> None:
         evicted = self._take(unit, group, phase)
-        for weight in (*evicted, *weights):
+        for weight in (*evicted, *weights) if self.flying else ():
             if weight in self.flying:  # an older gather still writes there
                 self._wait(weight, unit, "settle", out)
         for weight in evicted:

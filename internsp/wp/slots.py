@@ -118,22 +118,19 @@ class Slot:
         self._views: dict[tuple[ShardedParameter, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def take(
-        self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Iterable[ShardedParameter],
+        self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
         poison: bool,
     ) -> None:  # fmt: skip
         """``weights`` are about to be gathered into their bytes, which ``evicted`` lose."""
-        changed = False
         for weight in evicted:
-            changed = True
             weight.shown = None
             self._free(weight)
         if self.streams.active:
             self.streams.before_overwrite(*weights)
-        for weight in weights:
-            if self._whole is None:
-                self._allocate(weight)
-            if changed and poison:
-                self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
+        for weight in weights if self._whole is None else ():
+            self._allocate(weight)
+        for weight in weights if evicted and poison else ():
+            self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
 
     def free(self, unit: Unit) -> None:
         """Give back memory of ``unit``'s weights, where each has its own; views keep its place."""
