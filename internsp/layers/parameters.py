@@ -154,13 +154,9 @@ def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
     return gradient.new_zeros((), dtype=shard.dtype).expand(shard.shape)
 
 
-def views(use: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """:class:`Views` of ``parameters``, where no transform of ``torch.func`` runs.
-
-    Past ``Function.apply``, which looks into each argument for what such a transform has left.
-    """
-    found: tuple[Tensor, ...] = super(torch.autograd.Function, Views).apply(use, *parameters)
-    return found
+views: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Views).apply
+"""Of a use and its parameters, where no transform of ``torch.func`` runs: past ``Function.apply``,
+which looks into each argument for what such a transform has left."""
 
 
 def view(use: Use) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -152,7 +153,7 @@ class Chunk:
         kind, phase, unit, weights, evicted = action
         slot = self.pool.slots[unit.slot]
         slot.take(unit, weights, evicted, self.pool.poison)
-        runs = runs_of(weights, lambda w: w.compute_dtype) if len(weights) > 1 else [weights]
+        runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
         for run in runs:
             collectives, copied, near = self.gathers[run[0].axis], None, None
             if self.near is not None and kind == NEAR_GATHER:

@@ -715,7 +715,7 @@ class GatherQueue(Generic[U, W]):
         places = self._pass.places
         while self._at < min(self._limit, len(places)):
             unit, group = places[self._at]
-            if any(found in self.held for found in self._under(unit, group)):
+            if not self.held.keys().isdisjoint(self._under(unit, group)):
                 return
             if unit is self._running and self._at >= self._pass.ends[self._at_block[unit]]:
                 return  # of its next run, whose hold would end with this one

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ class GradientReducer:
 
     def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
         """Start the reduction of what is ready of ``weights``, zeros where nothing is (WP-2)."""
-        runs = runs_of(weights, lambda w: w.reduce_dtype) if len(weights) > 1 else (weights,)
+        runs = runs_of(weights, attrgetter("reduce_dtype")) if len(weights) > 1 else (weights,)
         self._queue.append([self._start(unit, run) for run in runs])
 
     def _start(self, unit: Unit, weights: Sequence[ShardedParameter]) -> PendingGradient:
