@@ -443,9 +443,10 @@ class ReplicatedParameter(ModelParameter):
         """The local replica, in the compute dtype, published (WP-3)."""
         if self.ready is not None:
             self.publish()
-        local = self.parameter._local_tensor.data  # type: ignore[attr-defined]
+        local: Tensor = self.parameter._local_tensor.data  # type: ignore[attr-defined]
         self.shown = self.version()
-        return local.to(self.compute_dtype)  # type: ignore[no-any-return]
+        # torch, too, would give what it was given, but takes its time to find out.
+        return local if local.dtype == self.compute_dtype else local.to(self.compute_dtype)
 
     def at_hand(self, weight: ReplicatedParameter) -> bool:
         """Always."""
