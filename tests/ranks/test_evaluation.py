@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from internsp.errors import ConfigError
 from internsp.report.metrics import StepMetrics, read_metrics
 from internsp.train.run import train
 from tests.ranks.test_train import TEXT, config
+from tests.support.command import internsp as run_command
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 LENGTH = 33
 CODE = "".join(f"def f{n}(x): return x * {n}\n" for n in range(80))
 
@@ -130,12 +128,8 @@ def test_every_place_where_a_run_is_looked_at_has_each_text(tmp_path: Path) -> N
     )
 
     def command(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "internsp", *words], cwd=tmp_path, text=True, timeout=120,
-            capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        wide = {**os.environ, "COLUMNS": "200"}
+        return run_command(*words, cwd=tmp_path, environment=wide).stdout
 
     said = command("train", "config.toml")
     (last,) = [row.evaluated for row in read_metrics(tmp_path / "runs/a/metrics.jsonl")][-1:]

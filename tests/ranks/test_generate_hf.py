@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from internsp import cli
 from internsp.train.continuation import continuation, load_run
+from tests.support.command import internsp
 
 pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
@@ -48,12 +47,8 @@ processes = 2
 
 
 def command(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "internsp", *words], cwd=folder, capture_output=True, timeout=180,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.decode()
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    return internsp(*words, cwd=folder, environment=environment).stdout
 
 
 @pytest.fixture(scope="module")

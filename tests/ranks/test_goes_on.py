@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from internsp.report.metrics import read_metrics
+from tests.support.command import internsp
 
 TEXT = Path(__file__).parents[1] / "data"
 CONFIG = f"""
@@ -31,22 +30,15 @@ eval_batches = 0
 """
 
 
-def internsp(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "internsp", "train", "c.toml", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.slow(12)
 def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
-    first = internsp(tmp_path)
-    assert first.returncode == 0, first.stderr
+    internsp("train", "c.toml", cwd=tmp_path)
     # A step has about 390 tokens: four more reach 2,200.
     linear = ["--optimizer.schedule", "linear", "--optimizer.min_lr_ratio", "0"]
     other = ["--optimizer.lr", "1e-3", *linear, "--train.tokens", "2200"]
-    again = internsp(tmp_path, "--resume", "runs/run", *other)
-    assert again.returncode == 0, again.stderr
-    said = again.stdout
+    words = ("train", "c.toml", "--resume", "runs/run")
+    said = internsp(*words, *other, cwd=tmp_path).stdout
     assert "optimizer.lr: 0.01 in the checkpoint, 0.001 from now on" in said
     assert 'optimizer.schedule: "constant" in the checkpoint, "linear" from now on' in said
     assert "train.tokens: 0 in the checkpoint, 2200 from now on" in said
@@ -63,6 +55,6 @@ def test_rates_change_as_declared_and_the_run_ends_by_tokens(tmp_path: Path) -> 
     (shown,) = (line for line in said.splitlines() if line.startswith("step 6/6"))
     assert f"tokens {totals[-1] / 1000:.3g}k" in shown
     assert f"epoch {passes[-1]:.2f}" in shown
-    refused = internsp(tmp_path, "--resume", "runs/run", "--train.seed", "1")
+    refused = internsp(*words, "--train.seed", "1", cwd=tmp_path, check=False)
     assert refused.returncode == 2
     assert "train.seed: 0 in the checkpoint, 1 now" in refused.stderr

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,9 @@ from internsp.train.session import Session
 from internsp.train.step import StepRunner
 from internsp.train.stop import StopRequest
 from tests.ranks.test_train import TEXT, config
+from tests.support.command import internsp
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 GROUPS = [
     {"match": "embed", "lr": 2e-3, "weight_decay": 0.0},
@@ -232,22 +229,17 @@ every = 3
 def test_a_user_trains_with_muon_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG.format(text=TEXT.resolve()))
 
-    def internsp(*words: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "internsp", *words], cwd=tmp_path, timeout=300, text=True,
-            capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-
     def rows() -> dict[int, dict[str, Any]]:
         lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
         return {row["step"]: row for row in map(json.loads, lines)}
 
-    internsp("train", "c.toml", "--launch.processes", "2", "--parallel.weight", "2")
+    two = ("--launch.processes", "2", "--parallel.weight", "2")
+    internsp("train", "c.toml", *two, cwd=tmp_path)
     before = rows()
     internsp(
         "train", "c.toml", "--launch.processes", "3", "--parallel.weight", "3",
         "--checkpoint.resume", "runs/run/checkpoints/step-000003",
+        cwd=tmp_path,
     )  # fmt: skip
     after = rows()
     assert list(after) == [1, 2, 3, 4, 5, 6]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,37 @@ from internsp.failure.outcome import ChildError
 from internsp.pipeline import ComputeAction, SchedulerHook
 from internsp.report.metrics import read_metrics
 from internsp.train.run import train
+from tests.support.command import begin
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 30  # seconds: the groups'
 
 
-def started(name: str, output: Path, *options: str) -> subprocess.Popen[str]:
+def started(name: str, output: Path, *options: str) -> BaseProcess:
     """The command with eight steps of a configuration of this repository, on shorter sequences."""
     words = [
-        sys.executable, "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
+        "-m", "internsp", "train", f"configs/{name}.toml", "--output", str(output),
         "--train.steps", "8", "--data.sequence_length", "128", "--train.eval_batches", "0",
         "--train.sample_bytes", "0", "--checkpoint.save", "false", *options,
     ]  # fmt: skip
     output.mkdir()
     with (output / "log").open("w") as log:
-        return subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, text=True)
+        return begin(words, ROOT, log.fileno(), log.fileno())
 
 
 @pytest.mark.slow(25)
 def test_the_demo_through_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
     alone = ("--parallel.weight", "1", "--parallel.sequence", "1", "--launch.processes", "1")
     one, four = tmp_path / "one", tmp_path / "four"
-    with started("demo", one, *alone) as first, started("pipeline_demo", four) as second:
-        for run, output in ((first, one), (second, four)):
-            try:
-                assert run.wait(timeout=400) == 0, (output / "log").read_text()
-            finally:
-                run.terminate()
+    runs = {one: started("demo", one, *alone), four: started("pipeline_demo", four)}
+    try:
+        for output, run in runs.items():
+            run.join(400)
+            assert run.exitcode == 0, (output / "log").read_text()
+    finally:
+        for run in runs.values():
+            run.kill()
+            run.join()
     wanted, found = ([r.loss for r in read_metrics(o / "metrics.jsonl")] for o in (one, four))
     assert len(found) == len(wanted) == 8
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5

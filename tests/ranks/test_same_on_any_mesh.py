@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import internsp
 from tests.support.runs import Ran
 
 TEXT = Path(__file__).parents[1] / "data"
@@ -45,28 +44,22 @@ eval_batches = 1
 """
 
 
-def internsp(folder: Path, *words: str) -> str:
-    """What the command says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "internsp", "train", "c.toml", *words],
-        cwd=folder, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow(25)
 def test_a_run_on_two_meshes_is_the_run_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG)
-    internsp(tmp_path, "--train.name", "alone")
+
+    def train(*words: str) -> str:
+        return internsp("train", "c.toml", *words, cwd=tmp_path).stdout
+
+    train("--train.name", "alone")
     cut = ["--parallel.weight", "2", "--parallel.sequence", "2", "--parallel.ring", "2"]
-    begun = internsp(
-        tmp_path, "--train.name", "cut", "--launch.processes", "2", *cut, "--train.steps", "2",
+    begun = train(
+        "--train.name", "cut", "--launch.processes", "2", *cut, "--train.steps", "2",
         "--activation_checkpoint.mode", "full",
     )  # fmt: skip
     assert "step 2/2" in begun
-    went_on = internsp(
-        tmp_path, "--train.name", "cut", "--launch.processes", "2", "--parallel.pipeline", "2",
+    went_on = train(
+        "--train.name", "cut", "--launch.processes", "2", "--parallel.pipeline", "2",
         "--resume", "auto",
     )  # fmt: skip
     assert "tokens 3." in went_on

@@ -7,13 +7,12 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from internsp.report.metrics import read_metrics
+from tests.support.command import begin, internsp
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "tests" / "data"
@@ -30,7 +29,7 @@ TRAIN = ("train", "config.toml", "--train.peak_tflops", "0.01")
 def environment(more: dict[str, str]) -> dict[str, str]:
     gone = ("COLUMNS", "LINES", "NO_COLOR", "TERM", "CI", "FORCE_COLOR", "JPY_PARENT_PID")
     kept = {name: value for name, value in os.environ.items() if name not in gone}
-    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **more}
+    return {**kept, "PYTHONIOENCODING": "utf-8", **more}
 
 
 def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0) -> str:
@@ -40,10 +39,8 @@ def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0
 
     above, below = pty.openpty()
     fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
-    command = [sys.executable, "-m", "internsp", *words]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment(more), stdin=below, stdout=below, stderr=below
-    )
+    command = ("-m", "internsp", *words)
+    process = begin(command, folder, below, below, environment(more), terminal=below)
     os.close(below)
     written = b""
     try:
@@ -53,7 +50,8 @@ def on_terminal(folder: Path, more: dict[str, str], *words: str, status: int = 0
         pass
     os.close(above)
     text = written.decode().replace("\r\n", "\n")
-    assert process.wait(60) == status, text
+    process.join(60)
+    assert process.exitcode == status, text
     return text
 
 
@@ -119,13 +117,10 @@ def test_other_commands_fit_too_and_a_pipe_gets_whole_lines(folder: Path, live: 
         assert "\x1b" not in text, words
         assert wanted in text
         assert misfits(text) == []
-    done = subprocess.run(
-        [sys.executable, "-m", "internsp", *TRAIN, "--train.name", "piped"], cwd=folder,
-        env=environment(LIVE), capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert b"\x1b" not in done.stdout + done.stderr
-    assert b"\r" not in done.stdout
-    lines = done.stdout.decode().splitlines()
+    piped = (*TRAIN, "--train.name", "piped")
+    done = internsp(*piped, cwd=folder, environment=environment(LIVE))
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "\r" not in done.stdout
+    lines = done.stdout.splitlines()
     assert sum(line.startswith("step 3/3  loss") and "left 0:00" in line for line in lines) == 1
     assert any("M parameters, world 1 = " in line and "ZeRO over 1" in line for line in lines)

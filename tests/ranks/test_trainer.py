@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from internsp.config import load_config
 from internsp.errors import ConfigError
 from internsp.report.metrics import read_metrics
 from internsp.train.own import Own
+from tests.support.command import TORCHRUN, begin, python
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -313,7 +312,8 @@ trainer.close()
 """
 
 
-def python(folder: Path, code: str, *before: str) -> str:
+def made(folder: Path, code: str) -> None:
+    """A program, its configuration and its data."""
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     (folder / "config.toml").write_text(
@@ -322,12 +322,6 @@ def python(folder: Path, code: str, *before: str) -> str:
         "eval_batches = 0\n[parallel]\nweight = 2\n[launch]\nprocesses = 2\n"
     )
     (folder / "script.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, *before, "script.py"], cwd=folder, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow(12)
@@ -337,7 +331,7 @@ def python(folder: Path, code: str, *before: str) -> str:
         pytest.param(SCRIPT, (), "steps 2 runs/mine", id="script"),
         pytest.param(
             SCRIPT,
-            ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+            (*TORCHRUN, "--nproc-per-node", "2", "--standalone"),
             "steps 2 runs/mine",
             id="torchrun",
         ),
@@ -347,17 +341,15 @@ def python(folder: Path, code: str, *before: str) -> str:
 def test_a_program_trains(
     code: str, before: tuple[str, ...], wanted: str, tmp_path: Path
 ) -> None:
-    assert wanted in python(tmp_path, code, *before)
+    made(tmp_path, code)
+    assert wanted in python(*before, "script.py", cwd=tmp_path).stdout
 
 
 @pytest.mark.slow(12)
 def test_the_documents_own_program_runs(tmp_path: Path) -> None:
     blocks = (ROOT / "docs" / "trainer.md").read_text().split("```python\n")
     (tmp_path / "script.py").write_text(blocks[2].split("```")[0])
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("script.py", cwd=tmp_path)
     assert done.stdout.splitlines()[-1].startswith("4 ")
     assert done.stdout.endswith("runs/run\n")
 
@@ -404,17 +396,19 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
         'sequence_length = 32\nheld_out = 0\n[train]\nsteps = 2\nsample_bytes = 0\n'
         "eval_batches = 0\n[parallel]\nweight = 2\n"
     )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "internsp", "train", "config.toml"], cwd=tmp_path,
-            env={**os.environ, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank),
+    words = ("-m", "internsp", "train", "config.toml")
+    with (tmp_path / "log").open("w") as log:
+        ranks = [
+            begin(
+                words, tmp_path, log.fileno(), log.fileno(),
+                {**os.environ, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank),
                  "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], texts
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks] == [0, 0], (tmp_path / "log").read_text()
     assert len(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")) == 2
     assert not (tmp_path / "runs" / "run.1").exists()
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.shell import commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs" / "tutorial").glob("*.md") if path.stem != "index")
@@ -22,7 +23,7 @@ BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILIN
 VARIES = re.compile(r"\.\.\.|\d+\.\d+(?:e[+-]\d+)?|\d+(?= MiB)")
 
 
-def commands(console: str) -> list[tuple[str, list[str]]]:
+def commands_of(console: str) -> list[tuple[str, list[str]]]:
     """Each command of a block, and the lines shown below it."""
     found: list[tuple[str, list[str]]] = []
     for line in console.splitlines():
@@ -66,22 +67,29 @@ def missing(shown: list[str], printed: str) -> str | None:
 def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in launched}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    with commands() as names:
+        environment["PATH"] = f"{names}{os.pathsep}{environment['PATH']}"
+        ran = follow(page, tmp_path, environment)
+    assert ran >= 2
+
+
+def follow(page: Path, folder: Path, environment: dict[str, str]) -> int:
+    """Write a page's files, run its commands; how many there were."""
     ran = 0
     for language, title, body in BLOCK.findall(page.read_text()):
         if title:
-            (tmp_path / title).write_text(body)
-        for command, shown in commands(body) if language == "console" else ():
+            (folder / title).write_text(body)
+        for command, shown in commands_of(body) if language == "console" else ():
             done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environment, timeout=600, text=True,
+                command, shell=True, cwd=folder, env=environment, timeout=600, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             assert done.returncode == 0, f"$ {command}\n{done.stdout}"
             absent = missing(shown, done.stdout)
             assert absent is None, f"$ {command}\nhas not printed: {absent}\n{done.stdout}"
             ran += 1
-    assert ran >= 2
+    return ran
 
 
 @pytest.mark.parametrize(
@@ -106,4 +114,4 @@ def test_lines_are_compared_by_their_figures(shown: str, printed: str, same: boo
 def test_lines_are_found_in_their_order_alone() -> None:
     assert missing(["a", "...", "c"], "a\nb\nc") is None
     assert missing(["c", "a"], "a\nb\nc") == "a"
-    assert commands("$ one\na\nb\n$ two\n") == [("one", ["a", "b"]), ("two", [])]
+    assert commands_of("$ one\na\nb\n$ two\n") == [("one", ["a", "b"]), ("two", [])]

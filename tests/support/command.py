@@ -1,0 +1,241 @@
+"""Python as a user starts it, without its start: forked from the tests' server.
+
+The server has imported what a command or a program needs, which takes three seconds of a core. What
+is forked is a process of its own all the same, with its own folder, environment, standard streams,
+exit status and children; and the children of it that are Python's (a run's server of ranks, the
+ranks of torchrun) are forked in their turn, as its true children.
+
+Python itself is started by ``tests/unit/test_wheel.py``, ``tests/unit/test_cli.py``,
+``tests/ranks/test_orphans.py`` and others that are about processes or imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import process, reduction, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from tests.support.ranks import start_server
+
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+def internsp(
+    *words: str, cwd: Path, environment: Mapping[str, str] | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run ``internsp WORDS`` to its end; the rest as :func:`python`."""
+    return python("-m", "internsp", *words, cwd=cwd, environment=environment, check=check)
+
+
+def python(
+    *words: str,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS`` to its end, with nothing to read from.
+
+    Args:
+        words: ``-m`` and a module, or a program's file; then their arguments.
+        environment: the whole of it; None: this process's.
+        check: assert that the status is 0.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        running = begin(words, cwd, output.fileno(), errors.fileno(), environment)
+        running.join(timeout)
+        late = running.exitcode is None
+        if late:
+            running.kill()
+            running.join()
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+        assert not late, f"{' '.join(words)} took more than {timeout} s\n{texts}"
+        status = running.exitcode or 0
+    done = subprocess.CompletedProcess(words, status, *texts)
+    assert status == 0 or not check, done.stdout + done.stderr
+    return done
+
+
+def begin(
+    words: Sequence[str],
+    cwd: Path,
+    output: int,
+    errors: int,
+    environment: Mapping[str, str] | None = None,
+    terminal: int | None = None,
+    session: bool = False,
+) -> process.BaseProcess:
+    """Start ``python WORDS``.
+
+    Args:
+        output: where it writes, a handle that stays the caller's; ``errors`` likewise.
+        terminal: from where it reads; None: there is nothing to read.
+        session: it leads a session, and a group of processes, of its own.
+    """
+    start_server()
+    handles = [None if handle is None else _Handle(handle) for handle in (terminal, output, errors)]
+    around = dict(os.environ if environment is None else environment)
+    started = multiprocessing.get_context("forkserver").Process(
+        target=_live, args=(list(words), str(cwd), around, handles, session), name=" ".join(words)
+    )
+    started.start()
+    return started
+
+
+class _Handle:
+    """Of an open file; in the process that it is sent to it is another number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(sent: Any) -> _Handle:
+    return _Handle(sent.detach())
+
+
+def _live(
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    handles: list[_Handle | None],
+    session: bool,
+) -> None:
+    """The process, from its first line to its exit status."""
+    if session:
+        os.setsid()
+    for number, handle in enumerate(handles):
+        if handle is not None:
+            os.dup2(handle.number, number)
+            os.close(handle.number)
+    if handles[0] is not None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    # Nobody's child, with a folder of its own for sockets.
+    process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+    process._parent_process = None  # type: ignore[attr-defined]
+    util.spawnv_passfds = _server  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child = _child  # type: ignore[attr-defined]
+    _run(words, cwd, environment)
+
+
+def _run(words: Sequence[str], cwd: str, environment: Mapping[str, str]) -> NoReturn:
+    """What Python does with its command line; SystemExit at the end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    process.ORIGINAL_DIR = cwd  # from where multiprocessing finds a program's file
+    tempfile.tempdir = None  # the server's
+    encoding = environment.get("PYTHONIOENCODING")
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering, encoding=encoding, errors=how, closefd=False)
+        for number, buffering, how in ((1, -1, "strict"), (2, 1, "backslashreplace"))
+    )
+    words = [word for word in words if word != "-u"]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+    sys.exit(0)
+
+
+_spawn: Callable[..., int] = util.spawnv_passfds  # type: ignore[attr-defined]
+_execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _server(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
+    """In place of what starts a fork server: its modules are here already."""
+    code = words[-1]
+    if "multiprocessing.forkserver" not in code:
+        return _spawn(path, words, handles)
+
+    def serve() -> None:
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(code, {})
+
+    return _fork(serve, handles)
+
+
+def _child(self: Any, args: Any, *given: Any) -> None:
+    """In place of what Popen does to start Python; anything else as before."""
+    words = [args] if isinstance(args, str) else [os.fspath(word) for word in args]
+    rest = words[2:] if words[1:2] == ["-u"] else words[1:]
+    if words[0] != sys.executable or not rest or (rest[0][0] == "-" and rest[0] != "-m"):
+        return _execute(self, args, *given)
+    _, _, _, kept, cwd, environment, _, _, _, *handles, _, _, _, _, _, session, _ = given
+    theirs = [handles[0], handles[3], handles[5]]  # of the two ends of each stream
+
+    def live() -> None:
+        if session:
+            os.setsid()
+        for number, handle in enumerate(theirs):
+            if handle != -1:
+                os.dup2(handle, number)
+        _run(rest, cwd or os.getcwd(), os.environ if environment is None else environment)
+
+    self.pid = _fork(live, [*kept, *theirs])
+    self._child_created = True
+    self._close_pipe_fds(*handles)
+    return None
+
+
+def _fork(live: Callable[[], object], handles: Sequence[int]) -> int:
+    if child := os.fork():
+        return child
+    status: Any = 1
+    try:
+        _forget_as_exec_would(handles)
+        live()
+        status = 0
+    except SystemExit as end:
+        status = end.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1 if status else 0)
+
+
+def _forget_as_exec_would(kept: Sequence[int]) -> None:
+    """Handlers of signals, handles that are not to be inherited, and children."""
+    process._children = set()  # type: ignore[attr-defined]
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    util._run_after_forkers()  # type: ignore[attr-defined]
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            python = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, python)
+    # Replaced, not closed: what holds one closes it when it is collected, and not another's then.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/dev/fd"):
+        handle = int(name)
+        with suppress(OSError):  # that of the listing itself
+            if handle > 2 and handle not in kept and not os.get_inheritable(handle):
+                os.dup2(nothing, handle, inheritable=False)
