@@ -26,6 +26,13 @@ ACTIVATIONS = "activations"
 PIECE = 1 << 26
 """Bytes of one kind that pass the device at a time, where they can be cut anywhere."""
 
+
+def pinned(nbytes: int) -> int:
+    """Bytes that torch takes for ``nbytes`` of pinned memory: the next power of two (its
+    ``CachingHostAllocator``, unless ``pinned_max_round_threshold_mb`` of its settings is less)."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(to, from) of copies."""
 

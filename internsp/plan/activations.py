@@ -14,6 +14,8 @@ import torch
 
 from internsp.config import Config
 from internsp.config.kept import size_in_bytes
+from internsp.factory import device_type
+from internsp.host import pinned
 from internsp.layers.offload import offloaded_blocks
 from internsp.layers.tiles import ROWS
 from internsp.mesh import MeshShape
@@ -23,7 +25,7 @@ from internsp.plan.observe import Observed, Place, observe
 from internsp.plan.tiles import tile_tokens
 
 _LEAST = 512  # positions of the shortest step; small ones round to ROWS
-_FACTOR, _STEPS = 4, 1  # each step is so much longer than the one before; so many beyond the second
+_FACTORS = (1, 4, 16, 32)  # times the shortest, of the steps; what is longer is on the last's line
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Activations:
         working: beside that at the peak, in the backward of a block or of the loss, what is in
             ``moving`` left out.
         between: after the gradients of inputs and before those of weights, where they come apart.
-        host: in host memory, at the end of forward.
+        host: in host memory, at the end of forward, as torch takes it for a device.
         away: blocks whose activations are in host memory.
         block: what one keeps on the device that is not.
         moving: beside ``kept`` at the peak: what operators have made that exchange heads or go
             round a ring.
+        before: beside ``kept`` at the peaks of a forward and the loss, and of the last norm.
+        pieces: of one block in host memory.
     """
 
     batch: int
@@ -53,6 +57,15 @@ class Activations:
     away: int
     block: int
     moving: Mapping[str, int]
+    before: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
+
+    def highest(self) -> Activations:
+        """With ``working`` and ``moving`` of the highest peak."""
+        highest = max(self.before, default=0)
+        if highest <= self.working + sum(self.moving.values()):
+            return self
+        return replace(self, working=highest, moving=dict.fromkeys(self.moving, 0))
 
     def rows(self, micro_batches: int) -> list[tuple[str, int]]:
         """(component, bytes) on the device, in a step of so many micro-batches one by one."""
@@ -97,15 +110,15 @@ class ActivationModel:
     def at(self, length: int) -> Activations:
         """For sequences of ``length`` tokens over all ranks."""
         local = -(-length // self.shape.sequence)
-        # Where the peak is changes with the length: a line through the lengths next to it.
-        small = self._least()
-        for _ in range(_STEPS):
-            if small * _FACTOR >= local:
-                break
-            small *= _FACTOR
-        large = small * _FACTOR
+        # Where a phase's peak is changes with the length: a line through the lengths next to it.
+        lengths = [self._least() * factor for factor in _FACTORS]
+        above = next((i for i, each in enumerate(lengths) if i and each >= local), len(lengths) - 1)
+        small, large = lengths[above - 1], lengths[above]
         found = _line((small, large), [self._step(small), self._step(large)], local)
-        return self._with_formulas(found, local) if self._formulas else found
+        if found.pieces and device_type(self.config) != "cpu":
+            taken = sum(map(pinned, found.pieces))
+            found = replace(found, host=found.host * taken // sum(found.pieces))
+        return (self._with_formulas(found, local) if self._formulas else found).highest()
 
     def _least(self) -> int:
         """Positions of the shortest step: whole tiles, where their length is fixed, and chunks."""
@@ -138,8 +151,10 @@ class ActivationModel:
                 self.config, self.rows, positions, tiles, layers, again, offload, self.place
             )
 
-        two, three = few(2, 0), few(3, 0)
-        plain = three.kept - two.kept
+        plain = 0
+        if recomputing < layers:
+            two, three = few(2, 0), few(3, 0)
+            plain = three.kept - two.kept
         if not recomputing:
             found = _activations(two, (layers - 2) * plain)
             each = three.between - two.between
@@ -150,11 +165,11 @@ class ActivationModel:
         away = offloaded_blocks(offload, recomputing)
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
         if limit is not None and step.host:
-            away = min(away, limit // step.host)
+            away = min(away, limit // sum(step.host))
         stays = recomputing - 2 - max(away - 1, 0)
         others = (layers - recomputing) * plain
         base = step if away else whole
-        return _activations(base, stays * block + others, away * step.host, away, block)
+        return _activations(base, stays * block + others, step.host if away else (), away, block)
 
     @property
     def _formulas(self) -> bool:
@@ -193,17 +208,18 @@ class ActivationModel:
 
 
 def _activations(
-    seen: Observed, more: int, host: int = 0, away: int = 0, block: int = 0
+    seen: Observed, more: int, pieces: tuple[int, ...] = (), away: int = 0, block: int = 0
 ) -> Activations:
     """What was seen, with ``more`` bytes that are kept."""
-    above = seen.peak - seen.kept
+    *before, above = (max(peak - seen.kept, 0) for peak in seen.phases)
     moving = {}
     for kind, nbytes in seen.moving.items():
         moving[kind] = min(nbytes, above)
         above -= moving[kind]
     return Activations(
-        seen.batch, seen.kept + more, seen.forward - seen.kept, above, 0, host, away, block, moving
-    )
+        seen.batch, seen.kept + more, seen.forward - seen.kept, above, 0, away * sum(pieces), away,
+        block, moving, tuple(before), pieces,
+    )  # fmt: skip
 
 
 def _line(at: tuple[int, int], steps: Sequence[Activations], wanted: int) -> Activations:
@@ -216,4 +232,6 @@ def _line(at: tuple[int, int], steps: Sequence[Activations], wanted: int) -> Act
     names = ("batch", "kept", "forward", "working", "between", "host", "block")
     values = {name: line(getattr(low, name), getattr(high, name)) for name in names}
     moving = {kind: line(low.moving[kind], high.moving[kind]) for kind in high.moving}
-    return Activations(moving=moving, away=high.away, **values)
+    before = tuple(line(*each) for each in zip(low.before, high.before, strict=True))
+    pieces = tuple(line(*each) for each in zip(low.pieces, high.pieces, strict=False))
+    return Activations(moving=moving, before=before, pieces=pieces, away=high.away, **values)

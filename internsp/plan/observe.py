@@ -2,7 +2,8 @@
 
 The model's own code runs on fake tensors (torch's ``FakeTensorMode``) of one rank's sizes: blocks
 with their checkpoints, tiles and offload, exchanges of heads and rings with all that they allocate.
-Only what would be sent is not.
+Only what would be sent is not. For a CUDA device, its kernels' own memory is counted in place of
+the host's (:mod:`internsp.plan.kernels`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from internsp.config import Config
-from internsp.factory import build_of_length, one_document_a_row, to_parallelize
+from internsp.factory import build_of_length, device_type, one_document_a_row, to_parallelize
 from internsp.host import HostLink
 from internsp.layers.offload import ActivationOffload
 from internsp.layers.recompute import checkpoint_block
@@ -33,6 +34,7 @@ from internsp.mesh.sequence import HEADS, RING, SequenceAxes
 from internsp.pipeline.chunks import Chunk
 from internsp.plan.blocks import read
 from internsp.plan.dtypes import DTYPES
+from internsp.plan.kernels import Taken, fuse_norms, taken
 from internsp.plan.tiles import find_tiled
 from internsp.sp import DistributedAttention, SequenceLayout, checkpoint_context_fn
 from internsp.sp.dispatch import FIXED, by_part, cut
@@ -79,17 +81,21 @@ class Observed:
         kept: from forward to backward; a chunk's output is among it.
         forward: at the peak of forward.
         peak: at the peak of forward and backward.
+        phases: at the peak of forward and the loss's backward, of the last norm's, and of the
+            blocks'; each grows in its own way with the length.
         between: after the gradients of inputs and before those of weights, where they come apart.
-        host: of activations in host memory, at the end of forward.
-        moving: of ``peak - kept``, what operators that exchange heads or go round a ring had made.
+        host: of activations in host memory, at the end of forward: of each piece.
+        moving: of the blocks' peak, beside what is kept: what operators that exchange heads or go
+            round a ring had made.
     """
 
     batch: int
     kept: int
     forward: int
     peak: int
+    phases: tuple[int, ...]
     between: int
-    host: int
+    host: tuple[int, ...]
     moving: Mapping[str, int]
 
 
@@ -115,9 +121,12 @@ def observe(
     hf = config.model.family == "hf"
     layout = _layout(config, rows, positions, place.shape, hf)
     batch = sum(_storages(tensor for _, tensor in _tensors(layout)).values())
-    live = _Live()
+    cuda = device_type(config) == "cuda"
+    live = _Live(taken(config) if cuda else {})
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _give_memory(model, dtype)
+        if cuda:
+            fuse_norms(model, config)
         if not hf:  # transformers' code looks at values
             made: dict[str, Any]
             made = {name: fake.from_tensor(tensor) for name, tensor in _tensors(layout)}
@@ -128,6 +137,8 @@ def observe(
         link = _Elsewhere(torch.device("cpu"), live)
         away = ActivationOffload(link, offload, again)
         _wrap(model, config, place, tiles, again, away)
+        blocks = config.weight_parallel.blocks if place.whole else model.block_names()
+        _turns(model, read(to_parallelize(model), "qkv", blocks).blocks[-1].module, live)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_dropped)
         given = layout.input_ids
@@ -141,26 +152,50 @@ def observe(
             )
             if place.whole:  # the loss, and a count
                 output = output[0]
-            kept, forward, host = live.now, live.peak, away.pool.used
+            kept, forward, host = live.now, live.peak, tuple(link.pieces)
             begun = live.kinds.copy()
-            gradient = None
-            if not place.last:
-                with live.paused():
-                    gradient = torch.empty_like(output)
-                live.leave_out(gradient)
-            if place.split:
-                weights = list(model.parameters())
-                upstream = None if gradient is None else [gradient]
-                returned, groups = stage_backward_input([output], upstream, [given], iter(weights))
-                given.grad = None
-                del returned
-                between = live.now
-                stage_backward_weight(iter(weights), groups)
-            else:
-                output.backward(gradient)
-                between = 0
-    moving = {kind: max(live.at_peak[kind] - begun[kind], 0) for kind in (HEADS, RING)}
-    return Observed(batch, kept, forward, live.peak, between, host, moving)
+            between = _backward(model, given, output, place, live)
+    phases = [*live.phases, (live.peak, live.at_peak)]
+    peaks = tuple(peak for peak, _ in phases)
+    in_blocks = phases[-1][1]
+    moving = {kind: max(in_blocks[kind] - begun[kind], 0) for kind in (HEADS, RING)}
+    return Observed(batch, kept, forward, max(peaks), peaks, between, host, moving)
+
+
+def _backward(model: Any, given: Tensor, output: Tensor, place: Place, live: _Live) -> int:
+    """Of the whole chunk; gives the bytes that live between its two parts, where there are two."""
+    gradient = None
+    if not place.last:
+        with live.paused():
+            gradient = torch.empty_like(output)
+        live.leave_out(gradient)
+    if not place.split:
+        output.backward(gradient)
+        return 0
+    weights = list(model.parameters())
+    upstream = None if gradient is None else [gradient]
+    returned, groups = stage_backward_input([output], upstream, [given], iter(weights))
+    given.grad = None
+    del returned
+    between = live.now
+    stage_backward_weight(iter(weights), groups)
+    return between
+
+
+def _turns(model: Any, last: nn.Module, live: _Live) -> None:
+    """Tell ``live`` when backward has left the loss, and when it comes to the last block."""
+    norm = getattr(model, "norm", None)
+
+    def made(_: nn.Module, __: Any, output: Any) -> None:
+        first = next(t for t in tree_leaves(output) if isinstance(t, Tensor))
+        if first.requires_grad:
+            first.register_hook(lambda _: live.turn())
+
+    for module in (norm, last):
+        if isinstance(module, nn.Module):
+            module.register_forward_hook(made)
+        else:
+            live.phases.append((0, Counter()))
 
 
 def _wrap(
@@ -294,11 +329,17 @@ def _storages(tensors: Any) -> dict[int, int]:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of all storages that live."""
+    """Counts the bytes of all storages that live.
 
-    def __init__(self) -> None:
+    Args:
+        taken: what operators have while they run.
+    """
+
+    def __init__(self, taken: Taken) -> None:
         super().__init__()
+        self._taken = taken
         self.now = self.peak = 0
+        self.phases: list[tuple[int, Counter[str]]] = []
         self.kinds: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
         self._known: set[int] = set()
@@ -321,6 +362,11 @@ class _Live(TorchDispatchMode):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor):
                     self._note(tensor.untyped_storage())
+            if (own := self._taken.get(func._schema.name)) is not None:
+                nbytes = own(*args, **(kwargs or {}))
+                self._add(self._kind, nbytes)
+                self._look()
+                self._add(self._kind, -nbytes)
         return output
 
     def leave_out(self, *tensors: Tensor) -> None:
@@ -336,13 +382,21 @@ class _Live(TorchDispatchMode):
     def _keep(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         self._known.add(id(storage))
         self._add(self._kind, nbytes)
-        if self.now > self.peak:
-            self.peak, self.at_peak = self.now, self.kinds.copy()
+        self._look()
         weakref.finalize(storage, self._gone, id(storage), self._kind, nbytes)
 
     def _gone(self, key: int, kind: str, nbytes: int) -> None:
         self._known.discard(key)
         self._add(kind, -nbytes)
+
+    def turn(self) -> None:
+        """A phase is over."""
+        self.phases.append((self.peak, self.at_peak))
+        self.peak, self.at_peak = self.now, self.kinds.copy()
+
+    def _look(self) -> None:
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, self.kinds.copy()
 
     def _add(self, kind: str, nbytes: int) -> None:
         self.now += nbytes
@@ -364,10 +418,12 @@ class _Elsewhere(HostLink):
     def __init__(self, device: torch.device, live: _Live) -> None:
         super().__init__(device)
         self._live = live
+        self.pieces: list[int] = []
 
     def empty(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See :meth:`HostLink.empty`."""
         with self._live.paused():
             made = super().empty(what, shape, dtype)
         self._live.leave_out(made)
+        self.pieces.append(made.nbytes)
         return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from internsp.host import ACTIVATIONS, GRADIENTS, OPTIMIZER, PIECE, WEIGHTS
+from internsp.host import ACTIVATIONS, GRADIENTS, OPTIMIZER, PIECE, WEIGHTS, pinned
 from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import ChunkPlan, WeightPlan
 from internsp.wp.layout import laid_out
@@ -46,14 +46,15 @@ class Offloaded:
 
     @classmethod
     def of(
-        cls, chunk: ChunkPlan, shape: MeshShape, moments: int, micro_batches: int
+        cls, chunk: ChunkPlan, shape: MeshShape, moments: int, micro_batches: int, device: str
     ) -> Offloaded:
         """With a ``ZeroOptimizer`` that keeps ``moments`` values for each element."""
+        taken = pinned if device != "cpu" else int
         weights = [w for unit in chunk.units for w in unit.weights]
         kinds = [kind for kind in HOSTED if kind != ACTIVATIONS]
         shards = {kind: sum(w.shard_bytes for w in weights if kind in w.offload) for kind in kinds}
         host = dict.fromkeys(kinds, 0)
-        host[WEIGHTS] = sum(w.shard_bytes for w in weights if w.hosted and not w.trainable)
+        host[WEIGHTS] = sum(taken(w.shard_bytes) for w in weights if w.hosted and not w.trainable)
         stepping = published = 0
         for bucket in buckets(chunk):
             first, zero = bucket[0], shape.axis(bucket[0].expert).zero
@@ -63,9 +64,9 @@ class Offloaded:
             copied = wide > size  # 16-bit weights have master values
             state = wide * (moments + copied) if OPTIMIZER in first.offload else 0
             sums = wide if GRADIENTS in first.offload else 0
-            host[WEIGHTS] += length * zero * size if first.hosted else 0
-            host[OPTIMIZER] += length * state
-            host[GRADIENTS] += length * sums
+            host[WEIGHTS] += taken(length * zero * size) if first.hosted else 0
+            host[OPTIMIZER] += taken(length * wide) * (state // wide)
+            host[GRADIENTS] += taken(length * sums)
             # Of one element in the step: state, gradient, and the weight, as it came and goes.
             one = state + sums + (2 * size if first.hosted else 0)
             piece = min(length, max(PIECE // wide, *numels))
@@ -76,11 +77,11 @@ class Offloaded:
         sizes = [
             w.shard_bytes // w.dtype.itemsize * _wide(w.reduce_dtype or w.dtype) for w in summed
         ]
-        host[GRADIENTS] += sum(sizes)
+        host[GRADIENTS] += sum(map(taken, sizes))
         # One is added to, one leaves, one has left and is let go when the next comes.
         passing = published + 3 * max(sizes, default=0)
         if chunk.policy.accumulate_whole and micro_batches > 1:
-            host[GRADIENTS] += sum(w.sum_bytes for w in summed)
+            host[GRADIENTS] += sum(taken(w.sum_bytes) for w in summed)
             passing += 3 * sum({w.sum_bytes for w in summed})  # pooled, by size
         staged = max((w.shard_bytes for w in weights if w.hosted and _staged(w)), default=0)
         return cls(shards, host, staged, passing, stepping)

@@ -128,7 +128,7 @@ def _memory(
     shards = sum(w.shard_bytes for w in weights)
     train = config.train
     parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as its rows need
-    off = Offloaded.of(chunk, shape, moments(config), parts)
+    off = Offloaded.of(chunk, shape, moments(config), parts, device_type(config))
     small = [a.parameter for a in assignments if a.unit is None]
     small_bytes = sum(p.numel() * p.element_size() for p in small)
     size = DTYPES[config.train.dtype].itemsize

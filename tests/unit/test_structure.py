@@ -36,7 +36,7 @@ LEVELS = [
     [ZOO],
     ["internsp.factory"],
     ["internsp.plan.pipeline", "internsp.plan.printed", "internsp.plan.activations",
-     "internsp.plan.observe", "internsp.plan.in_flight",
+     "internsp.plan.observe", "internsp.plan.kernels", "internsp.plan.in_flight",
      "internsp.plan.longest", "internsp.data", "internsp.report"],
     ["internsp.train", "internsp.clients.trainer", "internsp.cli.launch", "internsp.cli.preflight"],
     ["internsp.cli", "internsp"],
