@@ -6,15 +6,22 @@ Nothing is run. The lengths, and the devices' memory where it is told, stand in 
 (github.com/snowflakedb/ArcticTraining, projects/sequence-parallelism/run-h*.yml, comments behind
 ``max_length``). The plan is of internsp's own step with the same mechanisms: weights cut over all
 ranks, sequences by heads, full checkpoints, activations, gradients and optimizer state in host
-memory (weights too on one device), feed-forwards in tiles, loss in chunks.
+memory (weights too on one device), feed-forwards in tiles, loss in chunks. The longest is that for
+the device's memory and a rank's share of the node's host memory; of *their* step :mod:`.arctic` has
+a model, by component with ``--components``.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 GIB, GB = 1 << 30, 10**9
+HOST, A_NODE = 1900 * GB, 8
+"""Bytes of host memory of a node ("1.9TB of cpu memory available per node", section 5.3.2 of the
+paper; "1.9TiB" in 5.3.3, of which the smaller is taken), and its devices (section 5.2)."""
 
 LLAMA: dict[str, dict[str, int]] = {
     "8B": {"hidden_size": 4096, "layers": 32, "heads": 32, "intermediate_size": 14336},
@@ -60,23 +67,49 @@ def settings(run: Run) -> dict[str, Any]:
     }
 
 
+def theirs(run: Run) -> Counter[str]:
+    """Bytes of their own step at its length, by component, as the sources of :mod:`.arctic` say."""
+    from tools.longest.arctic import Block, at_peak, weights_at
+
+    model = LLAMA[run.model]
+    block = Block(
+        run.tokens // run.devices, run.devices, model["hidden_size"], model["heads"], 8,
+        model["intermediate_size"],
+    )  # fmt: skip
+    return at_peak(block) + weights_at(block, model["layers"], 128256, run.devices == 1)
+
+
 def main() -> None:
     """Print a table."""
     from internsp.config import Config
     from internsp.plan.longest import Budget  # torch
 
-    print("| model | devices | memory, GiB | published | theirs, GB | ours at it, GB | host, GB "
-          "| longest of ours | ratio |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    print("| model | devices | memory, GiB | host, GB | published | theirs, GB | theirs by its "
+          "sources, GB | ours at it, GB | host of ours at it, GB | longest of ours | ratio | bound "
+          "by |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|")  # fmt: skip
+    components = []
     for run in RUNS:
         budget = Budget(Config.model_validate(settings(run)), run.devices)
-        here, there = (sum(n for _, n in rows) / GB for rows in budget.at(run.tokens))
-        longest = budget.longest(run.has * GIB).length
+        rows = budget.at(run.tokens)
+        here, there = (sum(n for _, n in each) / GB for each in rows)
+        host = HOST // min(run.devices, A_NODE)
+        found, sources = budget.longest(run.has * GIB, host), theirs(run)
         cells = [
-            f"Llama {run.model}", str(run.devices), str(run.has), f"{run.tokens:,}",
-            "" if run.used is None else f"{run.used:.1f}", f"{here:.1f}", f"{there:.0f}",
-            f"{longest:,}", f"{longest / run.tokens:.2f}",
+            f"Llama {run.model}", str(run.devices), str(run.has), f"{host / GB:.0f}",
+            f"{run.tokens:,}", "" if run.used is None else f"{run.used:.1f}",
+            f"{sources.total() / GB:.1f}", f"{here:.1f}", f"{there:.0f}",
+            f"{found.length:,}", f"{found.length / run.tokens:.2f}", found.bound,
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
+        for whose, parts in (("ours", [*rows[0], *rows[1]]), ("theirs", sources.items())):
+            components += [
+                f"{run.model} on {run.devices}, {run.tokens:,} tokens, {whose}: {name}: "
+                f"{nbytes / GB:.2f} GB"
+                for name, nbytes in parts
+                if nbytes >= GB // 100
+            ]
+    if "--components" in sys.argv[1:]:
+        print("\n" + "\n".join(components))
 
 
 if __name__ == "__main__":
