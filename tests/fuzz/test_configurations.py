@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz.configurations import memory_folder, run_cases
+from tests.support.command import internsp
 
 SEED = int(os.environ.get("INTERNSP_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("INTERNSP_FUZZ_COUNT", "10000"))
 PARTS = 4  # so that several workers share them
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.unmeasured
@@ -55,11 +54,7 @@ device = "cpu"
 
 def command(home: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     around = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    around["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, "-m", "internsp", *words],
-        cwd=home, env=around | environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    return internsp(*words, cwd=home, environment=around | environment, check=False)
 
 
 @pytest.mark.slow(12)

@@ -264,7 +264,7 @@ print(json.dumps(status("VmHWM") - before))
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_a_process_takes_what_is_planned_and_dies_with_a_fifth_less() -> None:
     settings = config({"mode": "full"}, model={"hidden_size": 256, "intermediate_size": 768})
-    length = 6144
+    length = 3072
     found = ActivationModel(settings, MeshShape(1)).at(length)
     planned = found.kept + found.working
 
