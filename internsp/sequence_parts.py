@@ -8,13 +8,14 @@ from __future__ import annotations
 from torch import nn
 
 from internsp.config import WeightParallelConfig
-from internsp.errors import InternspError, StructureError
+from internsp.errors import ConfigError, InternspError, StructureError
 from internsp.hf import examine
 from internsp.hf.attach import attach
 from internsp.layers.supported import require_supported
 from internsp.mesh import ParallelMesh
 from internsp.sp import DistributedAttention
 from internsp.sp.mixing import Refused, mixes_positions
+from internsp.sp.routes import require_form
 from internsp.trace import Trace
 
 _LISTED = 8
@@ -93,7 +94,17 @@ def attach_sequences(
     config: WeightParallelConfig,
     split: bool,
 ) -> None:
-    """Give attention its sequence group."""
+    """Give attention its sequence group.
+
+    Raises:
+        ConfigError: a way around a ring that cannot be.
+    """
+    if config.ring_form != "auto" and mesh.ring == 1:
+        raise ConfigError(
+            f"weight_parallel.ring_form = {config.ring_form!r}: the mesh has no ring; make it with "
+            f"ring above 1, or leave ring_form = 'auto' (this is rank {mesh.rank})"
+        )
+    require_form(mesh.ring, config.ring_form, config.inner_ring)
     # A backward in two runs comes twice to what makes both gradients, and would send twice.
     parts = config.exchange_in_parts and not split
     for name, module in model.named_modules():
@@ -101,9 +112,10 @@ def attach_sequences(
             heads = mesh.heads_group if mesh.sequence > 1 else None
             module.attach(
                 heads, trace, name, ring=mesh.ring_group, axes=mesh.sequence_axes,
-                in_parts=parts, overlap=config.overlap,
+                form=config.ring_form, inner=config.inner_ring, in_parts=parts,
+                overlap=config.overlap,
             )  # fmt: skip
-    attach(model, mesh, trace, mean)
+    attach(model, mesh, trace, mean, config)
 
 
 def take_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> None:

@@ -345,6 +345,24 @@ def _report(config: Config) -> Iterator[Problem]:
             yield Problem((f"report.{key}", "report.writers"), text)
 
 
+def _ring(config: Config) -> Iterator[Problem]:
+    """How keys and values travel needs a ring, and a double one two rings."""
+    weights, ring = config.weight_parallel, config.degrees()["ring"]
+    form, inner = weights.ring_form, weights.inner_ring
+    keys = ("weight_parallel.ring_form", "parallel.ring")
+    if form != "auto" and ring == 1:
+        yield Problem(keys, f'"{form}" of a ring of one rank: set parallel.ring, or use "auto"')
+    elif form == "double":
+        choices = [n for n in range(2, ring) if ring % n == 0]
+        if inner not in choices:
+            text = f"{inner} makes no rings of rings of the {ring} ranks"
+            remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
+            yield Problem(("weight_parallel.inner_ring", "parallel.ring"), f"{text}; {remedy}")
+    elif inner > 1:
+        text = f'{inner} is of no effect with "{form}"; set ring_form = "double", or leave it out'
+        yield Problem(("weight_parallel.inner_ring", "weight_parallel.ring_form"), text)
+
+
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     """Sequence x data x pipeline and weight x replica x pipeline are factorings of the ranks."""
     parallel, train = config.parallel, config.train
@@ -364,6 +382,8 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
     if parallel.ring is not None and parallel.sequence % parallel.ring:
         text = f"{parallel.ring} does not divide the sequence degree of {parallel.sequence}"
         yield Problem(("parallel.ring", "parallel.sequence"), text)
+    else:
+        yield from _ring(config)
     replicas, left = divmod(world_size, parallel.weight)
     if parallel.zero is not None and not left and replicas % parallel.zero:
         text = f"{parallel.zero} does not divide the {replicas} replicas of a weight"

@@ -55,7 +55,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
         "blocks keep_unsharded reshard_after_forward accumulation coalesce_bytes pending_blocks "
         "unexpected_order head_output compile cuts_own_sequences exchange_in_parts "
-        "compare_ranks grad_dtype offload",
+        "ring_form inner_ring compare_ranks grad_dtype offload",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
     # The loss scale itself goes on from the checkpoint: its first value was used long ago.

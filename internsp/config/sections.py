@@ -414,6 +414,10 @@ class WeightParallelConfig(Section):
     """Allow a sequence degree above 1 without DistributedAttention: the model needs or has none."""
     exchange_in_parts: bool = True
     """Over gloo, exchange attention's heads in messages that travel while products are made."""
+    ring_form: Literal["auto", "ring", "reverse", "double", "direct"] = "auto"
+    """How keys and values travel around parallel.ring; auto: as the busiest rank sends least."""
+    inner_ring: Degree = 1
+    """Ranks of an inner ring, with ring_form = "double": those with fast links to each other."""
     compare_ranks: bool = True
     """When a model is made parallel: compare the first values of the ranks by checksums."""
     compile: bool = False

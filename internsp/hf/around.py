@@ -33,11 +33,12 @@ class Around:
 
     Args:
         channel: of the ranks between which keys and values travel.
+        form, inner: how they travel, see :func:`internsp.sp.routes.routes`.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, form: str = "auto", inner: int = 1) -> None:
         self.channel = channel
-        self.rings = Rings(channel)
+        self.rings = Rings(channel, form, inner)
 
     def held(self, cut: Cut) -> tuple[Ranges, ...]:
         """The positions of each part."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from internsp.config import WeightParallelConfig
 from internsp.hf.around import Around
 from internsp.hf.attention import Kernel
 from internsp.hf.examine import attentions, finds_documents, outermost, own_positions
@@ -16,7 +17,9 @@ from internsp.sp.exchange import Channel
 from internsp.trace import Trace
 
 
-def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> None:
+def attach(
+    model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool, config: WeightParallelConfig
+) -> None:
     """Cut what a ``transformers`` model inside ``model`` is given, from its next forward on.
 
     The model gets configs of its own, in which the attention has a name of its own; other models
@@ -30,18 +33,19 @@ def attach(model: nn.Module, mesh: ParallelMesh, trace: Trace, mean: bool) -> No
     channel = Channel.of(mesh.sequence_group, trace)
     by_kernel: dict[str, dict[nn.Module, str]] = {}
     for module, name in attentions(model).items():
-        config: Any = module.config
-        by_kernel.setdefault(config._attn_implementation, {})[module] = name
+        own: Any = module.config
+        by_kernel.setdefault(own._attn_implementation, {})[module] = name
     around = None
     if mesh.ring_group is not None and mesh.ring > 1:
-        around = Around(Channel.of(mesh.ring_group, trace))
+        ring = Channel.of(mesh.ring_group, trace)
+        around = Around(ring, config.ring_form, config.inner_ring)
     shared = mesh.sequence > mesh.ring
     heads = Channel.of(mesh.heads_group, trace) if shared and mesh.heads_group else None
     kernels = [Kernel(names, kernel, heads, around) for kernel, names in by_kernel.items()]
     keys = {kernel.kernel: kernel.key for kernel in kernels}
-    for config in _configs(model):
-        now = config._attn_implementation_internal
-        config._attn_implementation_internal = keys.get(now, now)
+    for own in _configs(model):
+        now = own._attn_implementation_internal
+        own._attn_implementation_internal = keys.get(now, now)
     of, finds = own_positions(inner), finds_documents(inner)
     Entry(inner, kernels, channel, mesh.sequence_axes, mean, of, finds, mesh.device)
 

@@ -194,14 +194,16 @@ class ActivationModel:
     def _around(self, local: int) -> int:
         """At most: in a step of the ring's backward (:mod:`internsp.sp.ring`), sums of gradients
         for queries and, of two parts, for keys and values, wide; a part of these that has come and
-        gradients that come home; the next part, where there is one; gradients that leave, where
-        they are narrower than their sums."""
+        gradients that come home; the next part, where there is one (two of a double ring, all that
+        are sent directly); gradients that leave, where they are narrower than their sums."""
         ring, model = self.shape.ring, self.config.model
         if ring == 1:
             return 0
         dtype = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype]
         size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-        blocks = 4 + 2 * (ring > 2) + 2 * (size < wide)
+        form = self.config.weight_parallel.ring_form
+        more = {"double": 2, "direct": ring - 2}.get(form, 1)
+        blocks = 4 + 2 * min(more, ring - 2) + 2 * (size < wide)
         features = model.head_dim or model.hidden_size // model.heads
         each = model.heads * wide + (model.kv_heads or model.heads) * (4 * wide + blocks * size)
         return self.rows * local * features * each

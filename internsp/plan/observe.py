@@ -259,20 +259,22 @@ def _balance(config: Config, shape: MeshShape) -> str:
 def _part(config: Config, shape: MeshShape) -> int:
     """Of the ring, that whose keys and values in flight take most memory, of one document. Of the
     ranks that share its heads the first has most."""
-    return _busiest(shape.sequence_axes, _balance(config, shape))
+    weights = config.weight_parallel
+    way = weights.ring_form, weights.inner_ring
+    return _busiest(shape.sequence_axes, _balance(config, shape), *way)
 
 
 _PROBED = 256  # positions of a rank, for which routes are looked at
 
 
 @lru_cache(maxsize=64)
-def _busiest(axes: SequenceAxes, balance: str) -> int:
+def _busiest(axes: SequenceAxes, balance: str, form: str, inner: int) -> int:
     if axes.ring == 1:
         return 0
     length = _PROBED * axes.size
     seen = Seen(True, None, ((length,),))
     held = by_part(cut(length, axes, balance, seen), axes)
-    loads = [_in_flight(route) for route in routes(held, seen)]
+    loads = [_in_flight(route) for route in routes(held, seen, form, inner)]
     return loads.index(max(loads))
 
 
@@ -292,7 +294,10 @@ def _attach(model: nn.Module, config: Config, shape: MeshShape) -> None:
     around: Any = _Alone(no_group, None, part, axes.ring) if axes.ring > 1 else None
     for module in model.modules():
         if isinstance(module, DistributedAttention):
-            module.attach(heads, ring=around, axes=axes)
+            module.attach(
+                heads, ring=around, axes=axes, form=config.weight_parallel.ring_form,
+                inner=config.weight_parallel.inner_ring,
+            )  # fmt: skip
 
 
 class _Arrived:

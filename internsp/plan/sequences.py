@@ -52,7 +52,8 @@ class SequenceTraffic:
         model, length = config.model, config.data.sequence_length
         balance = config.parallel.balance if shape.pipeline == 1 else FIXED
         seen = Seen(True, None, ((length,),))
-        found = routes(deal(length, shape.ring, balance, seen), seen)
+        way = config.weight_parallel.ring_form, config.weight_parallel.inner_ring
+        found = routes(deal(length, shape.ring, balance, seen), seen, *way)
         heads = -(-(model.kv_heads or model.heads) // shape.sequence_axes.heads)
         features = 2 * heads * (model.head_dim or model.hidden_size // model.heads)
         one = rows * features * DTYPES[config.train.dtype].itemsize

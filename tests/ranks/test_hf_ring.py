@@ -76,6 +76,15 @@ def test_losses_gradients_and_steps_are_those_of_one_process(
         assert ("RING" in seen) != eager, f"{family}: plain attention goes round, no other"
 
 
+@ranks(4)
+def test_rings_of_rings_are_those_of_one_process() -> None:
+    twin = HuggingTwin("llama", mesh_of(2, 4, ring=4), ring_form="double", inner_ring=2)
+    twin.communicator.state.trace.enabled = True
+    for kind, make in KINDS.items():
+        twin.compare(make, kind)
+    assert any(event.kind == "RING" for event in twin.communicator.state.trace.events)
+
+
 @ranks(2)
 def test_what_a_user_computes_from_this_ranks_logits_belongs_to_the_layouts_positions() -> None:
     mesh = mesh_of(1, 2, ring=2)

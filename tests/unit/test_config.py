@@ -183,6 +183,31 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
             "parallel.pipeline: 2 does not divide the 3 ranks (launch.processes, or torchrun's)",
         ),
         (
+            '[weight_parallel]\nring_form = "double"\ninner_ring = 2',
+            1,
+            'weight_parallel.ring_form: "double" of a ring of one rank: set parallel.ring, or use '
+            '"auto"',
+        ),
+        (
+            '[parallel]\nsequence = 4\nring = 4\n[weight_parallel]\nring_form = "double"',
+            4,
+            "weight_parallel.inner_ring: 1 makes no rings of rings of the 4 ranks; choose one of "
+            "[2]",
+        ),
+        (
+            '[parallel]\nsequence = 2\nring = 2\n[weight_parallel]\nring_form = "double"\n'
+            "inner_ring = 2",
+            2,
+            "weight_parallel.inner_ring: 2 makes no rings of rings of the 2 ranks; use ring_form = "
+            '"ring"',
+        ),
+        (
+            "[parallel]\nsequence = 4\nring = 4\n[weight_parallel]\ninner_ring = 2",
+            4,
+            'weight_parallel.inner_ring: 2 is of no effect with "auto"; set ring_form = "double", '
+            "or leave it out",
+        ),
+        (
             "[pipeline]\nchunks = 2",
             2,
             "pipeline.chunks: 2 chunks without a pipeline; set parallel.pipeline above 1, or use 1",

@@ -1,0 +1,122 @@
+"""A double ring, and the other ways around a ring, as configured: the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from internsp import model_zoo, parallelize
+from internsp.config import WeightParallelConfig
+from internsp.errors import ConfigError
+from internsp.plan.printed import make_plan
+from internsp.sp import DistributedAttention, SequenceLayout
+from internsp.train.session import Session
+from internsp.train.step import StepRunner
+from tests.support.compare import TOLERANCE
+from tests.support.meshes import mesh_of
+from tests.support.pairs import covering
+from tests.support.parity import Case, run_case
+from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import Changes, config, run_all
+
+DOUBLE = {"ring_form": "double", "inner_ring": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "own": {"heads": 2},
+    "grouped": {"heads": 4, "kv_heads": 2, "hidden_size": 16},
+    "one": {"heads": 3, "kv_heads": 1},
+}
+OPTIONS: dict[str, list[Any]] = {
+    "weight": [1, 2, 4],
+    "heads": list(MODELS),
+    "length": [16, 13, 3],
+    "packed": [False, True],
+    "silent_rank": [False, True],
+    "checkpoint": ["none", "full", "selective"],
+    "micro_batches": [1, 2],
+}
+
+
+def gaps(rank: int, world_size: int, given: list[Case]) -> list[tuple[float, float]]:
+    return [run_case(case) for case in given]
+
+
+def test_loss_and_every_gradient_equal_one_process() -> None:
+    chosen = covering(OPTIONS, lambda c: not (c.get("packed") and c.get("length") == 3))
+    given = [
+        Case(
+            weight=c["weight"], sequence=4, ring=4, length=c["length"], weights=DOUBLE,
+            model=MODELS[c["heads"]], packed=c["packed"], checkpoint={"mode": c["checkpoint"]},
+            micro_batches=c["micro_batches"], one_rank_without_tokens=c["silent_rank"],
+        )
+        for c in chosen
+    ]  # fmt: skip
+    for form in ("ring", "reverse", "direct"):
+        given.append(Case(sequence=4, ring=4, weights={"ring_form": form}, length=13, packed=True))
+    for found in run_ranks(gaps, 4, given, timeout=240):
+        for case, (loss, gradient) in zip(given, found, strict=True):
+            assert loss < TOLERANCE, case
+            assert gradient < TOLERANCE, case
+
+
+def parallel(**weights: Any) -> Changes:
+    return {"parallel": {"sequence": 4, "ring": 4, "weight": 2}, "weight_parallel": weights}
+
+
+def test_a_run_of_the_trainer_equals_one_process(tmp_path: Path) -> None:
+    alone = run_all(tmp_path / "alone", 1, {"": []})[""]
+    (double,) = run_all(tmp_path / "four", 4, {"double": [parallel(**DOUBLE)]}).values()
+    double.equals(alone, "double")
+
+
+@ranks(4)
+def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> None:
+    sizes = {"data": {"sequence_length": 32}, "train": {"global_batch": 2}}
+    settings = config(parallel(**DOUBLE), {"parallel": {"balance": "zigzag"}}, sizes)
+    session = Session.create(settings)
+    attends = [
+        module
+        for part in session.modules
+        for module in part.modules()
+        if isinstance(module, DistributedAttention)
+    ]
+    assert attends
+    session.trace.enabled = True
+    ids = torch.randint(0, 200, (2, 32), generator=torch.Generator().manual_seed(0))
+    layout = SequenceLayout.create(ids, rank=rank, size=4, ring=4, balance="zigzag")
+    StepRunner(session)._passes.train([layout], float(layout.total_valid_tokens))
+    for attend in attends:
+        assert attend.around is not None
+        (ring,) = attend.around._known.values()
+        route = ring.route
+        assert route.form == "double"
+        # The next inner ring's rank, and the neighbor in this one, which a plain ring's is not.
+        peers = {move.peer for step in route.steps for move in step.sends}
+        assert peers == {(rank + 2) % 4, rank ^ 1}
+        one = 2 * 2 * settings.model.kv_heads * settings.model.head_dim * 8  # of two rows
+        came = sum(move.positions for step in route.steps for move in step.receives)
+        home = sum(step.arrives.positions for step in route.steps if step.arrives is not None)
+        events = [e for e in session.trace.events if e.kind == "RING" and e.unit == attend.unit]
+        # Keys and values in forward and again in backward; their gradients come home.
+        assert sum(e.nbytes for e in events) == one * (2 * came + home) > 0
+        most = torch.tensor([route.sent_positions, route.returned_positions])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        blocks = settings.model.layers
+        assert make_plan(settings, 4).traffic.ring == blocks * one * int(2 * most[0] + most[1])
+
+
+@ranks(2)
+def test_a_mesh_without_such_rings_is_refused_on_every_rank(rank: int) -> None:
+    model = model_zoo.build(Case().model_config(), dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"ring_form = 'double': the mesh has no ring"):
+        parallelize(model, mesh_of(1, 2), WeightParallelConfig(**DOUBLE))
+    for weights, text in (
+        ({"ring_form": "double", "inner_ring": 3}, "do not divide a ring of 2"),
+        ({"inner_ring": 2}, "of the form 'double', not of 'auto'"),
+    ):
+        model = model_zoo.build(Case().model_config(), dtype=torch.float64)
+        with pytest.raises(ConfigError, match=text):
+            parallelize(model, mesh_of(1, 2, ring=2), WeightParallelConfig(**weights))
