@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from internsp.train.continuation import _Text, continuation, load_run
 from internsp.train.saver import save
 from internsp.train.session import Session
 from tests.ranks.test_train import config
+from tests.support.command import begin
 from tests.support.ranks import run_ranks
 
 PROMPT = "The first"
@@ -122,12 +122,13 @@ def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
 @pytest.mark.slow(4)
 def test_text_is_streamed_to_a_pipe_token_by_token(runs: tuple[Path, list[int]]) -> None:
     words = ["generate", str(runs[0] / "0"), "--prompt", PROMPT, "--tokens", "6"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "internsp", *words], stdout=subprocess.PIPE, cwd=runs[0].parent
-    )
-    assert process.stdout is not None
-    first = process.stdout.read(len(PROMPT))  # there before the end
-    rest = process.communicate(timeout=60)[0]
+    reads, writes = os.pipe()
+    process = begin(("-m", "internsp", *words), runs[0].parent, writes, 2)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        first = pipe.read(len(PROMPT))  # there before the end
+        rest = pipe.read()
+    process.join(60)
     assert first.decode() == PROMPT
     assert rest.endswith(b"\n")
-    assert process.returncode == 0
+    assert process.exitcode == 0
