@@ -22,8 +22,15 @@ from internsp.wp.slots import MemoryPool
 
 KIND = "xpu"  # a type that this build of torch has no devices of
 SOURCES = Path(__file__).parents[2] / "internsp"
-# Flash attention, apex, and the history of allocations that torch keeps of CUDA alone.
-OF_CUDA_ALONE = {"sp/kernels.py", "sp/partial.py", "layers/norm.py", "train/modes.py"}
+# Flash attention, apex, the history of allocations that torch keeps of CUDA alone, and the plan of
+# what a run on CUDA keeps.
+OF_CUDA_ALONE = {
+    "sp/kernels.py",
+    "sp/partial.py",
+    "layers/norm.py",
+    "train/modes.py",
+    "plan/observe.py",
+}
 
 
 class StandIn:
