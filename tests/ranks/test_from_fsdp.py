@@ -149,7 +149,7 @@ def trained(rank: int, world_size: int, chosen: list[dict[str, Any]]) -> list[st
 
 def test_a_step_runs_under_every_setting_of_weight_parallel() -> None:
     # What the example's model lacks: attention, feed-forward layers, a loss that is cut; what a
-    # weight group of two cannot have (test_near_slices), and a mesh without a ring (test_double_ring).
+    # weight group of two cannot have (test_near_slices); and what needs a ring (test_double_ring).
     other = (
         {"trigger": "attention"}, {"trigger": "mlp"}, {"head_output": "vocabulary"},
         {"reshard_after_forward": 2}, {"inner_ring": 4},
