@@ -102,6 +102,23 @@ def refuse_transformed(name: str, compiles: bool) -> None:
         raise under_transform(name)
 
 
+def refuse_traced(name: str) -> None:
+    """Called where the model is entered.
+
+    Raises:
+        StructureError: under ``torch.jit.trace``, or with tensors that have no values.
+    """
+    tracing = torch._C._get_tracing_state() is not None  # type: ignore[no-untyped-call]
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if tracing or fake:
+        under = "torch.jit.trace" if tracing else "a FakeTensorMode (torch.export, an estimator)"
+        raise StructureError(
+            f"{name} was called under {under}, where no weight can be gathered from another rank: "
+            "do that with the plain model, before parallelize(), or with whole parameters exported "
+            "by internsp.full_params"
+        )
+
+
 Given = dict[int, tuple[Tensor, Any]]
 
 

@@ -115,6 +115,14 @@ def parallelize(
         TypeError: ``communicator`` is none.
     """
     config = config or WeightParallelConfig()
+    given = (model, nn.Module), (mesh, ParallelMesh), (config, WeightParallelConfig)
+    for value, wanted in given:
+        if not isinstance(value, wanted):
+            raise TypeError(
+                f"parallelize() was given a {type(value).__name__} in the place of a "
+                f"{wanted.__name__}: call parallelize(model, mesh, WeightParallelConfig(...)); "
+                "ParallelMesh.from_device_mesh makes a mesh of torch's DeviceMesh"
+            )
     if communicator is not None and not isinstance(communicator, WPCommunicator):
         raise TypeError(
             f"communicator is a {type(communicator).__name__}: give a WPCommunicator, made "

@@ -106,6 +106,15 @@ class UnfinishedGradient(DTensor):
         raise found._refused() if found is not None else GradientError("an unfinished gradient")
 
 
+def gradients_lost(parameters: int, rank: int) -> GradientError:
+    """A step is about to go without the gradients of micro-batches before a pass that failed."""
+    return GradientError(
+        f"a pass that failed has taken with it the gradients of the micro-batches before it, of "
+        f"{parameters} parameters on rank {rank}: call zero_grad() on every rank and repeat all "
+        "micro-batches of this step"
+    )
+
+
 class UnfinishedGradients(Generic[M]):
     """Those of one chunk in a plain loop: which stand in ``.grad``, and what they stand for.
 
@@ -119,6 +128,8 @@ class UnfinishedGradients(Generic[M]):
         self._rank = rank
         self._shown: dict[M, UnfinishedGradient] = {}
         self._before: dict[M, Tensor | None] = {}  # unsharded gradients of earlier backwards
+        self._zeroed: set[M] = set()  # of those, by the user and since the last backward
+        self._lost: set[M] = set()  # whose sums a failed pass has taken with it
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -126,6 +137,7 @@ class UnfinishedGradients(Generic[M]):
     def show(self, members: Iterable[M]) -> None:
         """Sums of ``members`` are kept elsewhere for now: their ``.grad`` says so."""
         for member in members:
+            self._zeroed.discard(member)
             if member in self._shown or not member.requires_grad:
                 continue
             before = member.parameter.grad
@@ -152,14 +164,24 @@ class UnfinishedGradients(Generic[M]):
 
         Returns:
             Whether there were any.
+
+        Raises:
+            GradientError: a pass that failed has taken them with it, and they were not dropped.
         """
         self.look()
         any_left = bool(self._shown)
+        if self._lost:
+            raise gradients_lost(len(self._lost), self._rank)
         for member, made in list(self._shown.items()):
             before = self._forget(member)
             if member.parameter.grad is made:
                 member.parameter.grad = before
         return any_left
+
+    def lose(self) -> None:
+        """A pass has failed, and no sum is left: ``.grad`` goes on saying that one is missing."""
+        self.look()
+        self._lost = self._shown.keys() - self._zeroed
 
     def refuse(self, parameters: Iterable[Tensor]) -> None:
         """Raises:
@@ -189,8 +211,12 @@ class UnfinishedGradients(Generic[M]):
             before = self._before[member]
             if before is not None:
                 before.zero_()
+            self._zeroed.add(member)
+            self._lost.discard(member)
             self._discard(member, True)
 
     def _forget(self, member: M) -> Tensor | None:
         del self._shown[member]
+        self._zeroed.discard(member)
+        self._lost.discard(member)
         return self._before.pop(member)

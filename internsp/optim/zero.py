@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from internsp.dtensor.unfinished import gradients_lost
 from internsp.failure.recovery import unbroken
 from internsp.host import OPTIMIZER
 from internsp.optim import checkpoint, streamed, whole_state
@@ -102,6 +103,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         whole_matrix: bool | None = None,
         **defaults: Any,
     ) -> None:
+        if not isinstance(communicator, ISPCommunicator):
+            raise TypeError(
+                f"ZeroOptimizer was given a {type(communicator).__name__} in the place of the "
+                "communicator: give it what parallelize() returned, and the optimizer's class"
+            )
         if communicator.plain is None:
             raise ValueError(
                 "this communicator has a ZeroOptimizer already: give one optimizer all parameters "
@@ -115,9 +121,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for member, index in place.items():
             require_steppable(member, methods[index])
         super().__init__(groups, {})
+        # What schedules ask for (OneCycleLR looks for a momentum here); groups have all of it.
+        first = self.param_groups[0].items()
+        self.defaults = {name: value for name, value in first if not name.startswith("param")}
         self._sealed = True
         self._place = place
         self._communicator = communicator
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm = {max_grad_norm} on rank {communicator.mesh.rank}: steps would go "
+                "uphill, or nowhere; give a positive number, or None"
+            )
         self.max_grad_norm = max_grad_norm
         self.loss_scaler = loss_scaler
         self.skip_not_finite = skip_not_finite or loss_scaler is not None
@@ -127,6 +141,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped_steps = self.skipped_in_a_row = 0
         self.unfinished = communicator.plain.unfinished.take()
         self._used: set[Member] = set()
+        self._lost: set[Member] = set()  # whose earlier gradients a failed pass has taken with it
         self._kinds: dict[tuple[int, torch.dtype], Names] = {}  # of state, by group
         with torch.no_grad():
             self._buckets = make_buckets(communicator, place, methods)
@@ -143,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._buckets, self._finished, lambda: self._used
         )
         communicator.after_backward.append(self._backward_ended)
-        communicator.after_rest.append(self._release)
+        communicator.after_rest.append(self._rested)
 
     # the user's loop
 
@@ -183,9 +198,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _drop_gradient(self, member: Member, used: bool) -> None:
         """Forget this rank's part of one gradient. No message; waits for what is in flight.
 
+        After a pass that failed all ranks call it, as :meth:`zero_grad`.
+
         Args:
             used: it was set to zero, not to ``None``: the next step takes it as zeros.
         """
+        self._communicator.recover()
+        self._lost.discard(member)
         self._reducer.drop(member, used)
         if not used:
             self._used.discard(member)
@@ -205,6 +224,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _finished(self) -> set[Member]:
         self._communicator.recover()
+        if self._lost:
+            raise gradients_lost(len(self._lost), self._communicator.mesh.rank)
         used = self._reducer.run()
         self._used |= used
         return used
@@ -441,8 +462,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.unfinished = True
         self._reducer.backward_ended()
 
+    def _rested(self, step: bool) -> None:
+        """A pass has failed (or a whole ``step``), and no sum is left, of earlier backwards either.
+        """
+        lost = self.unfinished and not step
+        self._release()
+        if lost:  # until they are dropped by the user, too, a step must not go without them
+            self._lost = {m for m in self._place if m.requires_grad}
+            self.unfinished = True
+
     def _release(self) -> None:
         """No gradient is left in the slices."""
+        self._lost.clear()
         for bucket in self._buckets:
             bucket.gradient = None
         self._used = set()

@@ -157,7 +157,7 @@ class Watch:
         try:
             for communicator in self._communicators:
                 communicator.recovery.together()
-                communicator.rest()
+                communicator.rest(step=True)
             sever(mesh.pipeline_group)  # a message that comes late finds no buffer of ours
             mesh.renew_pipeline_group()
         except RuntimeError:

@@ -39,7 +39,6 @@ def make_optimizer(
     """
     settings = config.optimizer
     cls, arguments = _class_of(config)
-    replicated = {id(member) for member in communicator.replicated.members}
     matrices = _block_matrices(communicator)
     groups: dict[tuple[str, float, float], list[Any]] = {}
     for member in members(communicator):
@@ -48,7 +47,8 @@ def make_optimizer(
         lr = settings.lr
         if by != settings.name and settings.rest_lr is not None:
             lr = settings.rest_lr
-        decay = 0.0 if id(member) in replicated else settings.weight_decay
+        # By their shape: whether a matrix is sharded or not must not change any number.
+        decay = settings.weight_decay if len(member.shape) > 1 else 0.0
         if own is not None:
             lr = lr if own.lr is None else own.lr
             decay = decay if own.weight_decay is None else own.weight_decay

@@ -236,8 +236,10 @@ class ChunkWeights(WPCommunicator):
                 "been whole: return that tensor from the block, or set "
                 "weight_parallel.coalesce_bytes = 0 and compile = false"
             )
-        kept = self.state.reducer.ready
+        kept, frozen = self.state.reducer.ready, self.state.reducer.frozen
         for weight, gradient in ready:
+            if weight in frozen:
+                continue
             before = kept.get(weight)
             kept[weight] = gradient if before is None else before + gradient
 
@@ -322,7 +324,8 @@ class ISPCommunicator(ChunkWeights):
         self.more_to_come: bool | None = None
         self.expects_exchange: Callable[[], bool] = lambda: True
         self.after_backward: list[Callable[[], None]] = []
-        self.after_rest: list[Callable[[], None]] = []  # who holds sums of its own forgets them
+        # Who holds sums of its own forgets them; told whether a whole step has failed.
+        self.after_rest: list[Callable[[bool], None]] = []
         self.recovery = Recovery(mesh, state.collectives.ledger)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
@@ -679,8 +682,13 @@ class ISPCommunicator(ChunkWeights):
         self.queue.forget_contents()
         self.queue.end_pass()
 
-    def rest(self) -> None:
-        """Let everything in flight arrive and forget it: no bytes held, no reduced gradient."""
+    def rest(self, step: bool = False) -> None:
+        """Let everything in flight arrive and forget it: no bytes held, no reduced gradient.
+
+        Args:
+            step: what has failed is a whole step, a pipeline's, so that no sums of earlier
+                micro-batches are missed.
+        """
         self.settle_gathers()
         self.queue.reset()
         self.state.reducer.discard()
@@ -692,13 +700,16 @@ class ISPCommunicator(ChunkWeights):
             weight.drop_reduced_grad()
         self.replicated.reset()
         if self.plain is not None:
-            self.plain.unfinished.take()  # now that there is no sum left
+            if step:
+                self.plain.unfinished.take()
+            else:
+                self.plain.unfinished.lose()
         self._forward_open, self.replicated.backward, self._nested = False, -1, False
         self._next = self._graphs = 0
         if self.state.link is not None:
             self.state.link.rest()
         for callback in self.after_rest:
-            callback()
+            callback(step)
 
     # inside
 
@@ -807,7 +818,15 @@ class ISPCommunicator(ChunkWeights):
             self._queue_end()
 
     def _look(self) -> None:
-        """A backward begins: a user may have dropped gradients that are not complete."""
+        """A backward begins: a user may have dropped gradients that are not complete.
+
+        Or frozen, since the forward, parameters that will then have none, as under autograd.
+        """
+        replicated, sharded = self.replicated, self.replicated.sharded
+        small = zip(replicated.members, trained(replicated.members), strict=True)
+        replicated.frozen = {member for member, now in small if not now}
+        large = zip(sharded, trained(sharded), strict=True)
+        self.state.reducer.frozen = {weight for weight, now in large if not now}
         if self.plain is not None:
             self.plain.unfinished.look()
 

@@ -31,6 +31,7 @@ from internsp.autograd import (
     no_second_derivatives,
     on_gradient,
     own,
+    refuse_traced,
     refuse_transformed,
     tensors,
     transforming,
@@ -215,6 +216,7 @@ class Hooks:
         compiled = module._compiled_call_impl is not None  # module.compile()
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed("the model", compiled)
+        refuse_traced("the model")
         if graph_task() != NO_TASK:
             return None
         for together in self.together.values():

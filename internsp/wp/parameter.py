@@ -456,7 +456,8 @@ class ReplicatedParameter(ModelParameter):
         """Add this rank's part to the flat sum."""
         if self.sums.backward < 0:
             self.sums.began()
-        self.sums.add(self.index, gradient)
+        if self not in self.sums.frozen:
+            self.sums.add(self.index, gradient)
 
 
 Member = ReplicatedParameter | ShardedParameter

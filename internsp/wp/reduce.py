@@ -96,6 +96,8 @@ class GradientReducer:
         touched: weights with a reduction in this backward, in launch order; whether this rank had
             a gradient.
         whole: sums of unsharded gradients that no reduction has taken yet.
+        frozen: weights whose gradients are dropped, since their parameters were frozen behind the
+            forward; they take their places in the order, with zeros.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class GradientReducer:
         self.ready: dict[ShardedParameter, Tensor] = {}
         self.touched: dict[ShardedParameter, bool] = {}
         self.whole = UnshardedSums(buffers)
+        self.frozen: set[ShardedParameter] = set()
 
     def __len__(self) -> int:
         return len(self._queue)

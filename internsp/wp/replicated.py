@@ -24,6 +24,7 @@ class ReplicatedParameters:
 
     Attributes:
         backward: the graph task of the backward that is known to run; -1: none.
+        frozen: what had ``requires_grad = False`` when that began.
         began: called at a ready gradient where it is not.
     """
 
@@ -32,6 +33,7 @@ class ReplicatedParameters:
         self.rank = mesh.rank
         self.began: Callable[[], None] = lambda: None
         self.backward = -1
+        self.frozen: set[ReplicatedParameter] = set()
         self.members: list[ReplicatedParameter] = []
         self.sharded = sharded
         self.flat: Tensor | None = None

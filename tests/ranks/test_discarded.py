@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from internsp.errors import GradientError
 from internsp.optim import ZeroOptimizer
-from tests.support.compare import close
+from tests.support.compare import check, close, gradients
 from tests.support.meshes import mesh_of
 from tests.support.models import ALL, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -145,3 +145,62 @@ def test_sums_dropped_before_a_zero_optimizers_step_stay_dropped(
             theirs.zero_grad()
             twin.communicator.publish()
             twin.check_parameters(what)
+
+
+class Boom(Exception):
+    """What a program may catch, to leave a micro-batch out."""
+
+
+def fail(twin: Twin, where: str) -> None:
+    """A micro-batch that raises at the same place on every rank, and is caught."""
+    block = twin.ours.layers[0]  # type: ignore[index]
+
+    def boom(*_: Any) -> None:
+        raise Boom
+
+    if where == "forward":
+        hook = block.register_forward_hook(boom)  # type: ignore[union-attr]
+    else:
+        hook = block.register_full_backward_hook(boom)  # type: ignore[union-attr]
+    raises(Boom, lambda: twin.ours(*twin.batch()[1]).backward())
+    hook.remove()
+
+
+AGAIN = ("optimizer", "model", "model, to zero", "foreach optimizer, to zero", "by hand")
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["zero", "plain loop"])
+@ranks(2)
+def test_what_a_failed_micro_batch_takes_with_it_is_missed(zero: bool) -> None:
+    """Never a step without the micro-batches before one that failed, unless they are dropped."""
+    for where in ("forward", "backward"):
+        for again in AGAIN:
+            twin = Twin(Side, mesh_of(2))
+            ours = twin.communicator
+            optimizer: Any
+            if zero:
+                optimizer = ZeroOptimizer(ours, torch.optim.SGD, lr=0.1)
+            else:
+                optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
+            with nullcontext() if zero else ours.no_sync():
+                twin.ours(*twin.batch()[1]).backward()
+            fail(twin, where)
+            what = f"{where}, {again}"
+            if zero:
+                twin.ours(*twin.batch()[1]).backward()
+                raises(GradientError, optimizer.step, "before it")
+                raises(GradientError, optimizer.step, "zero_grad()")
+            else:
+                later = twin.ours(*twin.batch()[1])
+                raises(GradientError, later.backward, "zero_grad()")
+            if again == "optimizer":
+                optimizer.zero_grad()
+            else:
+                DROPS[again](twin.ours)
+            twin.plain.zero_grad()
+            twin.backward()
+            if zero:
+                wanted = {n: g for n, g in gradients(twin.plain).items() if g is not None}
+                check(optimizer.gather_gradients(), wanted, what)
+            else:
+                twin.check_gradients(what)

@@ -317,3 +317,31 @@ def test_mistakes_of_the_section_are_told(text: str, wanted: str, tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert wanted in str(caught.value)
+
+
+def decays(rank: int, world_size: int, chosen: list[Config]) -> list[dict[str, float]]:
+    """By parameter, of each configuration."""
+    found = []
+    for each in chosen:
+        session = Session.create(each)
+        names = {id(p): name for name, p in session.modules[0].named_parameters()}
+        groups = session.optimizers[0].param_groups
+        found.append({names[id(p)]: g["weight_decay"] for g in groups for p in g["params"]})
+    return found
+
+
+def test_weight_decay_is_of_matrices_whether_they_are_sharded_or_not() -> None:
+    """No number of a run may follow from how weights travel."""
+    chosen = [
+        settings(weight_decay=0.25).model_copy(
+            update={"weight_parallel": settings().weight_parallel.model_copy(
+                update={"min_shard_elements": elements}
+            )}
+        )
+        for elements in (1, 1 << 30)
+    ]  # fmt: skip
+    sharded, replicated = run_ranks(decays, 1, chosen)[0]
+    assert sharded == replicated
+    assert {name for name, decay in sharded.items() if not decay} == {
+        name for name in sharded if "norm" in name
+    }

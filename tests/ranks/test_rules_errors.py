@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import CollectiveError, OrderError, StructureError
 from internsp.mesh import ParallelMesh
+from tests.support.meshes import mesh_of
 from tests.support.models import ALL, ROLLING, SOME, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks, run_ranks
 
@@ -214,3 +216,14 @@ def test_a_failed_pass_leaves_no_mark_of_use_and_no_mark_of_presence() -> None:
         last.spared = twin.plain.layers[3].spared = True  # type: ignore[index, union-attr]
         twin.backward()
         twin.check_gradients(f"{config}: a weight that only the failed pass used")
+
+
+@ranks(2)
+def test_a_trace_or_a_fake_forward_is_refused_and_leaves_the_model_as_it_was() -> None:
+    twin = Twin(Tiny, mesh_of(2))
+    mine = twin.batch()[1]
+    raises(StructureError, lambda: torch.jit.trace(twin.ours, mine), "torch.jit.trace")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        raises(StructureError, lambda: twin.ours(*mine), "FakeTensorMode", "full_params")
+    twin.backward()
+    twin.check_gradients("after what was refused")

@@ -16,7 +16,8 @@ from internsp.optim import ZeroOptimizer
 from internsp.parallel import parallelize
 from internsp.wp.collectives import Collectives
 from tests.support.late import Late
-from tests.support.ranks import run_ranks
+from tests.support.models import raises
+from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Case, alone, batch, furthest, little, setup, share, train, whole
 
 
@@ -224,8 +225,9 @@ def failing(rank: int, world: int) -> tuple[list[str], float]:
         except RuntimeError as error:
             raised.append(str(error))
         broken.remove()
-        if where == "backward":
-            s.optimizer.zero_grad()
+        if where == "forward":  # without what was lost no step goes on (test_discarded)
+            raises(GradientError, s.optimizer.gather_gradients, "zero_grad()")
+        s.optimizer.zero_grad()
     s.model(*mine).backward()
     got = s.optimizer.gather_gradients()
     reference = gradient_alone(world)
@@ -272,6 +274,10 @@ def refused(rank: int, world: int) -> list[str]:
         make([{"params": chosen}]),
         make([{"params": parameters}]),
         make([{"lr": 1.0}]),
+        make(None, max_grad_norm=-1.0),
+        lambda: ZeroOptimizer(s.model.parameters(), torch.optim.SGD, lr=0.1),  # type: ignore[arg-type]
+        lambda: parallelize(s.communicator.mesh, s.model),  # type: ignore[arg-type]
+        lambda: parallelize(little(), s.communicator.mesh, {"overlap": True}),  # type: ignore[arg-type]
     ]
     for attempt in attempts:
         try:
@@ -296,6 +302,10 @@ def test_impossible_requests_are_refused_by_name() -> None:
             "trainable parameters in no group: layers.0.norm.weight",
             "take the parameters from the model after parallelize",
             "param_groups[0] has no 'params'",
+            "max_grad_norm = -1.0 on rank",
+            "a generator in the place of the communicator",
+            "a ParallelMesh in the place of a Module",
+            "a dict in the place of a WeightParallelConfig",
         ]
         assert len(found) == len(expected)
         for message, part in zip(found, expected, strict=True):
@@ -333,3 +343,17 @@ def test_a_step_returns_the_closures_loss_or_nothing_as_torchs_does() -> None:
     for returned, gap in run_ranks(closures, 2):
         assert returned == [True] * 8
         assert gap == 0.0
+
+
+@ranks(2)
+def test_schedules_that_look_for_a_momentum_take_it() -> None:
+    """OneCycleLR changes betas with the learning rate; it asks the optimizer's defaults."""
+    s = setup(Case(weight=2))
+    theirs = torch.optim.AdamW(little().parameters(), lr=0.1)
+    for optimizer in (s.optimizer, theirs):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+        optimizer.step()
+        schedule.step()
+    for group in s.optimizer.param_groups:
+        assert group["betas"] == theirs.param_groups[0]["betas"]
+        assert group["lr"] == theirs.param_groups[0]["lr"]
