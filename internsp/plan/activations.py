@@ -146,30 +146,35 @@ class ActivationModel:
         offload = self.config.activation_checkpoint.offload
         layers, recomputing = self.layers, self.recomputing
 
-        def few(layers: int, again: int, offload: int | None = None) -> Observed:
+        def few(
+            layers: int, again: int, offload: int | None = None, backward: bool = True
+        ) -> Observed:
+            place = self.place
             return observe(
-                self.config, self.rows, positions, tiles, layers, again, offload, self.place
+                self.config, self.rows, positions, tiles, layers, again, offload, place, backward
             )
 
         plain = 0
         if recomputing < layers:
-            two, three = few(2, 0), few(3, 0)
+            peaks = not recomputing
+            two = few(2, 0, backward=peaks)
+            three = few(3, 0, backward=peaks and self.place.split)
             plain = three.kept - two.kept
         if not recomputing:
             found = _activations(two, (layers - 2) * plain)
             each = three.between - two.between
             return replace(found, between=two.between + (layers - 2) * each)
-        whole = few(2, 2)
-        block = few(3, 3).kept - whole.kept
-        step = few(2, 2, 1) if offload else whole
+        step = few(2, 2, 1) if offload else None
         away = offloaded_blocks(offload, recomputing)
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
-        if limit is not None and step.host:
+        if step is not None and step.host and limit is not None:
             away = min(away, limit // sum(step.host))
+        base = step if away else None
+        whole = few(2, 2, backward=base is None)  # of peaks, one step's are asked for
+        block = few(3, 3, backward=False).kept - whole.kept
         stays = recomputing - 2 - max(away - 1, 0)
-        others = (layers - recomputing) * plain
-        base = step if away else whole
-        return _activations(base, stays * block + others, step.host if away else (), away, block)
+        more = stays * block + (layers - recomputing) * plain
+        return _activations(base or whole, more, base.host if base else (), away, block)
 
     @property
     def _formulas(self) -> bool:

@@ -108,12 +108,15 @@ def observe(
     again: int,
     offload: Any,
     place: Place | None = None,
+    backward: bool = True,
 ) -> Observed:
     """Forward and backward of ``layers`` blocks, ``again`` of which recompute.
 
     Args:
         positions: of this rank.
         offload: of activations, or None.
+        backward: False where what forward keeps is all that is asked for (a third of the time or
+            less): then no peak is that of a backward, and ``between`` is 0.
     """
     place = place or Place(MeshShape(1))
     model: Any = build_of_length(config, layers)
@@ -154,7 +157,7 @@ def observe(
                 output = output[0]
             kept, forward, host = live.now, live.peak, tuple(link.pieces)
             begun = live.kinds.copy()
-            between = _backward(model, given, output, place, live)
+            between = _backward(model, given, output, place, live) if backward else 0
     phases = [*live.phases, (live.peak, live.at_peak)]
     peaks = tuple(peak for peak, _ in phases)
     in_blocks = phases[-1][1]

@@ -304,11 +304,12 @@ def on(device: str, **changes: dict[str, Any]) -> Config:
     )
 
 
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_length(
     device: str,
 ) -> None:
-    settings, length = on(device), 1 << 17
+    settings, length = on(device), 1 << 16  # twice as long as the longest step that is planned by
     model = ActivationModel(settings, MeshShape(1))
     planned = model.at(length)
     step = observe(settings, 1, length, model._tiles(length), 5, 5, "all")
