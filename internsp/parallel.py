@@ -24,6 +24,7 @@ from internsp.layers.offload import ActivationOffload
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.layers.tiles import tile_all
+from internsp.layers.watch import stay
 from internsp.mesh import ParallelMesh
 from internsp.meta import Unfilled, materialize_buffers
 from internsp.near import NearSlices
@@ -327,6 +328,7 @@ class _Builder:
             state.activations,
         )
         register_casts(casts)
+        stay(self.model, communicator.places)
         self._tile(checkpoint)
         return communicator
 

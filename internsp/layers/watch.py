@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -165,3 +167,51 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Paramet
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
     """torch's, or that of transformers."""
     return any(base.__name__ == "Adafactor" for base in type(optimizer).__mro__)
+
+
+def stay(model: nn.Module, places: Mapping[tuple[nn.Module, str], Member]) -> None:
+    """Let ``model.to()``, ``cpu()``, ``half()`` and their kin pass where they change no parameter.
+
+    torch would swap each parameter's object, which is the library's. Buffers move and are cast as
+    ever.
+    """
+    of: dict[nn.Module, list[Member]] = {model: []}
+    for (module, _), member in places.items():
+        of.setdefault(module, []).append(member)
+    everyone = list(dict.fromkeys(places.values()))
+    for module, own in of.items():
+        module._apply = partial(  # type: ignore[method-assign]
+            _apply_beside, module, everyone if module is model else own
+        )
+
+
+def _apply_beside(
+    module: nn.Module,
+    members: Sequence[Member],
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    """``nn.Module._apply`` of buffers and children.
+
+    Raises:
+        StructureError: ``fn`` would change a parameter.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], Member] = {}
+    for member in members:
+        kinds.setdefault((member.dtype, member.parameter.device), member)
+    for (dtype, device), member in kinds.items():
+        probe = torch.empty(0, dtype=dtype, device=device)
+        if fn(probe) is not probe or (probe.is_shared() and device.type == "cpu"):
+            raise StructureError(
+                f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), half(), "
+                "to_empty(), share_memory() or their kin), but a parallel model's parameters stay "
+                "where parallelize() has put them: move or cast the model before, or set "
+                "weight_parallel.compute_dtype; internsp.initialize fills one from the meta device"
+            )
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module

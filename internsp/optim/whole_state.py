@@ -66,7 +66,8 @@ def collect(
         for member in bucket.offsets:
             own = names[member]
             kept = [*own.slices, *([MASTER] if bucket.has_master else [])]
-            state: State = {name: member.wrap(gathered[name][member]) for name in kept}
+            # Copied out of the flat buffer: torch copies or pickles no DTensor of a view's storage.
+            state: State = {name: member.wrap(gathered[name][member].clone()) for name in kept}
             for name, first in own.values.items():
                 value = values.get(member.name, {}).get(name, first)
                 state[name] = value.clone() if isinstance(value, Tensor) else value

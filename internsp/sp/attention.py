@@ -160,7 +160,9 @@ class DistributedAttention(nn.Module):
         Args:
             q: ``[B, s, heads, d]``, or what :meth:`start` returned for it.
             k, v: ``[B, s, kv_heads, d]``, likewise.
-            layout: lengths of the ranks and documents. None: equal lengths, one document a row.
+            layout: lengths of the ranks and documents. None: equal lengths, one document a row, and
+                on a ring the positions of each rank behind those of the one before: not as
+                :meth:`SequenceLayout.create` deals them there by default (``balance``).
 
         Returns:
             ``[B, s, heads, d]``.

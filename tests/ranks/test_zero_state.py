@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +257,23 @@ def written(rank: int, world: int, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_written_between_steps_are_kept(dtype: torch.dtype) -> None:
     assert max(run_ranks(written, 4, dtype)) == 0.0
+
+
+@ranks(2)
+def test_a_state_dict_is_copied_and_written_by_torch_alone() -> None:
+    """Its values lie in no buffer of ours: of a view into one torch would copy no ``DTensor``."""
+    s = setup(Case(weight=2))
+    s.model(*batch(0, 1)).backward()
+    s.optimizer.step()
+    made = s.optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save(made, file)
+    copied = copy.deepcopy(made)
+    assert made["state"].keys() == copied["state"].keys() == set(range(len(made["state"])))
+    for index, own in made["state"].items():
+        for name, value in own.items():
+            assert torch.equal(local(copied["state"][index][name]), local(value)), (index, name)
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
