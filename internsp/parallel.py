@@ -287,7 +287,7 @@ class _Builder:
             scope.communicator = communicator
         copies = {m: list(copies_of(m)) for m in self.model.modules()}
         for owner, member in places:
-            scope = self._scope(owner.module_name)
+            scope = self._scope(owner)
             attach(owner.module, owner.module_name, owner.name, member, scope)
             communicator.places[owner.module, owner.name] = member
             for copy in copies[owner.module]:
@@ -369,9 +369,12 @@ class _Builder:
             o.module._parameters[o.name] = weight.parameter
         return [(o, weight) for o in a.owners]
 
-    def _scope(self, module_name: str) -> Scope:
-        """In whose forward parameters of a module may be read."""
+    def _scope(self, owner: Owner) -> Scope:
+        """In whose forward parameters of a module may be read: the model's if blocks share it."""
+        module_name = owner.module_name
         block = block_of(module_name, self.structure)
+        if any(block_of(other, self.structure) != block for other in owner.others):
+            return self.scopes[-1]
         around = around_of(module_name, self.structure) if block < 0 else -1
         return self.enclosed[around] if around >= 0 else self.scopes[block]
 

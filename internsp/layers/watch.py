@@ -25,9 +25,7 @@ _hooks = _tensor._backward_hooks.__get__
 _accumulated = _tensor._post_accumulate_grad_hooks.__get__
 
 
-def require_no_gradient_hooks(
-    model: nn.Module, members: Sequence[Member]
-) -> Callable[..., None]:
+def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Callable[..., None]:
     """A forward pre-hook of ``model`` that refuses what would run past communication.
 
     Args:
@@ -203,8 +201,8 @@ def _apply_beside(
         probe = torch.empty(0, dtype=dtype, device=device)
         if fn(probe) is not probe or (probe.is_shared() and device.type == "cpu"):
             raise StructureError(
-                f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), half(), "
-                "to_empty(), share_memory() or their kin), but a parallel model's parameters stay "
+                f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), "
+                "half(), to_empty(), share_memory() or their kin), but a parallel model's parameters stay "
                 "where parallelize() has put them: move or cast the model before, or set "
                 "weight_parallel.compute_dtype; internsp.initialize fills one from the meta device"
             )

@@ -31,11 +31,16 @@ WEIGHT_KEYS = frozenset(PlanRule.model_fields) - BLOCK_KEYS - MODULE_KEYS - {"ma
 
 @dataclass(frozen=True)
 class Owner:
-    """One place where a module holds a parameter."""
+    """One place where a module holds a parameter.
+
+    Attributes:
+        others: further names of the module, where several modules hold it.
+    """
 
     module_name: str
     module: nn.Module
     name: str
+    others: tuple[str, ...] = ()
 
     @property
     def full_name(self) -> str:
@@ -123,6 +128,14 @@ class Assignment:
         return tuple(own_part(self.parameter).shape)
 
 
+def places_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """The names of each module: several of one that several modules hold."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found
+
+
 def assign(
     model: nn.Module, structure: Structure, config: WeightParallelConfig, expert: int = 1
 ) -> list[Assignment]:
@@ -138,11 +151,12 @@ def assign(
     """
     shared: dict[int, list[Owner]] = {}
     parameters: dict[int, nn.Parameter] = {}
-    for module_name, module in model.named_modules():
+    places = places_of(model)
+    for module, (module_name, *others) in places.items():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            owner = Owner(module_name, module, name)
+            owner = Owner(module_name, module, name, tuple(others))
             parameters[id(parameter)] = parameter
             shared.setdefault(id(parameter), []).append(owner)
     found = []
@@ -180,7 +194,7 @@ def _assign(
             f"{first.full_name} is an expert's and a scalar: it cannot be cut, and with expert = "
             f"{expert} it is not the same on all ranks; give it a dimension"
         )
-    blocks = {block_of(o.module_name, structure) for o in owners}
+    blocks = {block_of(place, structure) for o in owners for place in (o.module_name, *o.others)}
     # What several blocks share, or a block and the outside, lies beside them: whole in a slot of
     # its own from the model's entry to the end of its backward, since no block is its last user.
     block = blocks.pop() if len(blocks) == 1 else -1

@@ -60,7 +60,12 @@ def test_what_changes_nothing_passes_and_what_does_is_refused_before_a_buffer_is
             if change in NOTHING:
                 change(ours)
             else:
-                raises(StructureError, lambda change=change: change(ours), "on rank", "before")
+                raises(
+                    StructureError,
+                    lambda change=change, ours=ours: change(ours),
+                    "on rank",
+                    "before",
+                )
             assert ours.share.dtype == torch.float64
             assert ours.share.device.type == "cpu"
             assert kept == {name: id(p) for name, p in ours.named_parameters()}

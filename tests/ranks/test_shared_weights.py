@@ -103,12 +103,42 @@ def everywhere() -> nn.Module:
     return model
 
 
+class Adapted(Block):
+    """A block that begins with a module of its model's choice."""
+
+    def __init__(self, adapter: nn.Module) -> None:
+        super().__init__()
+        self.adapter = adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.adapter(x))
+
+
+def modules_of_several(layers: int = 4, modules: int = 1) -> nn.Module:
+    """Blocks share whole modules, in turn."""
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(modules)]
+    numbers = iter(range(layers))
+    return Tiny(lambda: Adapted(made[next(numbers) % modules]), layers=layers)
+
+
+def head_in_a_block() -> nn.Module:
+    """A module of the root's stands in a block, too."""
+    model = Tiny(Reader, layers=3)
+    model.layers[1].table = model.head  # type: ignore[union-attr]
+    return model
+
+
 MODELS: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
     (TwoHeads, {}), (TwoTables, {}), (small_ones, {}), (lambda: Tiny(Tied, layers=2), {}),
     (twice, {"unexpected_order": "gather"}), (lambda: Tiny(tied=True), {"trigger": "rolling"}),
     (between_blocks, {"trigger": "rolling"}), (everywhere, {}), (everywhere, {"checkpoint": FULL}),
     (everywhere, {"granularity": "module", "plan": [{"match": "embed", "shard_dim": 1},
                   {"match": "layers.0.w1.weight", "shard_dim": -1}]}),
+    (modules_of_several, {}), (modules_of_several, {"checkpoint": FULL}),
+    (partial(modules_of_several, 2), {"checkpoint": FULL, "granularity": "module"}),
+    (partial(modules_of_several, 5, 2), {}), (head_in_a_block, {"checkpoint": FULL}),
+    (partial(modules_of_several, 5, 2), {"trigger": "rolling", "memory_pool": False}),
 ]  # fmt: skip
 
 
