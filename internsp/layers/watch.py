@@ -202,7 +202,7 @@ def _apply_beside(
         if fn(probe) is not probe or (probe.is_shared() and device.type == "cpu"):
             raise StructureError(
                 f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), "
-                "half(), to_empty(), share_memory() or their kin), but a parallel model's parameters stay "
+                "half(), to_empty(), share_memory() or their kin), but a parallel model's stay "
                 "where parallelize() has put them: move or cast the model before, or set "
                 "weight_parallel.compute_dtype; internsp.initialize fills one from the meta device"
             )
