@@ -21,8 +21,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/stamps
-# One test at a time to whoever is free: some take a minute, most a moment.
-WORKERS = --numprocesses $(JOBS) $(if $(filter-out 0,$(JOBS)),--dist load --maxschedchunk 1)
+# One test at a time to whoever is free: some take a minute, most a moment. Those that share a
+# module's fixture go to one worker (tests/conftest.py): three would make it three times.
+WORKERS = --numprocesses $(JOBS) $(if $(filter-out 0,$(JOBS)),--dist loadgroup)
 
 # Dozens of commands start in the tests: none compiles this package's sources again.
 CACHED = env -u PYTHONDONTWRITEBYTECODE

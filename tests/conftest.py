@@ -6,7 +6,9 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -51,6 +53,31 @@ def seconds(item: pytest.Item) -> float:
     """About how long a test takes: what its mark says, ``slow(seconds)``; without one, little."""
     mark = item.get_closest_marker("thorough") or item.get_closest_marker("slow")
     return 0.0 if mark is None else float(*mark.args or (10,))
+
+
+@cache
+def shares(path: str) -> bool:
+    """Whether a file's tests share what is made once a module: a run, a site, a wheel."""
+    return 'scope="module"' in (TESTS.parent / path).read_text()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup``, tests of a file that shares go to one worker, others to any.
+
+    Three workers would make what is shared three times. xdist's own mark for such a group writes
+    into what pytest 9 has no more.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return path if shares(path) else nodeid
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
