@@ -87,6 +87,7 @@ def test_a_step_takes_rows_in_their_order_until_they_have_the_tokens(
         assert len({row.sequences for row in alone[name].rows}) > 1
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("name", [name for name in ALONE if "," in name])
 def test_micro_batches_of_any_size_give_the_mean_over_the_tokens(
     alone: dict[str, Ran], name: str
@@ -94,6 +95,7 @@ def test_micro_batches_of_any_size_give_the_mean_over_the_tokens(
     alone[name].equals(alone[name.partition(",")[0]], name)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("world", "runs"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
 def test_every_step_and_weight_equals_one_process_on_any_mesh(
     tmp_path: Path, alone: dict[str, Ran], world: int, runs: dict[str, list[Changes]]

@@ -106,7 +106,14 @@ CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "meshes"), CHAINS.values(), ids=CHAINS.keys())
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    ("changes", "meshes"),
+    [
+        pytest.param(*chain, marks=pytest.mark.thorough(7) if name == "adafactor" else (), id=name)
+        for name, chain in CHAINS.items()
+    ],
+)
 def test_every_mesh_saves_the_same_bytes_of_what_another_has_saved(
     tmp_path: Path, changes: dict[str, Any], meshes: list[tuple[int, Mesh]]
 ) -> None:

@@ -62,6 +62,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     return run_all(tmp_path_factory.mktemp("alone"), 1, runs)
 
 
+@pytest.mark.unmeasured
 def test_dropout_takes_part_and_the_held_out_loss_has_none(alone: dict[str, Ran]) -> None:
     plain, none = alone["plain"].rows, alone["none"].rows
     assert plain[0].loss != pytest.approx(none[0].loss, rel=1e-6)
@@ -76,6 +77,7 @@ def test_a_split_or_recomputed_step_drops_the_same(alone: dict[str, Ran], name: 
     alone[name].equals(alone["plain"], name)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("world", "runs"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
 def test_every_step_and_weight_equals_one_process_on_any_mesh(
     tmp_path: Path, alone: dict[str, Ran], world: int, runs: dict[str, list[Changes]]

@@ -52,6 +52,7 @@ def resumed(rank: int, world: int, cases: list[Case], folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.unmeasured
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert run_ranks(resumed, 4, [OWNERS, CUT], str(tmp_path)) == [[]] * 4
 

@@ -41,10 +41,12 @@ def holed(data: int) -> dict[str, Any]:
     return batch | {"attention_mask": mask, "labels": labels}
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(
     ("weight", "sequence", "ring", "near", "world_size"),
     [
-        (1, 2, 2, "heads", 2), (2, 4, 2, "heads", 4), (2, 4, 2, "ring", 4), (2, 4, 4, "heads", 4),
+        (1, 2, 2, "heads", 2), (2, 4, 2, "heads", 4), (2, 4, 2, "ring", 4),
+        pytest.param(2, 4, 4, "heads", 4, marks=pytest.mark.thorough(5)),
         pytest.param(2, 6, 3, "ring", 6, marks=pytest.mark.slow),
     ],
     ids=["ring of 2", "heads x ring", "ring x heads", "ring of 4", "ring of 3 x heads"],

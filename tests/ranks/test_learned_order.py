@@ -96,6 +96,7 @@ def test_a_learned_order_trains_as_one_process_and_runs_as_its_plan_says() -> No
         assert recorded == simulate(plan, overlap=overlap).lines(COMMUNICATION), what
 
 
+@pytest.mark.unmeasured
 def test_a_run_of_the_trainer_learns_its_order(tmp_path: Path) -> None:
     """Its third step is compared with the plan of the order that the first has shown."""
     learned = {
@@ -188,6 +189,7 @@ def test_a_graph_of_before_the_order_was_learned_is_refused() -> None:
     raises(StaleWeightError, loss.backward, "changed")
 
 
+@pytest.mark.unmeasured
 @ranks(4)
 def test_replicas_exchange_in_the_learned_order_while_backward_runs() -> None:
     mesh = mesh_of(2)

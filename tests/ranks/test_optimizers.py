@@ -154,6 +154,7 @@ WHOLE = {
 }  # fmt: skip
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("made", "cls", "named", "arguments"), WHOLE.values(), ids=WHOLE.keys())
 def test_matrices_are_stepped_whole_as_torch_does_on_every_mesh(
     made: dict[str, Any], cls: Any, named: Any, arguments: dict[str, Any]
@@ -226,6 +227,7 @@ every = 3
 """
 
 
+@pytest.mark.unmeasured
 def test_a_user_trains_with_muon_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(CONFIG.format(text=TEXT.resolve()))
 

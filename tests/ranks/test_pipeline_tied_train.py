@@ -67,6 +67,7 @@ def test_a_run_is_one_processs(world: int, tmp_path: Path) -> None:
         assert rows[-1].eval_loss == pytest.approx(want[-1].eval_loss, rel=1e-2 if coarse else 1e-5)
 
 
+@pytest.mark.unmeasured
 def test_a_checkpoint_has_one_copy_and_goes_on_on_any_mesh(tmp_path: Path) -> None:
     keep = {"checkpoint": {"save": True, "every": 2}}
     meshes: dict[str, tuple[int, Changes]] = {

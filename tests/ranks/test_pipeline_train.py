@@ -113,6 +113,7 @@ def _sample(report: str) -> str:
     return report.split('class="sample">')[1].split("<")[0]
 
 
+@pytest.mark.unmeasured
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     base = pipelined("ZBVZeroBubble", 2)
     whole = str(tmp_path / "whole")

@@ -162,6 +162,7 @@ def parity(rank: int, world: int, zero: bool) -> None:
             loop.step(f"{settings}, {make}, {step}")
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", [PLAIN, ZERO])
 def test_gradients_equal_one_process_s(zero: bool) -> None:
     run_ranks(parity, 4, zero)
@@ -202,6 +203,7 @@ def micro_batches(rank: int, world: int, zero: bool) -> None:
         loop.step("in slices")
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", [PLAIN, ZERO])
 def test_sums_of_micro_batches_are_exchanged_once_they_are_complete(zero: bool) -> None:
     run_ranks(micro_batches, 4, zero)
@@ -297,6 +299,7 @@ def bits(rank: int, world: int, zero: bool) -> None:
             assert all(value.isfinite().all() for value in other)
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", [PLAIN, ZERO])
 def test_bits_are_the_same_early_late_and_without_overlap(zero: bool) -> None:
     run_ranks(bits, 4, zero)
@@ -375,6 +378,7 @@ def half(model: nn.Module) -> None:
         parameter.grad = None
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("zero", [PLAIN, ZERO])
 def test_a_step_after_a_failed_or_dropped_one_is_right(zero: bool) -> None:
     run_ranks(failed, 4, zero)

@@ -35,6 +35,7 @@ REENTRANT = ActivationCheckpointConfig(mode="full", reentrant=True)
 COMMUNICATION = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_blocks_in_another_order_are_an_error_everywhere_or_gathered_on_demand() -> None:
     mesh = mesh_of(2)

@@ -158,6 +158,7 @@ def test_weights_written_by_any_way_between_two_passes_are_seen_by_the_next(
         one_rank(twin, rank, weight)
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_weights_written_between_a_forward_and_its_backward_are_an_error() -> None:
     for config, checkpoint in CASES:

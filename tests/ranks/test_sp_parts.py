@@ -325,6 +325,7 @@ def test_changed_models_compute_as_with_the_exchange_as_a_whole(name: str) -> No
     close(gradients(model), gradients(wanted))
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @ranks(2)
 def test_lengths_that_vary_and_evaluations_between_change_nothing(mode: str) -> None:
@@ -405,6 +406,7 @@ def test_projections_may_have_another_dtype_than_their_input() -> None:
     torch.testing.assert_close(found, run_own(own, x.double()), atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_blocks_that_are_left_out_leave_no_more_receives_posted_than_stages_of_a_kind() -> None:
     chosen, losses = torch.Generator().manual_seed(1), []

@@ -188,7 +188,7 @@ def test_ranks_of_uneven_length_run_as_many_tiles() -> None:
 
 def test_a_tile_count_that_differs_between_ranks_would_be_seen() -> None:
     with pytest.raises(Exception, match=r"(?i)timed out|connection|closed|rank"):
-        run_ranks(talk, 2, (95, 130), True, timeout=20)
+        run_ranks(talk, 2, (95, 130), True, timeout=6)
 
 
 class Live(torch.autograd.Function):

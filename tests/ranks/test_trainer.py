@@ -175,6 +175,7 @@ def counting(
     return model.counts, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.unmeasured
 def test_a_resumed_rank_has_its_own_buffers_again(tmp_path: Path) -> None:
     wanted = run_ranks(counting, 2, str(tmp_path / "whole"), 4, 2)
     assert not torch.equal(wanted[0][0], wanted[1][0]), "each rank has rows of its own"

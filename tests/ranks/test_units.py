@@ -119,6 +119,7 @@ def trained(twin: Twin, steps: int = 3, zero: bool = False) -> None:
             twin.check_step(optimizers, f"step {step}")
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_attention_and_feed_forward_apart_train_as_on_one_process() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
@@ -162,6 +163,7 @@ def test_the_plan_of_units_is_what_runs() -> None:
             twin.zero_grad()
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_several_modules_are_one_unit() -> None:
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)

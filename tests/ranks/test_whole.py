@@ -386,6 +386,7 @@ def test_it_is_refused_where_a_pass_or_a_step_runs_and_none_begins_inside(rank: 
     raises(ValueError, lambda: internsp.full_params(twin.ours, write="all").__enter__(), "'all'")  # type: ignore[arg-type]
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_an_exception_puts_everything_back_on_all_ranks(rank: int) -> None:
     """Safe under exceptions, of all ranks or of one; after a failed forward; refused alone."""
@@ -519,6 +520,7 @@ def test_experts_of_all_ranks_stand_one_after_another(world_size: int, rank: int
                 torch.testing.assert_close(mine, p.grad, atol=1e-11, rtol=1e-9)
 
 
+@pytest.mark.unmeasured
 @ranks(2)
 def test_units_are_streamed_one_at_a_time_and_are_those_of_one_process(rank: int) -> None:
     """F4, F6, F9 of the iterator: every value once, one unit alive, agreed upon at each unit."""

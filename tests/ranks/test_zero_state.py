@@ -146,6 +146,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.unmeasured
 @pytest.mark.parametrize(("world", "first", "cases"), RESUMED, ids=["at the start", "later"])
 def test_a_resumed_run_goes_on_with_the_same_bits(
     world: int, first: int, cases: list[Case], tmp_path: Path
@@ -195,7 +196,15 @@ def everything(s: Setup) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.optimizer)
+@pytest.mark.unmeasured
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.thorough(7) if case.optimizer == "sgd" else ())
+        for case in LOCAL
+    ],
+    ids=lambda case: case.optimizer,
+)
 def test_slices_saved_on_one_mesh_are_loaded_on_any_other(case: Case, tmp_path: Path) -> None:
     run_ranks(moved, 4, case, str(tmp_path))
 
