@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from internsp.agreement.additions import Additions
+from internsp.agreement.batch import SameBatch
 from internsp.agreement.compare import agree, equal_counts
 from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
 from internsp.agreement.order import OrderLearner
@@ -506,11 +507,13 @@ class _Builder:
         additions = Additions(self.model, {*communicator.places, *held})
         unfilled = Unfilled(self.model, self.unfilled, mesh.rank)
         counts = equal_counts(mesh) if communicator.mean else None
+        batch = SameBatch(mesh)
 
         def entered(args: Any, kwargs: Any) -> None:
             additions.look()
             unfilled.look()
             frozen.look()
+            batch.look(args, kwargs)
             if counts is not None:
                 counts(args, kwargs)
 

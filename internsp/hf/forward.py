@@ -8,7 +8,6 @@ tokens, divided by the whole batch's count, so that the sum over ranks is right 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from internsp.agreement.batch import require_same_batch
 from internsp.errors import LayoutError, StructureError
 from internsp.hf.attention import Kernel
 from internsp.hf.cut import Cut
@@ -38,7 +38,6 @@ _BY_POSITION = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", 
 # Inputs that go on as they are: of the whole batch, or no tensors of positions at all.
 _AS_GIVEN = ("attention_mask", "num_items_in_batch", "logits_to_keep", "past_key_values",
              "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # fmt: skip
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Outputs [B, s, ...]; whole where the model is in evaluation mode.
 _OF_POSITIONS = ("logits", "last_hidden_state", "hidden_states")
 
@@ -97,7 +96,7 @@ class Entry:
         modes = f"training = {model.training}, gradients = {torch.is_grad_enabled()}"
         state = f"{foreign} {dealt} {modes}"
         # First of all: whatever is refused below is then refused by all ranks.
-        require_same_batch(given, state, self.channel, self.device)
+        require_same_batch(given, state, self.channel.group, self.device)
         if foreign is not None:
             raise StructureError(
                 f"{foreign} since parallelize(), which would attend to this rank's tokens only: "
@@ -388,46 +387,6 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return ctx.cut.part(grad) * ctx.weight, None, None, None
-
-
-def require_same_batch(
-    given: Mapping[str, Any], state: str, channel: Channel, device: torch.device
-) -> None:
-    """Every rank of a sequence group has the same batch, in the same state. Collective; blocks.
-
-    Raises:
-        LayoutError: on every rank, where two were given another.
-    """
-    tensors = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor)}
-    said = [f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors.items()]
-    said += [f"{k} = {v}" for k, v in sorted(given.items()) if isinstance(v, bool | int | None)]
-    said.append(state)
-    digest = int.from_bytes(hashlib.sha256("\n".join(said).encode()).digest()[:7], "big")
-    first = torch.tensor(digest, device=device)
-    contents = torch.stack([first, *(_checksum(x).to(device) for x in tensors.values())])
-    both = torch.stack([first, contents.sum()])
-    everyone = [torch.empty_like(both) for _ in range(channel.size)]
-    dist.all_gather(everyone, both, group=channel.group)
-    found = [tuple(x) for x in torch.stack(everyone).tolist()]
-    if len(set(found)) == 1:
-        return
-    other = next(rank for rank, x in enumerate(found) if x != found[0])
-    what = "other values" if found[other][0] == found[0][0] else "inputs of other shapes or names"
-    raise LayoutError(
-        f"rank {other} of the sequence group was given {what} than rank 0 of it (this is rank "
-        f"{channel.rank}, with {', '.join(said)}): give every rank of a sequence group the same "
-        "whole batch, and draw other data by mesh.data_rank, not by the process's rank"
-    )
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """Of the bits of ``x``, by position where it is of integers."""
-    x = x.detach()
-    if x.is_floating_point():
-        x = x.contiguous().view(_BITS[x.element_size()])
-        return x.sum(dtype=torch.int64)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761
-    return (x.reshape(-1).to(torch.int64) * weights).sum()
 
 
 def _is_zero(value: Any) -> bool:

@@ -1,0 +1,66 @@
+"""Ranks of a sequence group that were given other batches are told so, all of them, at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from internsp import model_zoo, parallelize
+from internsp.config import WeightParallelConfig
+from internsp.errors import LayoutError
+from internsp.sp import SequenceLayout
+from tests.support.meshes import mesh_of
+from tests.support.models import raises
+from tests.support.parity import Case
+from tests.support.ranks import ranks
+
+LENGTH = 12
+
+
+def ids(seed: int, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, 20, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def given(kind: str, rank: int, ring: int) -> SequenceLayout:
+    """A batch's layout, which differs between the ranks by ``kind``."""
+    place: dict[str, Any] = {"rank": rank, "size": 2, "ring": ring}
+    if kind == "values":
+        return SequenceLayout.create(ids(rank), **place)
+    if kind == "lengths":
+        return SequenceLayout.create(ids(0, LENGTH + 4 * rank), **place)
+    if kind == "documents":
+        return SequenceLayout.create(ids(0), boundaries=[(0, 3 + rank), (0,)], **place)
+    assert kind == "dealt"
+    balance = "zigzag" if rank else "contiguous"
+    return SequenceLayout.create(ids(0), balance=balance, **place)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@ranks(2)
+def test_another_batch_on_one_rank_is_refused_on_all_and_the_next_one_is_right(
+    rank: int, ring: int
+) -> None:
+    mesh = mesh_of(2, 2, ring=ring)
+    plain = model_zoo.build(Case().model_config(), dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    parallelize(model, mesh, WeightParallelConfig(min_shard_elements=24))
+
+    def loss(layout: SequenceLayout, of: Any = model) -> Tensor:
+        found: Tensor = of(layout.input_ids, layout=layout, labels=layout.labels)[0]
+        return found
+
+    kinds = ["values", "lengths", "documents"] + (["dealt"] if ring > 1 else [])
+    for kind in kinds[-3:]:  # in the first forwards
+        raises(
+            LayoutError, lambda kind=kind: loss(given(kind, rank, ring)),
+            "rank 1 of the sequence group", f"this is rank {rank}", "mesh.data_rank",
+        )  # fmt: skip
+    total = loss(SequenceLayout.create(ids(5), rank=rank, size=2, ring=ring)).detach().clone()
+    dist.all_reduce(total)
+    wanted = loss(SequenceLayout.create(ids(5)), plain).detach()
+    torch.testing.assert_close(total, wanted, rtol=1e-10, atol=0.0)
