@@ -259,6 +259,16 @@ class _Builder:
                     "shards on the device; offload nothing, or take the library's communicator"
                 )
             self.link = HostLink(self.mesh.device)
+        quantized = [
+            a.name for a in assignments
+            if a.unit is not None and (a.options.own is not None or a.options.quantize != "none")
+        ]  # fmt: skip
+        if quantized and self.own is not None:
+            raise ConfigError(
+                f"weight_parallel.quantize (or a rule's functions) of {quantized[0]}: a "
+                "communicator of your own decides what travels; quantize nothing, or take the "
+                "library's communicator"
+            )
         self._make_units(plan)
         for assignment in assignments:
             made = self._place(assignment)
@@ -291,6 +301,9 @@ class _Builder:
             scope = self._scope(owner)
             attach(owner.module, owner.module_name, owner.name, member, scope)
             communicator.places[owner.module, owner.name] = member
+            before: Any = self.originals[owner.module, owner.name]
+            if before is not member.parameter:
+                before.replaced = member.name  # see layers.watch.stepping
             for copy in copies[owner.module]:
                 if copy.parameter is self.originals[owner.module, owner.name]:
                     owner.module._parameters.copies.append((copy.path, owner.name))  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 
@@ -25,6 +25,16 @@ from internsp.errors import GradientError, InternspError, StructureError
 _FRESH = frozenset({
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
     "new_tensor", "new_zeros", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+})  # fmt: skip
+# Of which every rank would draw its own for its part, and for what several ranks hold.
+_RANDOM = frozenset({
+    torch.rand_like, torch.randint_like, torch.randn_like, torch.bernoulli, torch.normal,
+    Tensor.bernoulli, Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_,
+    Tensor.log_normal_, Tensor.normal_, Tensor.random_, Tensor.uniform_,
+    *(getattr(nn.init, name) for name in (
+        "kaiming_normal_", "kaiming_uniform_", "normal_", "orthogonal_", "sparse_",
+        "trunc_normal_", "uniform_", "xavier_normal_", "xavier_uniform_",
+    )),
 })  # fmt: skip
 # They run other operations, or give gradients.
 _PASSED = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -108,9 +118,12 @@ class OfParameters(DTensor):
 
         Raises:
             GradientError: the gradient of a plain tensor would be a ``DTensor``.
-            StructureError: torch cannot compute this with plain tensors, or of shards.
+            StructureError: torch cannot compute this with plain tensors, or of shards; or random
+                numbers, which would be others on each rank.
         """
         options = kwargs or {}
+        if func in _RANDOM:
+            _refuse_random(func, args, options)
         try:
             found = plainly(func, types, args, options)
         except InternspError:
@@ -211,11 +224,21 @@ def _refusal(func: Any, args: Any, options: Any, error: Exception) -> InternspEr
     )
 
 
+def _refuse_random(func: Any, args: Any, options: Any) -> None:
+    if _first(args, options)._spec.mesh.size() > 1:
+        raise StructureError(
+            f"{_what(func, args, options)}: each rank would draw other numbers, so that what "
+            "several ranks hold would no longer be the same. Draw whole values, the same on all "
+            "ranks (a generator of one seed), and write them by p.data = values or within "
+            "internsp.full_params(model); or fill the model by internsp.initialize"
+        )
+
+
 def _mixed(func: Any, args: Any, options: Any) -> StructureError:
     shapes = ", ".join(str(list(other.shape)) for other in _others(args, options)[:3])
     return StructureError(
         f"{_what(func, args, options)} with a plain tensor (of shape {shapes}), which may differ "
-        "between ranks. Do it in the model's forward, where a parameter is a whole plain tensor, "
+        "between ranks. Do it in that forward, where a parameter is a whole plain tensor, "
         "or take whole values, all ranks together: .full_tensor() of the parameter or of what was "
         "made of it (where a rank's own data multiply it, full_tensor(grad_placements=[Partial()] "
         "* p.device_mesh.ndim) sums the gradients of all). Averages kept beside a parameter: "
@@ -240,8 +263,9 @@ def _first(args: Any, options: Any) -> OfParameters:
 def _what(func: Any, args: Any, options: Any) -> str:
     first = _first(args, options)
     made = "" if not isinstance(first, ParameterValue) else "a value made of "
+    called = resolve_name(func) or getattr(func, "__name__", func)
     return (
         f"{made}{first.of} (a DTensor of shape {list(first.shape)}, placed "
         f"{first._spec.placements}) was used on rank {first._spec.mesh.get_rank()}, outside of the "
-        f"model's forward, in {resolve_name(func) or getattr(func, '__name__', func)}"
+        f"forward in which it is whole (its block's; beside the blocks the model's), in {called}"
     )

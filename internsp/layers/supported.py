@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from internsp.autograd import compiled
+from internsp.dtensor.mixed import OfParameters
 from internsp.errors import StructureError
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -24,6 +25,12 @@ def require_supported(model: nn.Module) -> None:
     Raises:
         StructureError: names the module or parameter, and the remedy.
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, OfParameters):
+            raise StructureError(
+                f"{name} belongs to a parallel model: parallelize() was called with it, or with a "
+                "model around it, before; call it once, with the whole model"
+            )
     for name, module in model.named_modules():
         if any(p is not None for p in module._parameters.values()):
             _module(name, module)

@@ -56,10 +56,21 @@ def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Ca
 def stepping(
     alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
-    """Any optimizer of torch is about to step, perhaps ours or another model's."""
+    """Any optimizer of torch is about to step, perhaps ours or another model's.
+
+    Raises:
+        StructureError: it was made before ``parallelize``, and would step nothing.
+    """
     communicator = alive()
     if communicator is None:
         return
+    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+        replaced = getattr(parameter, "replaced", None)
+        if replaced is not None:
+            raise StructureError(
+                f"the optimizer that steps on rank {dist.get_rank()} has {replaced} as it was "
+                "before parallelize(), which nothing trains any more: make the optimizer after it"
+            )
     members = communicator.replicated.everyone()
     refuse_optimizer(optimizer, (member.parameter for member in members))
     if communicator.plain is not None:

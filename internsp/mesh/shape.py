@@ -122,6 +122,14 @@ class MeshShape:
             "tensor": self.tensor,
             "ring": self.ring,
         }
+        named = {**degrees, "world_size": self.world_size, "zero": self.zero}
+        found = [
+            f"{k}={v!r} of type {type(v).__name__} must be a whole number"
+            for k, v in named.items()
+            if v is not None and (not isinstance(v, int) or isinstance(v, bool))
+        ]
+        if found:
+            return found
         found = [f"{k}={v} must be at least 1" for k, v in degrees.items() if v < 1]
         if self.near not in NEAR:
             found.append(f"near={self.near!r} names no axis of a sequence; choose one of {NEAR}")

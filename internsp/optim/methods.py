@@ -108,11 +108,16 @@ def methods_of(
 
 
 def require_steppable(member: Member, method: Method) -> None:
-    """Check that a whole-matrix step of ``member`` is possible.
+    """Check that a step of ``member`` is possible, of slices or of whole matrices.
 
     Raises:
         ConfigError: it is not; names the parameter and the remedy.
     """
+    if member.dtype.is_complex:
+        raise ConfigError(
+            f"{member.name} is complex, and a ZeroOptimizer keeps parameters in one real vector: "
+            "hold its torch.view_as_real in the module, or take a torch optimizer in a plain loop"
+        )
     if not method.whole:
         return
     shape = tuple(member.shape)

@@ -71,6 +71,10 @@ class DistributedAttention(nn.Module):
         check_kernel(kernel)
         if window is not None and window < 1:
             raise LayoutError(f"A window of {window} hides every key; give 1 or more, or None.")
+        if head_dim < 1 or (scale is not None and not math.isfinite(scale)):
+            raise LayoutError(
+                f"Attention needs head_dim above 0 and a finite scale, got {head_dim} and {scale}."
+            )
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.causal, self.kernel, self.window = causal, kernel, window
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale

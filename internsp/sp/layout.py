@@ -164,6 +164,10 @@ class SequenceLayout:
         """
         if ids.dim() != 2 or 0 in ids.shape:
             raise LayoutError(f"Token ids must be [B, S] and not empty, got {list(ids.shape)}.")
+        if ids.is_floating_point() or ids.is_complex():
+            raise LayoutError(f"Token ids must be integers, got {ids.dtype}.")
+        if window is not None and window < 1:
+            raise LayoutError(f"A window of {window} hides every key; give 1 or more, or None.")
         if not 0 <= rank < size:
             raise LayoutError(f"Rank {rank} is not one of the {size} ranks of the sequence group.")
         if labels is not None and labels.shape != ids.shape:

@@ -14,6 +14,7 @@ from torch import nn
 
 from internsp import ParallelMesh, WeightParallelConfig, WPCommunicator, ZeroOptimizer, parallelize
 from internsp.config import ActivationCheckpointConfig
+from internsp.errors import ConfigError
 from tests.support.compare import check, close, gradients, parameters
 from tests.support.models import CUT, VOCABULARY, Tiny
 from tests.support.ranks import RankError, run_ranks
@@ -144,6 +145,9 @@ def refused(rank: int, world: int) -> None:
     mesh = ParallelMesh.create(weight=2, sequence=1, device_type="cpu")
     with pytest.raises(TypeError, match=r"communicator is a Bare: give a WPCommunicator"):
         parallelize(Tiny(), mesh, communicator=Bare())  # type: ignore[arg-type]
+    rounded = WeightParallelConfig(min_shard_elements=20, quantize="int8", quantize_min_elements=0)
+    with pytest.raises(ConfigError, match="decides what travels; quantize nothing"):
+        parallelize(Tiny(), mesh, rounded, communicator=Counting(synchronous()))
 
 
 def test_what_is_no_communicator_is_refused_by_name() -> None:

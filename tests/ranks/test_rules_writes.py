@@ -242,3 +242,25 @@ def test_writes_after_a_zero_step_are_seen_too() -> None:
                 way(model)
             evaluate(twin, f"{way.__name__} after a step")
             twin.check_parameters(way.__name__, 1e-8)
+
+
+RANDOM: tuple[Callable[[Any], Any], ...] = (
+    lambda p: p.add_(torch.randn_like(p)),
+    lambda p: nn.init.normal_(p),
+    lambda p: nn.init.trunc_normal_(p, std=0.1),
+    lambda p: p.uniform_(-1, 1),
+    lambda p: torch.bernoulli(p.detach().abs().clamp(max=1)),
+)
+
+
+@ranks(2)
+def test_random_numbers_that_every_rank_would_draw_for_itself_are_refused() -> None:
+    twin = Twin(Tiny, mesh_of(2))
+    before = {name: p.full_tensor().clone() for name, p in twin.ours.named_parameters()}  # type: ignore[operator]
+    for name, parameter in twin.ours.named_parameters():
+        with torch.no_grad():
+            for draw in RANDOM:
+                told = (name, "full_params", "rank")
+                raises(StructureError, lambda d=draw, p=parameter: d(p), *told)  # type: ignore[misc]
+            assert torch.equal(parameter.full_tensor(), before[name])  # type: ignore[operator]
+            nn.init.constant_(parameter, 0.5)  # the same on every rank

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import internsp.optim.zero as zero_module
 from internsp.config import WeightParallelConfig
@@ -16,7 +17,8 @@ from internsp.optim import ZeroOptimizer
 from internsp.parallel import parallelize
 from internsp.wp.collectives import Collectives
 from tests.support.late import Late
-from tests.support.models import raises
+from tests.support.meshes import mesh_of
+from tests.support.models import Tiny, raises
 from tests.support.ranks import ranks, run_ranks
 from tests.support.zero import Case, alone, batch, furthest, little, setup, share, train, whole
 
@@ -250,6 +252,23 @@ def test_after_a_failure_that_all_ranks_met_the_next_gradient_is_right() -> None
         assert apart < 1e-12
 
 
+class Filter(Tiny):
+    """With a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+
+def early() -> None:
+    """An optimizer that was made before its model became parallel."""
+    model = little()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize(model, mesh_of(2), WeightParallelConfig(min_shard_elements=20))
+    model(*batch(0, 1)).backward()
+    optimizer.step()
+
+
 def refused(rank: int, world: int) -> list[str]:
     s = setup(Case(weight=2))
     found = []
@@ -276,6 +295,12 @@ def refused(rank: int, world: int) -> list[str]:
         make([{"lr": 1.0}]),
         make(None, max_grad_norm=-1.0),
         lambda: ZeroOptimizer(s.model.parameters(), torch.optim.SGD, lr=0.1),  # type: ignore[arg-type]
+        lambda: ZeroOptimizer(
+            parallelize(Filter(), s.communicator.mesh, config), torch.optim.SGD, lr=0.1
+        ),
+        lambda: parallelize(s.model, s.communicator.mesh),
+        lambda: mesh_of("2"),  # type: ignore[arg-type]
+        early,
         lambda: parallelize(s.communicator.mesh, s.model),  # type: ignore[arg-type]
         lambda: parallelize(little(), s.communicator.mesh, {"overlap": True}),  # type: ignore[arg-type]
     ]
@@ -304,6 +329,10 @@ def test_impossible_requests_are_refused_by_name() -> None:
             "param_groups[0] has no 'params'",
             "max_grad_norm = -1.0 on rank",
             "a generator in the place of the communicator",
+            "filter is complex",
+            "belongs to a parallel model",
+            "weight='2' of type str must be a whole number",
+            "before parallelize(), which nothing trains",
             "a ParallelMesh in the place of a Module",
             "a dict in the place of a WeightParallelConfig",
         ]

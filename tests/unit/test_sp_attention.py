@@ -183,3 +183,6 @@ def test_shapes_and_layouts_that_do_not_fit_are_refused() -> None:
         attend.packed_kv(q, k)
     with pytest.raises(LayoutError, match="hides every key"):
         DistributedAttention(4, 2, 8, window=0)
+    for wrong in ({"head_dim": 0}, {"head_dim": 4, "scale": float("nan")}):
+        with pytest.raises(LayoutError, match="finite scale"):
+            DistributedAttention(2, 1, **wrong)  # type: ignore[arg-type]

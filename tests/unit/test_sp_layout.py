@@ -105,6 +105,10 @@ def test_a_foreign_rank_and_misshapen_labels_are_refused() -> None:
         SequenceLayout.create(IDS, rank=2, size=2)
     with pytest.raises(LayoutError, match="shape of the ids"):
         SequenceLayout.create(IDS, labels=IDS[:, 1:])
+    with pytest.raises(LayoutError, match=r"must be integers, got torch\.float32"):
+        SequenceLayout.create(IDS.float())
+    with pytest.raises(LayoutError, match="window of 0 hides"):
+        SequenceLayout.create(IDS, window=0)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 6))
