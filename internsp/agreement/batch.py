@@ -88,5 +88,11 @@ def _checksum(x: Tensor) -> Tensor:
     if x.is_floating_point():
         x = x.contiguous().view(_BITS[x.element_size()])
         return x.sum(dtype=torch.int64)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 2654435761
-    return (x.reshape(-1).to(torch.int64) * weights).sum()
+    flat = x.reshape(-1)
+    piece = max(1024, flat.numel() // 256)  # of a long sequence nothing else is made whole
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, flat.numel(), piece):
+        part = flat[start : start + piece].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + len(part), device=x.device) * 2654435761
+        total += (part * weights).sum()
+    return total

@@ -95,14 +95,14 @@ def test_a_run_goes_on_by_itself_after_a_rank_died_and_ends_with_the_same_bytes(
     alone, output = tmp_path / "alone", tmp_path / "run"
     start(train, settings(2), alone)
     words = command(output, "--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
-    # Python itself: a forked rank ends so soon after the other one that torchrun names either.
+    # The rank that is left ends so soon after the other one that torchrun names either of them.
     with output.with_suffix(".0.txt").open("wb") as log:
         done = subprocess.run(
             [sys.executable, *words], cwd=ROOT, env=environment(INTERNSP_DIE="0 1 6"),
             stdout=log, stderr=subprocess.STDOUT, timeout=600, check=False,
         )  # fmt: skip
     assert done.returncode == 0, said(output)
-    assert "local_rank: 1" in said(output)
+    assert "local_rank: " in said(output)
     assert "  rank 1 was at step 6, last collective: " in said(output), "told by the one left"
     assert "  to go on after step " in said(output)
     assert "is now in" not in said(output)

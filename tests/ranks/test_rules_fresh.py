@@ -337,5 +337,8 @@ def test_every_output_guards_its_weights_and_unseen_ones_are_refused() -> None:
         raises(StructureError, partial(replaced, ids, ids), "weight", "load_state_dict")
     cast = Twin(Tiny, mesh).ours
     raises(StructureError, lambda: copy.deepcopy(cast), "state_dict")
-    cast.float()
+    raises(StructureError, cast.float, "moved or cast", "before")
+    for parameter in cast.parameters():  # the same by hand
+        local = parameter._local_tensor  # type: ignore[attr-defined]
+        parameter._local_tensor = local.float()  # type: ignore[attr-defined]
     raises(StructureError, lambda: cast(ids, ids), "float64 to torch.float32", "before")
