@@ -263,7 +263,7 @@ print(rows, total, grown * 1024)
 
 
 @pytest.mark.slow(6)
-@pytest.mark.parametrize("kind", ["text", "jsonl"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.thorough(12)), "jsonl"])
 def test_a_file_several_times_larger_than_the_memory_that_is_left_is_indexed_and_read(
     kind: str, tmp_path: Path
 ) -> None:

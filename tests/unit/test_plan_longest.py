@@ -305,7 +305,7 @@ def on(device: str, **changes: dict[str, Any]) -> Config:
 
 
 @pytest.mark.slow(8)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.thorough(20))])
 def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_length(
     device: str,
 ) -> None:
