@@ -13,8 +13,8 @@ from torch import Tensor
 from internsp.errors import LayoutError
 from internsp.mesh import ParallelMesh
 from internsp.sp.layout import SequenceLayout
+from internsp.wp.parameter import bits_of
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOOKED_AT = 3  # forwards: programs that draw by the wrong rank do so from the first on
 
 
@@ -86,8 +86,7 @@ def _checksum(x: Tensor) -> Tensor:
     """Of the bits of ``x``, by position where it is of integers."""
     x = x.detach()
     if x.is_floating_point():
-        x = x.contiguous().view(_BITS[x.element_size()])
-        return x.sum(dtype=torch.int64)
+        return bits_of(x.contiguous()).sum(dtype=torch.int64)
     flat = x.reshape(-1)
     piece = max(1024, flat.numel() // 256)  # of a long sequence nothing else is made whole
     total = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -205,11 +205,11 @@ def _apply_beside(
     Raises:
         StructureError: ``fn`` would change a parameter.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], Member] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, int], Member] = {}
     for member in members:
-        kinds.setdefault((member.dtype, member.parameter.device), member)
-    for (dtype, device), member in kinds.items():
-        probe = torch.empty(0, dtype=dtype, device=device)
+        kinds.setdefault((member.dtype, member.parameter.device, len(member.shape)), member)
+    for (dtype, device, dim), member in kinds.items():  # memory_format is of 4 dimensions, or 5
+        probe = torch.empty((2,) * dim, dtype=dtype, device=device)
         if fn(probe) is not probe or (probe.is_shared() and device.type == "cpu"):
             raise StructureError(
                 f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), "

@@ -122,8 +122,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             require_steppable(member, methods[index])
         super().__init__(groups, {})
         # What schedules ask for (OneCycleLR looks for a momentum here); groups have all of it.
-        first = self.param_groups[0].items()
-        self.defaults = {name: value for name, value in first if not name.startswith("param")}
+        self.defaults = dict(self.param_groups[0])
+        del self.defaults["params"]
         self._sealed = True
         self._place = place
         self._communicator = communicator

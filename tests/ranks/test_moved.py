@@ -20,6 +20,7 @@ class Scaled(Tiny):
     def __init__(self) -> None:
         super().__init__(layers=2)
         self.register_buffer("share", torch.full((1,), 0.5, dtype=torch.float64))
+        self.filter = nn.Conv2d(1, 2, 3)  # of four dimensions, and unused
         self.rnn = nn.RNN(6, 6, batch_first=True)  # has an _apply of its own
 
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,6 +39,7 @@ CHANGES: tuple[Callable[[nn.Module], nn.Module], ...] = (
     lambda m: m.float(),
     lambda m: m.to(torch.bfloat16),
     lambda m: m.to("meta"),
+    lambda m: m.to(memory_format=torch.channels_last),
     lambda m: m.to_empty(device="cpu"),
     lambda m: m.share_memory(),
     lambda m: m.get_submodule("layers.0").half(),
