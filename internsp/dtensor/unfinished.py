@@ -134,8 +134,12 @@ class UnfinishedGradients(Generic[M]):
     def __len__(self) -> int:
         return len(self._shown)
 
-    def show(self, members: Iterable[M]) -> None:
-        """Sums of ``members`` are kept elsewhere for now: their ``.grad`` says so."""
+    def show(self, members: Iterable[M], failed: bool = False) -> None:
+        """Sums of ``members`` are kept elsewhere for now: their ``.grad`` says so.
+
+        Args:
+            failed: no sums are: a step that failed has added to ``.grad``.
+        """
         for member in members:
             self._zeroed.discard(member)
             if member in self._shown or not member.requires_grad:
@@ -146,8 +150,9 @@ class UnfinishedGradients(Generic[M]):
                     f"{member.name}.grad on rank {self._rank} is an unfinished gradient whose sums "
                     "were dropped when it was taken out of .grad: it cannot be put back"
                 )
+            why = self._why_failed(member) if failed else self._why(member)
             made = UnfinishedGradient.of(
-                member, self._why(member), partial(self._zero, member), partial(self._add, member)
+                member, why, partial(self._zero, member), partial(self._add, member)
             )
             self._shown[member], self._before[member] = made, before
             member.parameter.grad = made
@@ -191,13 +196,20 @@ class UnfinishedGradients(Generic[M]):
         for parameter in parameters:
             member = waiting.get(id(parameter.grad))
             if member is not None:
-                raise GradientError(self._why(member))
+                raise self._shown[member]._refused()
 
     def _why(self, member: M) -> str:
         return (
             f"{member.name}.grad is not complete on rank {self._rank}: its sums wait for the "
             "first backward outside no_sync() and no_replica_sync(). Run the last micro-batch "
             "outside, or drop them by zero_grad() or .grad = None"
+        )
+
+    def _why_failed(self, member: M) -> str:
+        return (
+            f"{member.name}.grad on rank {self._rank} is not complete: a step of the pipeline that "
+            "failed has added a part of its gradient. Drop it by zero_grad() or .grad = None on "
+            "every rank, and repeat all steps since the optimizer's last"
         )
 
     def _add(self, member: M, gradient: Tensor) -> None:

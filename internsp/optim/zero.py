@@ -159,6 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         communicator.after_backward.append(self._backward_ended)
         communicator.after_rest.append(self._rested)
+        communicator.sums_wait = lambda: self.unfinished
 
     # the user's loop
 
@@ -462,10 +463,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.unfinished = True
         self._reducer.backward_ended()
 
-    def _rested(self, step: bool) -> None:
-        """A pass has failed (or a whole ``step``), and no sum is left, of earlier backwards either.
-        """
-        lost = self.unfinished and not step
+    def _rested(self, earlier: bool) -> None:
+        """A pass has failed, and no sum is left, of ``earlier`` backwards either."""
+        lost = self.unfinished and earlier
         self._release()
         if lost:  # until they are dropped by the user, too, a step must not go without them
             self._lost = {m for m in self._place if m.requires_grad}

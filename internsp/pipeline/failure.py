@@ -61,6 +61,7 @@ class Watch:
         self._ended = ""
         self._failed = self._stuck = False  # stuck: in another wait than one between stages
         self._failures = self._steps = 0  # failed steps; all that have begun
+        self._earlier: list[bool] = []  # by chunk: whether steps before have left sums
         self._store = default_store()
         name = [uuid.uuid4().hex if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(name)
@@ -111,6 +112,7 @@ class Watch:
         if self._failed or first:
             self._recover(first)
         self._steps += 1
+        self._earlier = [communicator.begin_step() for communicator in self._communicators]
         if self._mesh.device.type == "cpu" and self._mesh.pipeline > 1:
             self.messages.begin(f"{self._name}/messages/{self._failures}")
 
@@ -155,9 +157,9 @@ class Watch:
             self._end(first)
             raise CollectiveError(self._ended)
         try:
-            for communicator in self._communicators:
+            for communicator, earlier in zip(self._communicators, self._earlier, strict=True):
                 communicator.recovery.together()
-                communicator.rest(step=True)
+                communicator.step_failed(earlier)
             sever(mesh.pipeline_group)  # a message that comes late finds no buffer of ours
             mesh.renew_pipeline_group()
         except RuntimeError:

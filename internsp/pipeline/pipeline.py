@@ -227,9 +227,11 @@ class Pipeline:
 
         Raises:
             CollectiveError: another rank failed; its cause is named. The next call goes on where
-                all ranks have failed, those of each stage at the same point; drop with
-                ``zero_grad()`` what the failed step has left in ``.grad``. Else, and on a device,
-                every later call raises too.
+                all ranks have failed, those of each stage at the same point. Else, and on a
+                device, every later call raises too.
+            GradientError: the failed step has taken sums of earlier steps with it, or has left a
+                part in ``.grad``, and ``zero_grad()`` was not called; in a plain loop from here,
+                with a ``ZeroOptimizer`` from its ``step()``.
             ValueError, TypeError: these are not so many of :class:`MicroBatch`, or gradients are
                 disabled. Then every rank raises, a ``CollectiveError`` where its own are right, and
                 nothing has run: the pipeline can go on.

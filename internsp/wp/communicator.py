@@ -290,6 +290,8 @@ class ISPCommunicator(ChunkWeights):
             ``None``: the program has said nothing.
         expects_exchange: asked as a backward begins of which nothing is known: whether it is
             expected to be the last before replicas exchange their sums.
+        sums_wait: asked between two steps of a pipeline: whether sums of earlier backwards wait
+            for an exchange or an optimizer's step.
         learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
             where none is learned, and once it is (``learned``).
         meeting: where the ranks of the stage agree on what is done at rest.
@@ -323,8 +325,10 @@ class ISPCommunicator(ChunkWeights):
         self.plain: Any = None
         self.more_to_come: bool | None = None
         self.expects_exchange: Callable[[], bool] = lambda: True
+        self.sums_wait: Callable[[], bool] = lambda: False  # a pipeline's step completes .grad
+        self._completed = False  # .grad, since a pipeline's step has begun
         self.after_backward: list[Callable[[], None]] = []
-        # Who holds sums of its own forgets them; told whether a whole step has failed.
+        # Who holds sums of its own forgets them; told whether earlier ones are missed.
         self.after_rest: list[Callable[[bool], None]] = []
         self.recovery = Recovery(mesh, state.collectives.ledger)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
@@ -521,6 +525,7 @@ class ISPCommunicator(ChunkWeights):
         if self.plain is not None:
             more = self.queue.reductions.accumulating or self.more_to_come
             self.plain.backward_ended(bool(more))
+            self._completed |= not more
         self.replicated.backward, self._graphs = -1, 0
         if self.state.link is not None:
             self.state.link.rest()
@@ -634,6 +639,26 @@ class ISPCommunicator(ChunkWeights):
 
     # for pipelines
 
+    def begin_step(self) -> bool:
+        """A step of all micro-batches begins.
+
+        Returns:
+            Whether sums of steps before wait for the optimizer.
+        """
+        self._completed = False
+        return self.sums_wait()
+
+    def step_failed(self, earlier: bool) -> None:
+        """On all ranks: back to rest.
+
+        Args:
+            earlier: what :meth:`begin_step` has returned.
+        """
+        if self._completed:  # what the step has added to .grad cannot be taken out again
+            members = self.replicated.everyone()
+            self.plain.unfinished.show([m for m in members if m.parameter.grad is not None], True)
+        self.rest(earlier or self._completed)
+
     def expect(self, phase: str) -> None:
         """A schedule runs this chunk's forward or backward next: start its first gathers."""
         self.state.perform(self.queue.expect(phase))
@@ -682,12 +707,11 @@ class ISPCommunicator(ChunkWeights):
         self.queue.forget_contents()
         self.queue.end_pass()
 
-    def rest(self, step: bool = False) -> None:
+    def rest(self, earlier: bool = True) -> None:
         """Let everything in flight arrive and forget it: no bytes held, no reduced gradient.
 
         Args:
-            step: what has failed is a whole step, a pipeline's, so that no sums of earlier
-                micro-batches are missed.
+            earlier: sums may be among it that a repetition of what has failed does not bring back.
         """
         self.settle_gathers()
         self.queue.reset()
@@ -700,16 +724,16 @@ class ISPCommunicator(ChunkWeights):
             weight.drop_reduced_grad()
         self.replicated.reset()
         if self.plain is not None:
-            if step:
-                self.plain.unfinished.take()
-            else:
+            if earlier:
                 self.plain.unfinished.lose()
+            else:
+                self.plain.unfinished.take()
         self._forward_open, self.replicated.backward, self._nested = False, -1, False
         self._next = self._graphs = 0
         if self.state.link is not None:
             self.state.link.rest()
         for callback in self.after_rest:
-            callback(step)
+            callback(earlier)
 
     # inside
 
@@ -733,9 +757,9 @@ class ISPCommunicator(ChunkWeights):
         place that the queue knows, and the queue must be every rank's.
         """
         if self.queue.reductions.accumulating or self.more_to_come or not self.queue.strict:
-            return False
+            return self.sums_wait()
         if not self._has_replicas or self.queue.recurs:  # twice reduced: its last is not known
-            return False
+            return self.sums_wait()
         if not all(weight.trained for _, weight in self.state.reducer.whole):
             return False  # their sums are reduced when the backward is over
         if self.more_to_come is None:  # a loss may be a sum over several forwards

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from internsp.errors import CollectiveError
+from internsp.optim import ZeroOptimizer
 from internsp.pipeline import ComputeAction, Pipeline, SchedulerHook
-from tests.support.compare import TOLERANCE
-from tests.support.pipeline import Case, batches, compare, make
+from tests.support.compare import TOLERANCE, gap
+from tests.support.pipeline import Case, batches, compare, make, plain_loss
 from tests.support.ranks import ranks, run_ranks
 
 TIMEOUT = 12  # seconds: the groups'; whoever is told does not wait for it
@@ -137,6 +138,54 @@ def test_the_step_after_one_that_failed_on_all_ranks_is_right(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@ranks(4)
+def test_a_failed_step_does_not_take_earlier_steps_gradients_along_in_silence() -> None:
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
+    pipeline, plain, hook, _ = _setup(case := Case(weight=2, timeout=TIMEOUT))
+    given = batches(case, pipeline.mesh)
+    optimizer = ZeroOptimizer(pipeline.communicators[0], torch.optim.SGD, lr=0.1)
+    plain_loss(case, plain, pipeline.mesh.data).backward()
+    wanted = dict(plain.named_parameters())
+    hook.micro_batch = 1
+
+    def fail(call: Callable[[], Any]) -> None:
+        hook.where = "after_forward"
+        _fails(call, "after_forward of micro-batch 1")
+        hook.where = ""
+
+    for failing in (pipeline.step, pipeline.evaluate):
+        pipeline.step(given)
+        fail(lambda call=failing: call(given))
+        pipeline.step(given)  # right in itself, but what it is added to is gone
+        _fails(optimizer.step, "has taken with it the gradients of the micro-batches before it")
+        optimizer.zero_grad()
+        fail(lambda: pipeline.step(given))  # nothing was there before it: nothing is missed
+        pipeline.step(given)
+        found = optimizer.gather_gradients()
+        assert found
+        for name, gradient in found.items():
+            assert gap(gradient, wanted[name].grad) < TOLERANCE, name
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@ranks(2)
+def test_what_a_failed_step_has_added_to_a_gradient_is_not_taken_for_one(to_none: bool) -> None:
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
+    pipeline, plain, hook, (_, own) = _setup(case := Case(timeout=TIMEOUT))
+    given = batches(case, pipeline.mesh)
+    pipeline.step(given)
+    hook.where, hook.micro_batch = "after_last_micro_batch", -1
+    _fails(lambda: pipeline.step(given), hook.where)
+    hook.where = ""
+    _fails(lambda: pipeline.step(given), "has taken with it the gradients")
+    for call in (own.step, lambda: own.param_groups[0]["params"][0].grad.full_tensor()):
+        _fails(call, "a step of the pipeline that failed has added a part of its gradient")
+    own.zero_grad(set_to_none=to_none)
+    found = compare(case, pipeline, plain, pipeline.step(given))
+    assert found.gradient < TOLERANCE, found
 
 
 def finished(rank: int, world_size: int, culprit: int) -> list[str]:
