@@ -521,6 +521,8 @@ class _Builder:
         unfilled = Unfilled(self.model, self.unfilled, mesh.rank)
         counts = equal_counts(mesh) if communicator.mean else None
         batch = SameBatch(mesh)
+        communicator.confirm = batch.settle
+        communicator.after_rest.append(batch.forget)
 
         def entered(args: Any, kwargs: Any) -> None:
             additions.look()

@@ -14,7 +14,8 @@ from typing import Any
 
 
 class EndOfBackward:
-    """For ``queue_callback``: calls ``ended`` at the end of a backward, ``failed`` if none comes.
+    """For ``queue_callback``: calls ``ended`` at the end of a backward, ``failed`` if none comes or
+    ``ended`` raises.
 
     The engine drops its callbacks where a backward raises, before the exception reaches its caller;
     which exception that is, nothing tells here.
@@ -26,8 +27,13 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         """The engine has come to the end of the backward."""
-        self._failed = None
-        self._ended()
+        failed, self._failed = self._failed, None
+        try:
+            self._ended()
+        except Exception:
+            if failed is not None:
+                failed()
+            raise
 
     def __del__(self) -> None:
         if self._failed is not None and not sys.is_finalizing():

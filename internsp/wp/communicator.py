@@ -292,6 +292,8 @@ class ISPCommunicator(ChunkWeights):
             expected to be the last before replicas exchange their sums.
         sums_wait: asked between two steps of a pipeline: whether sums of earlier backwards wait
             for an exchange or an optimizer's step.
+        confirm: called as the outermost backward returns; raises where the ranks' batches differ,
+            before anything of its gradients is complete.
         learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
             where none is learned, and once it is (``learned``).
         meeting: where the ranks of the stage agree on what is done at rest.
@@ -327,6 +329,7 @@ class ISPCommunicator(ChunkWeights):
         self.expects_exchange: Callable[[], bool] = lambda: True
         self.sums_wait: Callable[[], bool] = lambda: False  # a pipeline's step completes .grad
         self._completed = False  # .grad, since a pipeline's step has begun
+        self.confirm: Callable[[], None] = lambda: None
         self.after_backward: list[Callable[[], None]] = []
         # Who holds sums of its own forgets them; told whether earlier ones are missed.
         self.after_rest: list[Callable[[bool], None]] = []
@@ -510,6 +513,7 @@ class ISPCommunicator(ChunkWeights):
 
     def end_backward(self) -> None:
         """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
+        self.confirm()
         self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
         if self.queue.split:  # an input backward: no weight has a gradient
             self.queue.end_pass()

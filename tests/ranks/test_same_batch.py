@@ -13,7 +13,9 @@ from torch import Tensor
 from internsp import model_zoo, parallelize
 from internsp.config import WeightParallelConfig
 from internsp.errors import LayoutError
+from internsp.optim import ZeroOptimizer
 from internsp.sp import SequenceLayout
+from tests.support.compare import check, parameters
 from tests.support.meshes import mesh_of
 from tests.support.models import raises
 from tests.support.parity import Case
@@ -64,3 +66,39 @@ def test_another_batch_on_one_rank_is_refused_on_all_and_the_next_one_is_right(
     dist.all_reduce(total)
     wanted = loss(SequenceLayout.create(ids(5)), plain).detach()
     torch.testing.assert_close(total, wanted, rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@ranks(2)
+def test_a_later_batch_that_differs_fails_its_own_backward_and_is_in_no_step(
+    rank: int, ring: int
+) -> None:
+    mesh = mesh_of(2, 2, ring=ring)
+    plain = model_zoo.build(Case().model_config(), dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    communicator = parallelize(model, mesh, WeightParallelConfig(min_shard_elements=24))
+    optimizer = ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def loss(layout: SequenceLayout, of: Any = model) -> Tensor:
+        found: Tensor = of(layout.input_ids, layout=layout, labels=layout.labels)[0]
+        return found / layout.total_valid_tokens
+
+    for number in range(6):
+        if number > 3:
+            bad = loss(given("values", rank, ring))
+            raises(LayoutError, bad.backward, "rank 1 of the sequence group", f"rank {rank}")
+        loss(SequenceLayout.create(ids(number), rank=rank, size=2, ring=ring)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss(SequenceLayout.create(ids(number)), plain).backward()
+        alone.step()
+        alone.zero_grad()
+    with torch.no_grad():  # without a backward the next forward reads the answer
+        loss(given("values", rank, ring))
+        raises(
+            LayoutError, lambda: loss(SequenceLayout.create(ids(5), rank=rank, size=2, ring=ring)),
+            "rank 1 of the sequence group",
+        )  # fmt: skip
+    after = {name: p.full_tensor() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    check(after, parameters(plain))
