@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -37,7 +37,14 @@ MOST_DIRECT = 8
 
 
 class Works:
-    """Several works as one."""
+    """Several works as one.
+
+    Those that nobody has waited for outlive this object, as when a model is thrown away while its
+    gathers are in flight: gloo reads no further from a connection on which a message comes for a
+    work that is gone, and the next model of the mesh would wait in vain.
+    """
+
+    _left: ClassVar[list[Sequence[Work]]] = []
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -46,6 +53,11 @@ class Works:
         """Wait for all of them."""
         for work in self._works:
             work.wait()
+        self._works = ()
+
+    def __del__(self) -> None:
+        if self._works:  # no waiting here: they may never come, where ranks have failed apart
+            self._left.append(self._works)
 
 
 @dataclass(slots=True)

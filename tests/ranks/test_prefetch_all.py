@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from internsp.config import ActivationCheckpointConfig
@@ -125,3 +127,25 @@ def test_one_part_is_unsharded_and_mistakes_are_told_and_leave_order_behind() ->
         twin.zero_grad()
         communicator.prefetch_all()
         communicator.reshard(twin.ours)
+
+
+@ranks(2)
+def test_a_model_thrown_away_with_gathers_in_flight_leaves_its_mesh_usable(rank: int) -> None:
+    """gloo stops reading from a connection on which a message comes for a work that is gone."""
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(2):
+        twin = Twin(partial(Tiny, layers=2), mesh)
+        twin.trace.enabled = False  # else a thread waits for them, and keeps them
+        if rank == number:
+            twin.communicator.prefetch_all()
+            del twin
+            gc.collect()
+            store.set(f"thrown away {number}", "")
+        else:
+            store.wait([f"thrown away {number}"])
+            twin.communicator.prefetch_all()
+            del twin
+    twin = Twin(partial(Tiny, layers=2), mesh)
+    twin.backward()
+    twin.check_gradients("the next model")
