@@ -28,7 +28,6 @@ from internsp.optim.scaler import LossScaler
 from internsp.optim.state_names import Names
 from internsp.optim.tied import ZeroGradients
 from internsp.optim.whole_state import States
-from internsp.wp.collectives import Handle, gather_slices
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -428,17 +427,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         link = bucket.link if bucket.hosted and axis.zero > 1 else None
         if link is not None:
             flat, owned = streamed.brought(bucket, link)
-        nbytes = (axis.zero - 1) * owned.nbytes
-        state.counters.gathered_bytes += nbytes
-        state.counters.gathers += axis.zero > 1
-        if axis.zero == 1:
-            gather_slices(flat, owned, axis.zero_group)
-            handle = Handle(None)
-        else:
-            handle = state.between[axis].publication.launch(
-                lambda flat, owned: gather_slices(flat, owned, axis.zero_group),
-                (flat, owned), "PUBLISH", bucket.name, {"": nbytes}, "step", "publish",
-            )  # fmt: skip
+        handle = state.between[axis].publication.publish(flat, owned, bucket.name)
         if link is not None:  # whole on the device, and home at once: there is little room
             state.collectives.wait(handle, bucket.name, "", "publish")
             handle.keep = ()

@@ -180,6 +180,19 @@ class Collectives:
         send, waits = self._send_all_to_all, "finish"
         return self.launch(send, (output, pieces), "EX", unit, {"": nbytes}, "backward", waits)
 
+    def publish(self, output: Tensor, piece: Tensor, bucket: str) -> Handle:
+        """All-gather a ``bucket``'s equal slices after a step; ``piece`` may lie in ``output``.
+
+        Does not block unless ``overlap`` is off.
+        """
+        nbytes = (self.size - 1) * piece.nbytes
+        self.counters.gathered_bytes += nbytes
+        self.counters.gathers += self.size > 1
+        if self.size == 1 and output.data_ptr() != piece.data_ptr():
+            output.copy_(piece)
+        send, weights = self._send_all_gather, {"": nbytes}
+        return self.launch(send, (output, piece), "PUBLISH", bucket, weights, "step", "publish")
+
     def exchange_parts(
         self,
         output: Tensor,
@@ -336,7 +349,8 @@ class Collectives:
     def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, *shard.shape).unbind()
-            places[self.rank].copy_(shard)
+            if places[self.rank].data_ptr() != shard.data_ptr():  # a slice may lie in its place
+                places[self.rank].copy_(shard)
             return send_pairs(self.group, places, [shard] * self.size, self._tag)
         return self._gather(output, shard, self._gather_options)
 

@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-import internsp.optim.zero as zero_module
 from internsp.optim import ZeroOptimizer, step_together
 from internsp.trace import Trace
-from tests.support.late import Late
+from tests.support.late import publish_late
 from tests.support.pipeline import Case, batches, make, plain_loss
 from tests.support.ranks import run_ranks
 
@@ -19,44 +18,41 @@ Order = list[tuple[list[str], list[str]]]
 
 def published(rank: int, world_size: int, case: Case) -> tuple[Order, float]:
     """For each chunk its blocks and what happened in the second step; the parameters' gap."""
-    real = zero_module.gather_slices
-    zero_module.gather_slices = lambda *args: Late(real, *args)  # type: ignore[assignment]
-    try:
-        trace = Trace(enabled=True)
-        pipeline, plain = make(case, trace=trace)
-        optimizers = [
-            ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
-            for communicator in pipeline.communicators
+    trace = Trace(enabled=True)
+    pipeline, plain = make(case, trace=trace)
+    for communicator in pipeline.communicators:
+        publish_late(communicator)
+    optimizers = [
+        ZeroOptimizer(communicator, torch.optim.SGD, lr=0.1)
+        for communicator in pipeline.communicators
+    ]
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    found: Order = []
+    for _ in range(2):
+        trace.clear()
+        pipeline.step(batches(case, pipeline.mesh))
+        lines = list(trace.events)
+        step_together(optimizers)
+        plain_loss(case, plain, pipeline.mesh.data).backward()
+        alone.step()
+        alone.zero_grad()
+    for stage, communicator in zip(pipeline.stages, pipeline.communicators, strict=True):
+        blocks = [unit.name for unit in communicator.blocks]
+        first = f"stage {stage.stage_index}, micro-batch 0"
+        order = [
+            f"{e.kind} {e.unit}"
+            for e in lines
+            if e.unit in (*blocks, first)
+            and (e.kind in ("USE", "FORWARD") or e.phase == "publish")
         ]
-        alone = torch.optim.SGD(plain.parameters(), lr=0.1)
-        found: Order = []
-        for _ in range(2):
-            trace.clear()
-            pipeline.step(batches(case, pipeline.mesh))
-            lines = list(trace.events)
-            step_together(optimizers)
-            plain_loss(case, plain, pipeline.mesh.data).backward()
-            alone.step()
-            alone.zero_grad()
-        for stage, communicator in zip(pipeline.stages, pipeline.communicators, strict=True):
-            blocks = [unit.name for unit in communicator.blocks]
-            first = f"stage {stage.stage_index}, micro-batch 0"
-            order = [
-                f"{e.kind} {e.unit}"
-                for e in lines
-                if e.unit in (*blocks, first)
-                and (e.kind in ("USE", "FORWARD") or e.phase == "publish")
-            ]
-            found.append((blocks, list(dict.fromkeys(order))))
-        gap = 0.0
-        wanted = dict(plain.named_parameters())
-        for chunk in pipeline.chunks:
-            for name, parameter in chunk.named_parameters():
-                mine = parameter.full_tensor()  # type: ignore[attr-defined]
-                gap = max(gap, float((mine - wanted[name]).detach().abs().max()))
-        return found, gap
-    finally:
-        zero_module.gather_slices = real
+        found.append((blocks, list(dict.fromkeys(order))))
+    gap = 0.0
+    wanted = dict(plain.named_parameters())
+    for chunk in pipeline.chunks:
+        for name, parameter in chunk.named_parameters():
+            mine = parameter.full_tensor()  # type: ignore[attr-defined]
+            gap = max(gap, float((mine - wanted[name]).detach().abs().max()))
+    return found, gap
 
 
 @pytest.mark.parametrize(

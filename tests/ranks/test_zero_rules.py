@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import internsp.optim.zero as zero_module
 from internsp.config import WeightParallelConfig
 from internsp.errors import GradientError
 from internsp.optim import ZeroOptimizer
 from internsp.parallel import parallelize
 from internsp.wp.collectives import Collectives
-from tests.support.late import Late
+from tests.support.late import publish_late
 from tests.support.meshes import mesh_of
 from tests.support.models import Tiny, raises
 from tests.support.ranks import ranks, run_ranks
@@ -159,10 +158,9 @@ def test_an_unfinished_gradient_cannot_be_read_or_set_and_can_be_dropped() -> No
 
 def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[float]]:
     """Training with late publications; the order of waits in a forward; other readers."""
-    real = zero_module.gather_slices
-    zero_module.gather_slices = lambda *args: Late(real, *args)  # type: ignore[assignment]
     case = Case(weight=weight, steps=4, trace=True)
     s = setup(case, blocks=2)
+    publish_late(s.communicator)
     mine = train(s, case, rank, world)
     _, theirs = alone(case, world)
     trace = s.communicator.state.trace
@@ -191,7 +189,6 @@ def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[flo
         for e in trace.events
         if (e.kind == "WAIT" and e.phase == "publish") or e.kind == "USE"
     ]
-    zero_module.gather_slices = real
     return furthest(theirs, mine), list(dict.fromkeys(order)), readers
 
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
+
+from internsp.wp.communicator import ISPCommunicator
 
 
 class Late:
     """Happens only when somebody waits for it; until then there is NaN.
 
     Args:
-        real: what gathers (``internsp.optim.zero.gather_slices``).
+        real: what gathers (``Collectives._send_all_gather``).
     """
 
-    def __init__(self, real: Any, output: torch.Tensor, piece: torch.Tensor, group: Any) -> None:
-        self.real, self.output, self.group = real, output, group
-        self.piece = piece.clone()
+    def __init__(self, real: Any, output: Tensor, piece: Tensor) -> None:
+        self.real, self.output, self.piece = real, output, piece.clone()
         output.fill_(float("nan"))
 
     def wait(self) -> None:
-        work = self.real(self.output, self.piece, self.group)
-        if work is not None:
-            work.wait()
+        self.real(self.output, self.piece).wait()
+
+
+def publish_late(communicator: ISPCommunicator) -> None:
+    """From now on, of a communicator whose ``ZeroOptimizer`` is made or not."""
+    for between in communicator.state.between.values():
+        publication = between.publication
+        real = publication._send_all_gather
+        publication._send_all_gather = (  # type: ignore[method-assign]
+            lambda output, piece, real=real: Late(real, output, piece)
+        )
