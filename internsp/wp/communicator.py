@@ -761,9 +761,9 @@ class ISPCommunicator(ChunkWeights):
         place that the queue knows, and the queue must be every rank's.
         """
         if self.queue.reductions.accumulating or self.more_to_come or not self.queue.strict:
-            return self.sums_wait()
+            return False
         if not self._has_replicas or self.queue.recurs:  # twice reduced: its last is not known
-            return self.sums_wait()
+            return False
         if not all(weight.trained for _, weight in self.state.reducer.whole):
             return False  # their sums are reduced when the backward is over
         if self.more_to_come is None:  # a loss may be a sum over several forwards
