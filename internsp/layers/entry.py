@@ -8,8 +8,9 @@ weight. Gradients are ready together, at the end of the block's backward.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -176,4 +177,25 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     Args:
         options: for ``torch.compile``.
     """
-    take_at_entry(block, partial(torch.compile, **options))
+    take_at_entry(block, lambda forward: _uncollected(torch.compile(forward, **options)))
+
+
+def _uncollected(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, in which Python's garbage collector does not run, on any thread.
+
+    To check the guards of what it has compiled before, torch lets go of the interpreter. If another
+    thread then collects a class that these guards name, that of a model that was thrown away, torch
+    frees them while it reads them: the process dies, there or later (seen with torch 2.13).
+    """
+
+    @wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+
+    return call

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
+import threading
 from functools import partial
 from typing import Any
 
@@ -78,3 +82,62 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
                     optimizer.zero_grad()
             messages.append(sorted(twin.lines("AG", "RS")))
         assert messages[0] == messages[1], "the same gathers and reductions"
+
+
+@pytest.mark.unmeasured
+@ranks(2, timeout=300)
+def test_classes_collected_by_another_thread_leave_guards_alone_that_are_being_checked() -> None:
+    """torch.compile frees the guards of a class that is gone, and lets go of the interpreter to
+    check them: a process died."""
+    compiler, go, end = compiled.torch.compile, threading.Event(), threading.Event()
+
+    def collect() -> None:
+        while go.wait() and not end.is_set():
+            go.clear()
+            assert [[] for _ in range(300_000)], "more than the collector's thresholds"
+
+    def racing(function: Any, **options: Any) -> Any:
+        inner = compiler(function, backend="eager")
+
+        def call(*args: Any) -> Any:
+            go.set()
+            return inner(*args)
+
+        return call
+
+    def enable(*_: Any) -> None:
+        gc.enable()  # for the call that follows, and not before: the last class is garbage yet
+
+    def local() -> nn.Module:
+        class Local(Block):
+            pass
+
+        return Tiny(Local, layers=1)
+
+    mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=50)
+    ctypes.CDLL(None).mallopt(-6, 0xA5)  # M_PERTURB: what is freed is overwritten
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    compiled.torch.compile = racing  # type: ignore[assignment]
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.disable()
+    try:
+        for number in range(8):
+            twin = Twin(local, mesh, compile=True, trigger="qkv")
+            if not number:  # the collector looks at what is new, often
+                gc.freeze()
+                gc.collect()
+                gc.set_threshold(50_000, 0, 0)
+                sys.setswitchinterval(10)  # nothing takes the interpreter that is not given it
+            twin.ours.layers[0].register_forward_pre_hook(enable)  # type: ignore[union-attr]
+            twin.backward()
+            gc.disable()
+            twin.check_gradients(f"class {number}")
+    finally:
+        compiled.torch.compile = compiler  # type: ignore[assignment]
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+        gc.enable()
+        end.set()
+        go.set()
+        thread.join()
