@@ -121,15 +121,18 @@ def test_a_part_of_the_positions_has_its_part_of_the_mask() -> None:
     assert torch.equal(part, whole[[5, 2]][:, [40, 3], :-3])
 
 
-@pytest.mark.slow(20)
-def test_a_compiler_makes_the_same_masks() -> None:
+@pytest.mark.slow(3)
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough(30))]
+)
+def test_a_compiler_makes_the_same_masks(backend: str) -> None:
     module = Dropout(0.3)
 
     def run(x: Tensor, tokens: Tensor) -> Tensor:
         return module(x, block_keys(tokens, 3), 1) * 2
 
     x = torch.randn(8, 64, 50)
-    compiled = torch.compile(run, fullgraph=True)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     assert torch.equal(compiled(x, keys()), run(x, keys()))
 
 

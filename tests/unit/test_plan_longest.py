@@ -293,11 +293,11 @@ def test_dropout_keeps_a_byte_an_element_twice_a_block() -> None:
     assert steps[1].kept - steps[0].kept == 2 * 2 * 512 * plain.model.hidden_size
 
 
-def on(device: str, **changes: dict[str, Any]) -> Config:
+def on(device: str, layers: int = 5, **changes: dict[str, Any]) -> Config:
     """A model whose loss takes most of a short step, and whose blocks of a long one."""
     return config(
         {"mode": "full", "offload": "all", "tiles": "auto"},
-        model={"vocab_size": 8192, "hidden_size": 64, "heads": 4, "kv_heads": 2},
+        model={"vocab_size": 8192, "hidden_size": 64, "layers": layers, "heads": 4, "kv_heads": 2},
         train={"global_batch": 1, "micro_batches": 1, "dtype": "bfloat16", "loss_chunk": 512},
         parallel={"device": device, **changes.pop("parallel", {})},
         **changes,
@@ -309,11 +309,12 @@ def on(device: str, **changes: dict[str, Any]) -> Config:
 def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_length(
     device: str,
 ) -> None:
-    settings, length = on(device), 1 << 16  # twice as long as the longest step that is planned by
+    length = 1 << 16  # twice as long as the longest step that is planned by
+    settings = on(device, layers=3)
     model = ActivationModel(settings, MeshShape(1))
     planned = model.at(length)
-    step = observe(settings, 1, length, model._tiles(length), 5, 5, "all")
-    short = observe(settings, 1, 4096, model._tiles(4096), 5, 5, "all")
+    step = observe(settings, 1, length, model._tiles(length), 3, 3, "all")
+    short = observe(settings, 1, 4096, model._tiles(4096), 3, 3, "all")
     assert short.phases[0] > short.phases[-1]
     assert step.phases[0] < step.phases[-1] == step.peak
     assert planned.kept + planned.working == pytest.approx(step.peak, rel=0.01)
