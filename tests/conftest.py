@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+import internsp
 from tests.support.ranks import start_server
 from tests.support.untraced import untraced
 from tools.longest.environment import GIVES_BACK
@@ -39,6 +42,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Processes that a test starts by internsp's own launcher come from the tests' server, too."""
     if item.get_closest_marker("ranks"):
         start_server()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Coverage's tracer sees internsp imported, and not how pytest makes thousands of tests."""
+    for found in pkgutil.walk_packages(internsp.__path__, "internsp."):
+        if not found.name.endswith("__main__"):
+            with suppress(ImportError):  # of an optional package: its tests are skipped, too
+                importlib.import_module(found.name)
+    with untraced():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

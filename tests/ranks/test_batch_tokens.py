@@ -96,7 +96,13 @@ def test_micro_batches_of_any_size_give_the_mean_over_the_tokens(
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize(("world", "runs"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("world", "runs"),
+    [
+        pytest.param(2, TWO, id="two"),
+        pytest.param(4, FOUR, id="four", marks=pytest.mark.thorough(10)),
+    ],
+)
 def test_every_step_and_weight_equals_one_process_on_any_mesh(
     tmp_path: Path, alone: dict[str, Ran], world: int, runs: dict[str, list[Changes]]
 ) -> None:

@@ -218,7 +218,7 @@ def test_overlapped_and_synchronous_steps_are_the_printed_schedule_with_the_same
             make = partial(Tiny, Tailed, tied=tied)
             twin = Twin(make, mesh, checkpoint, overlap=overlap, **config)
             optimizer = torch.optim.SGD(twin.ours.parameters(), lr=0.1)
-            for _ in range(3):
+            for _ in range(2):
                 twin.trace.clear()
                 twin.communicator.state.counters.reset()
                 with twin.communicator.unchanged():

@@ -62,8 +62,22 @@ def missing(shown: list[str], printed: str) -> str | None:
     return None
 
 
-@pytest.mark.slow(30)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# What these two run, other tests run with smaller sizes: agents that start ranks again
+# (test_elastic), plans of the longest sequence (unit/test_longest).
+LONG = {"failure", "long_sequence"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            marks=(pytest.mark.thorough if page.stem in LONG else pytest.mark.slow)(30),
+            id=page.stem,
+        )
+        for page in PAGES
+    ],
+)
 def test_a_page_of_the_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in launched}

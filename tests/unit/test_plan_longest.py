@@ -47,11 +47,14 @@ def config(again: dict[str, Any] | None = None, **changes: dict[str, Any]) -> Co
 @pytest.mark.parametrize(
     "again",
     [
-        {"mode": "none"}, {"mode": "none", "tiles": 4}, {"mode": "full"},
-        {"mode": "full", "fraction": 0.6, "tiles": 2}, {"mode": "selective"},
-        {"mode": "full", "offload": 4}, {"mode": "selective", "offload": "all"},
+        {"mode": "none"}, {"mode": "full"}, {"mode": "full", "fraction": 0.6, "tiles": 2},
+        {"mode": "selective", "offload": "all"},
+        # Each of their settings is in one of those above.
+        *(pytest.param(again, marks=pytest.mark.thorough(5)) for again in (
+            {"mode": "none", "tiles": 4}, {"mode": "selective"}, {"mode": "full", "offload": 4},
+        )),
     ],
-    ids=["kept", "kept, tiles", "full", "some in tiles", "selective", "offload", "all offload"],
+    ids=["kept", "full", "some in tiles", "all offload", "kept, tiles", "selective", "offload"],
 )  # fmt: skip
 def test_a_long_step_of_all_blocks_takes_what_a_line_through_short_ones_of_few_says(
     again: dict[str, Any],
