@@ -1,6 +1,7 @@
 # make train    the demo: makes .venv with what training needs, trains on two local processes
-# make test     makes .venv with what tests need, then lint, types, all tests and coverage
-# make quick    the tests that are not marked slow, without coverage
+# make test     makes .venv with what tests need, then lint, types and all tests
+# make coverage the same tests, and how much of internsp they run: an eighth more time
+# make quick    the tests that are not marked slow
 # make thorough the tests marked thorough alone: more random cases, more combinations, more faults
 # make lint     ruff and mypy only
 # make docs     the site of the documentation, in site/; the network is not asked
@@ -28,16 +29,19 @@ WORKERS = --numprocesses $(JOBS) $(if $(filter-out 0,$(JOBS)),--dist loadgroup)
 # Dozens of commands start in the tests: none compiles this package's sources again.
 CACHED = env -u PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test quick thorough lint docs clean
+.PHONY: train test coverage quick thorough lint docs clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
 	$(BIN)/internsp train $(CONFIG) $(ARGS)
 
-# One run for everything: long tests start first, and tests/conftest.py keeps coverage's tracer out of
-# them, since what they run, shorter ones run, too. Coverage is that of the others alone, and must
-# reach its bound. What is marked thorough has shorter tests of the same rules beside it.
+# Long tests start first. What is marked thorough has shorter tests of the same rules beside it.
 test: lint
+	$(CACHED) $(BIN)/python -m pytest $(WORKERS) -m "not thorough" $(ARGS)
+
+# tests/conftest.py keeps the tracer out of long tests, since what they run, shorter ones run, too.
+# Coverage is that of the others alone, and must reach its bound.
+coverage: lint
 	$(BIN)/coverage erase
 	$(CACHED) $(BIN)/coverage run -m pytest $(WORKERS) -m "not thorough" $(ARGS)
 	$(BIN)/coverage combine --quiet

@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -47,6 +48,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Coverage's tracer sees internsp imported, and not how pytest makes thousands of tests."""
+    if sys.gettrace() is None:
+        return (yield)
     for found in pkgutil.walk_packages(internsp.__path__, "internsp."):
         if not found.name.endswith("__main__"):
             with suppress(ImportError):  # of an optional package: its tests are skipped, too
