@@ -1,6 +1,6 @@
 # make train    the demo: makes .venv with what training needs, trains on two local processes
 # make test     makes .venv with what tests need, then lint, types and all tests
-# make coverage the same tests, and how much of internsp they run: an eighth more time
+# make coverage the same tests, and how much of internsp they run: longer, by the tracer
 # make quick    the tests that are not marked slow
 # make thorough the tests marked thorough alone: more random cases, more combinations, more faults
 # make lint     ruff and mypy only
