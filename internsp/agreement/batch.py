@@ -24,8 +24,8 @@ class SameBatch:
     Each look is one message of 16 bytes. In the first forwards it is waited for at once: data drawn
     by the process's rank, or positions that are dealt otherwise, are there from the first batch on.
     Later it travels beside the forward, and its answer is read at the end of the backward, before
-    an optimizer steps (:meth:`settle`). On a device the host would have to wait for that answer, so
-    there only the first forwards are compared.
+    an optimizer steps (:meth:`settle`), or without a backward at the next forward. On a device the
+    host would have to wait for that answer, so there only the first forwards are compared.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:

@@ -16,6 +16,7 @@ from internsp.config.names import matches, within
 from internsp.errors import (
     CollectiveError,
     ConfigError,
+    GradientError,
     LayoutError,
     OrderError,
     StructureError,
@@ -229,9 +230,10 @@ class Pipeline:
             CollectiveError: another rank failed; its cause is named. The next call goes on where
                 all ranks have failed, those of each stage at the same point. Else, and on a
                 device, every later call raises too.
-            GradientError: the failed step has taken sums of earlier steps with it, or has left a
-                part in ``.grad``, and ``zero_grad()`` was not called; in a plain loop from here,
-                with a ``ZeroOptimizer`` from its ``step()``.
+            GradientError: a failed step has left a part of its gradients in ``.grad`` of a plain
+                loop, and ``zero_grad()`` was not called. As the next: nothing has run. (With a
+                ``ZeroOptimizer``, sums of earlier steps that it has taken with it are missed by
+                ``ZeroOptimizer.step()``.)
             ValueError, TypeError: these are not so many of :class:`MicroBatch`, or gradients are
                 disabled. Then every rank raises, a ``CollectiveError`` where its own are right, and
                 nothing has run: the pipeline can go on.
@@ -317,7 +319,7 @@ class Pipeline:
         mistake: Exception | None = None
         try:
             shape = self._check(batches, any(action.part for action in actions))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, GradientError) as error:
             mistake = error
         runs = 0 if mistake else len(batches) // self.micro_batches
         with self._watch.entering():
@@ -376,6 +378,9 @@ class Pipeline:
         """Stages receive into buffers of a fixed number and shape; returns that of the ids."""
         if training and not torch.is_grad_enabled():
             raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
+        for communicator in self.communicators if training else ():
+            if communicator.plain is not None:  # what a failed step has left, unless it was dropped
+                communicator.plain.unfinished.take()
         if not len(batches) or len(batches) % self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         agreed = self._ids_shape

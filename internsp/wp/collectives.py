@@ -12,10 +12,12 @@ collectives of a group travel at a time.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -39,15 +41,17 @@ MOST_DIRECT = 8
 class Works:
     """Several works as one.
 
-    Those that nobody has waited for outlive this object, as when a model is thrown away while its
-    gathers are in flight: gloo reads no further from a connection on which a message comes for a
-    work that is gone, and the next model of the mesh would wait in vain.
+    Messages that were not waited for live as long as their group, not as this object, which goes
+    where a model is thrown away while its gathers are in flight: gloo reads no further from a
+    connection on which a message comes for a work that is gone, and the next model of the mesh
+    would wait in vain.
+
+    Args:
+        group: of messages between pairs of ranks.
     """
 
-    _left: ClassVar[list[Sequence[Work]]] = []
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Work], group: dist.ProcessGroup | None = None) -> None:
+        self._works, self._group = works, group
 
     def wait(self) -> None:
         """Wait for all of them."""
@@ -56,8 +60,13 @@ class Works:
         self._works = ()
 
     def __del__(self) -> None:
-        if self._works:  # no waiting here: they may never come, where ranks have failed apart
-            self._left.append(self._works)
+        if self._works and self._group is not None and not sys.is_finalizing():
+            # No waiting here: they may never come, where ranks have failed apart.
+            weakref.finalize(self._group, _let_go, self._works).atexit = False
+
+
+def _let_go(works: Sequence[Work]) -> None:
+    """Their group is gone: so are its connections."""
 
 
 @dataclass(slots=True)
@@ -380,7 +389,7 @@ class Collectives:
         group, tag = self.group, self._tag
         works: list[Work] = [group.recv([places[p]], p, tag) for p in others[::-1] if received[p]]
         works += [group.send([parts[p]], p, tag) for p in others if sent[p]]
-        return Works(works)
+        return Works(works, group)
 
     def _outlive(self, handle: Handle) -> None:
         """Waited for on another stream than it was launched from: memory must not go back early.
@@ -447,7 +456,7 @@ def send_pairs(
     others = [(rank + i) % size for i in range(1, size)]
     works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
     works += [group.send([pieces[p]], p, tag) for p in others]
-    return Works(works)
+    return Works(works, group)
 
 
 def all_reduce(

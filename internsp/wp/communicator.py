@@ -660,7 +660,8 @@ class ISPCommunicator(ChunkWeights):
         """
         if self._completed:  # what the step has added to .grad cannot be taken out again
             members = self.replicated.everyone()
-            self.plain.unfinished.show([m for m in members if m.parameter.grad is not None], True)
+            added = [member for member in members if member.parameter.grad is not None]
+            self.plain.unfinished.show(added, failed=True)
         self.rest(earlier or self._completed)
 
     def expect(self, phase: str) -> None:
