@@ -136,6 +136,10 @@ class Copy(NamedTuple):
     settable: bool
 
 
+_LEAVES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Tensor))
+"""Types of what holds nothing: most of what a module's attributes lead to."""
+
+
 def copies_of(module: nn.Module) -> Iterator[Copy]:
     """Parameters in attributes of ``module`` itself, within lists and kin down to three.
 
@@ -143,11 +147,15 @@ def copies_of(module: nn.Module) -> Iterator[Copy]:
     objects in their attributes.
     """
     for attribute, value in vars(module).items():
+        if isinstance(value, dict) and not value:  # most are: torch's tables of hooks
+            continue
         if attribute not in ("_parameters", "_modules", "_buffers"):
             yield from _copies((attribute,), value, 3, True)
 
 
 def _copies(path: tuple[Any, ...], value: Any, depth: int, settable: bool) -> Iterator[Copy]:
+    if type(value) in _LEAVES:
+        return
     if isinstance(value, nn.Parameter):
         yield Copy(path, value, settable)
     elif depth:

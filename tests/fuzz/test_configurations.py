@@ -19,7 +19,10 @@ PARTS = 4  # so that several workers share them
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(n, marks=pytest.mark.thorough(9) if n >= PARTS // 2 else ()) for n in range(PARTS)],
+)
 def test_what_is_drawn_is_refused_in_clear_words_or_planned_and_damages_nothing(part: int) -> None:
     each = COUNT // PARTS
     with tempfile.TemporaryDirectory(prefix="internsp-fuzz-", dir=memory_folder()) as folder:

@@ -47,7 +47,10 @@ def step(twin: Twin, micro_batches: int = 3) -> None:
 
 
 @pytest.mark.unmeasured
-@pytest.mark.parametrize(("world_size", "weight"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "weight"),
+    [pytest.param(2, 2, marks=pytest.mark.thorough(7)), (2, 1), (4, 2)],
+)
 @ranks()
 def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
     world_size: int, weight: int

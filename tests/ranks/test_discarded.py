@@ -67,7 +67,10 @@ DROPS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-MESHES = pytest.mark.parametrize(("world_size", "weight"), [(2, 1), (2, 2), (4, 2)])
+MESHES = pytest.mark.parametrize(
+    ("world_size", "weight"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.thorough(5)), (4, 2)],
+)
 
 
 def take_side(twin: Twin, taken: bool) -> None:

@@ -105,7 +105,7 @@ def test_the_sets_cover_all_pairs(world: int) -> None:
     assert wanted <= covered
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     choice=st.fixed_dictionaries({k: st.sampled_from(v) for k, v in options(2).items()}),
     length=st.integers(2, 17),

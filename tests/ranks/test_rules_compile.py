@@ -66,9 +66,10 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
         messages = []
         for compile_ in (False, True):
             options = {"compile": compile_, "trigger": "qkv"} | config
+            layers = 3 if backend == "aot_eager" else 2
             compiled.torch.compile = counting  # type: ignore[assignment]
             try:
-                twin = Twin(partial(Tiny, block, layers=3), mesh, checkpoint, **options)
+                twin = Twin(partial(Tiny, block, layers=layers), mesh, checkpoint, **options)
             finally:
                 compiled.torch.compile = compiler  # type: ignore[assignment]
             pair = (twin.plain, twin.ours)

@@ -246,8 +246,11 @@ def compare(
     check(found.saved, wanted.saved, f"{what}, the file", tolerance)
 
 
-@pytest.mark.parametrize("sequence", [1, 2], ids=["whole", "cut sequences"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "sequence"),
+    [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.thorough(6)), (4, 2)],
+    ids=["two, whole", "two, cut sequences", "four, whole", "four, cut sequences"],
+)
 def test_a_run_logs_and_becomes_what_one_process_does(
     world: int, sequence: int, folder: Path, tmp_path: Path
 ) -> None:

@@ -313,11 +313,11 @@ def test_where_blocks_take_over_from_the_loss_is_found_without_a_step_of_that_le
     device: str,
 ) -> None:
     length = 1 << 16  # twice as long as the longest step that is planned by
-    settings = on(device, layers=3)
+    settings = on(device, layers=2)
     model = ActivationModel(settings, MeshShape(1))
     planned = model.at(length)
-    step = observe(settings, 1, length, model._tiles(length), 3, 3, "all")
-    short = observe(settings, 1, 4096, model._tiles(4096), 3, 3, "all")
+    step = observe(settings, 1, length, model._tiles(length), 2, 2, "all")
+    short = observe(settings, 1, 4096, model._tiles(4096), 2, 2, "all")
     assert short.phases[0] > short.phases[-1]
     assert step.phases[0] < step.phases[-1] == step.peak
     assert planned.kept + planned.working == pytest.approx(step.peak, rel=0.01)
