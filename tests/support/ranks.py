@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 # What ranks would otherwise import one by one, each for itself (about a second of a core).
 PRELOAD = [
@@ -258,6 +259,24 @@ def _wait_for_peers(folder: Path, world_size: int) -> None:
         time.sleep(0.002)
 
 
+class _OneTransport(dist.ProcessGroupGloo):
+    """Gloo's group, whose connections are served by one thread of the process.
+
+    Gloo starts such a thread for each group, and each wakes a hundred times a second, whatever it
+    waits for: with ten groups a rank and a dozen ranks a tenth of two cores.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [_transport()], timeout
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def _transport() -> Any:
+    return dist.ProcessGroupGloo.create_device(interface="lo")
+
+
 def _rank_main(
     fn: Callable[..., Any],
     rank: int,
@@ -274,6 +293,7 @@ def _rank_main(
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(True)
         timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+        distributed_c10d.ProcessGroupGloo = _OneTransport  # type: ignore[misc]
         try:
             dist.init_process_group(
                 "gloo",
