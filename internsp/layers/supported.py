@@ -136,7 +136,7 @@ class Copy(NamedTuple):
     settable: bool
 
 
-_LEAVES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Tensor))
+_LEAVES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 """Types of what holds nothing: most of what a module's attributes lead to."""
 
 

@@ -61,12 +61,12 @@ def test_compiled_blocks_equal_eager_with_the_same_messages(
         (Block, {}, None), (Own, {}, FULL), (Own, {"granularity": "module"}, None),
         (Block, {"trigger": "rolling"}, FULL),
     ]  # fmt: skip
-    # A compiler in C++ takes its time: one case, with recomputed blocks and others.
+    # A compiler in C++ takes its time: one case, with a recomputed block and another.
+    layers = 3 if backend == "aot_eager" else 2
     for block, config, checkpoint in cases if backend == "aot_eager" else cases[1:2]:
         messages = []
         for compile_ in (False, True):
             options = {"compile": compile_, "trigger": "qkv"} | config
-            layers = 3 if backend == "aot_eager" else 2
             compiled.torch.compile = counting  # type: ignore[assignment]
             try:
                 twin = Twin(partial(Tiny, block, layers=layers), mesh, checkpoint, **options)

@@ -274,7 +274,7 @@ class _OneTransport(dist.ProcessGroupGloo):
 
 @functools.cache
 def _transport() -> Any:
-    return dist.ProcessGroupGloo.create_device(interface="lo")
+    return dist.ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
 
 
 def _rank_main(
