@@ -173,8 +173,6 @@ class Kernel:
         Raises:
             StructureError: the mask's rule is made of tokens of this rank.
         """
-        from transformers.masking_utils import packed_sequence_compatibility_function
-
         seen = seen_by(mask_function, cut.documents)
         if (q_length, kv_length, q_offset, kv_offset) != (
             cut.sizes[cut.rank], cut.length, 0, 0
@@ -186,7 +184,7 @@ class Kernel:
                 "positions): give it a mask [B, 1, S, S], or make the mesh with sequence = 1"
             )
         if cut.packed is not None:
-            mask_function = packed_sequence_compatibility_function(
+            mask_function = _within_documents(
                 mask_function, cut.positions.expand(batch_size, -1), cut.packed
             )
             allow_is_causal_skip = False
@@ -371,6 +369,24 @@ def plain_mask(name: str) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def _within_documents(rule: Any, positions: Tensor, packed: Tensor) -> Any:
+    """A mask's rule for packed documents: each sees itself alone, by positions of its own.
+
+    What ``transformers`` does by functions that have other names in each of its versions.
+
+    Args:
+        rule: of (row, head, query, key), each an index or a tensor of them.
+        positions: ``[B, S]``, of every token in its document.
+        packed: ``[B, S]``, the number of every token's document.
+    """
+
+    def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
+        seen = rule(row, head, positions[row, query], positions[row, key])
+        return (packed[row, query] == packed[row, key]) & seen
+
+    return inside
 
 
 def _of_tokens(function: Any, depth: int = 6) -> bool:

@@ -51,7 +51,7 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
     ("make", "module", "words"),
     [
         (lambda: made("bloom"), "transformer.h.0.self_attention", "BloomAttention takes alibi"),
-        (lambda: made("gptj"), "transformer.h.1.attn", "AttentionInterface"),
+        (lambda: made("xglm"), "model.layers.1.self_attn", "AttentionInterface"),
         (lambda: made("mamba"), "backbone.layers.0.mixer.conv1d", "Conv1d"),
         (lambda: made("rwkv"), "rwkv.blocks.0.attention.time_shift", "ZeroPad2d"),
         (lambda: made("qwen3_next", **HYBRID), "model.layers.0.linear_attn.conv1d", "Conv1d"),
@@ -109,7 +109,7 @@ def without_attention() -> nn.Module:
 
 
 def test_every_layer_is_listed_and_the_error_counts_what_it_leaves_out() -> None:
-    model = made("gptj", num_hidden_layers=11)
+    model = made("xglm", num_hidden_layers=11)
     assert len(supports(model, MESH)) == 11
     words = "and 3 more (internsp.supports lists them all)"
     raises(
