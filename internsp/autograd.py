@@ -1,7 +1,8 @@
-"""Where autograd is, what a call made of what it was given, and what of torch cannot be served.
+"""What the library needs to know of autograd.
 
-The phase; the tensors of an output, and which of them lie in the memory of a weight; the programs
-(compile, vmap, create_graph) through which weights cannot travel.
+The phase; the tensors of an output, which of them a call has made, and which lie in the memory of a
+weight; the hooks on them; errors for uses of torch (compile, vmap, create_graph) in which weights
+cannot be gathered.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from internsp.errors import GradientError, StructureError
 
-# The autograd graph task that runs on this thread, or NO_TASK: the phase, from where we are (WP-9).
-# Asked at every use of a weight: a Python function around it would cost more than it.
+# The autograd graph task that runs on this thread, or NO_TASK; from it follows the phase (WP-9).
+# Called at every use of a weight, so without a Python function around it.
 graph_task = torch._C._current_graph_task_id
 NO_TASK = -1
 
@@ -33,22 +34,22 @@ def tensors(value: Any) -> list[Tensor]:
     items: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
         items = value
-    elif isinstance(value, (dict, Mapping)):  # the first answers at once
+    elif isinstance(value, (dict, Mapping)):  # dict first: it is the faster check
         items = value.values()
     elif hasattr(value, "__dataclass_fields__"):
         items = [getattr(value, name) for name in value.__dataclass_fields__]
     return [tensor for item in items for tensor in tensors(item)]
 
 
-# Whether torch.vmap, torch.func.grad or another of their kind runs (torch has no public name).
+# Whether torch.vmap, torch.func.grad or the like runs (torch has no public name for it).
 transforming = torch._C._are_functorch_transforms_active
 
 
 def no_second_derivatives() -> None:
-    """Called where backward comes to weights that travel, and gradients are recorded there.
+    """Called when backward comes to sharded weights and records a graph of the gradients.
 
     Raises:
-        GradientError: always: the backward that runs is recorded (``create_graph=True``).
+        GradientError: always, since the backward runs with ``create_graph=True``.
     """
     raise GradientError(
         "create_graph=True is not supported through a parallel model: the graph of the gradients "
@@ -119,25 +120,22 @@ def refuse_traced(name: str) -> None:
         )
 
 
-Given = dict[int, tuple[Tensor, Any]]
+InputTensors = dict[int, tuple[Tensor, Any]]
 
 
-def given(inputs: Any) -> Given:
-    """Note the tensors in ``inputs`` before a call, so that :func:`own` can tell what it made.
-
-    Empty where no graph is recorded.
-    """
+def input_tensors(inputs: Any) -> InputTensors:
+    """The tensors in a call's ``inputs``, for :func:`new_tensors`; empty without a graph."""
     if not torch.is_grad_enabled():
         return {}
-    # The tensors themselves: while they are kept, no other can have their identity.
+    # With the tensors themselves: while they are kept, no other tensor has the same id.
     return {id(tensor): (tensor, tensor.grad_fn) for tensor in tensors(inputs)}
 
 
-def own(output: Any, before: Given) -> list[Tensor]:
-    """The tensors whose backward is that of the call: what it made, in place or not.
+def new_tensors(output: Any, before: InputTensors) -> list[Tensor]:
+    """The tensors that a call has made, or has written into: their backward is that of the call.
 
-    An input that is merely passed on is not among them; one that the call has written into is,
-    returned or not.
+    An input that is only passed on is not among them; an input that the call has written into is,
+    whether it is returned or not.
     """
     if isinstance(output, Tensor):
         made = [] if id(output) in before else [output]
@@ -147,34 +145,37 @@ def own(output: Any, before: Given) -> list[Tensor]:
     return made
 
 
-def before_backward_of(
-    output: Any, call: Callable[[tuple[Tensor, ...]], None], before: Given
+def register_pre_backward_hook(
+    output: Any, call: Callable[[tuple[Tensor, ...]], None], before: InputTensors
 ) -> None:
-    """Have ``call`` called before backward runs through any tensor that the call made itself.
+    """Have ``call`` called before backward runs through a tensor of ``output`` that is new.
 
     Args:
-        before: of :func:`given`.
+        before: the call's :func:`input_tensors`.
     """
     last = None
-    for tensor in own(output, before):
-        node = beneath(tensor, before) or tensor.grad_fn
-        # Views of one tensor, as ``chunk`` gives, have one node beneath them.
+    for tensor in new_tensors(output, before):
+        node = base_node(tensor, before) or tensor.grad_fn
+        # Several views of one tensor, as ``chunk`` returns, share the node of their base.
         if node is not None and node is not last:
-            # A hook of the node, not of the tensor: the same moment at half the cost.
+            # A hook on the node and not on the tensor: the same moment at half the cost.
             node.register_prehook(call)
         last = node
 
 
-def on_gradient(tensor: Tensor, call: Callable[[Tensor], None], before: Given) -> None:
+def register_gradient_hook(
+    tensor: Tensor, call: Callable[[Tensor], None], before: InputTensors
+) -> None:
     """Have ``call`` called when ``tensor``'s gradient arrives, also if it is written into later.
 
-    That may be twice; the second time with the gradient of what ``tensor`` is a view of.
+    It may be called twice, the second time with the gradient of the base of which ``tensor`` is a
+    view.
 
     Args:
-        before: of :func:`given`.
+        before: :func:`input_tensors` of the call that returned ``tensor``.
     """
     tensor.register_hook(call)
-    node = beneath(tensor, before)
+    node = base_node(tensor, before)
     if node is not None:
         node.register_prehook(partial(_first, call))
 
@@ -186,12 +187,12 @@ def _first(call: Callable[[Tensor], None], gradients: tuple[Tensor | None, ...])
             return
 
 
-def beneath(tensor: Tensor, before: Given) -> Any:
-    """The node of what ``tensor`` is a view of, if the call made that; ``None`` otherwise.
+def base_node(tensor: Tensor, before: InputTensors) -> Any:
+    """The node of the base of which ``tensor`` is a view, if the call made the base; else ``None``.
 
-    Writing into a view takes the view's own node out of the graph, with its hooks and with those
-    of the tensor: backward then comes to this one by another way. A linear layer with a bias
-    answers rows of sequences with such a view, and ``nn.ReLU(inplace=True)`` writes into it.
+    Writing into a view removes the view's own node from the graph, with the hooks on it and on the
+    tensor; backward then comes to the node of the base by another path. A linear layer with a bias
+    returns such a view for batches of sequences, and ``nn.ReLU(inplace=True)`` writes into it.
     """
     base = tensor._base
     if base is None or base.grad_fn is None:
@@ -201,16 +202,15 @@ def beneath(tensor: Tensor, before: Given) -> Any:
         if node is made or (
             known._base is not None and known.grad_fn is made and known._base.grad_fn is node
         ):
-            return None  # a view of what the call was given: its node is another's
+            return None  # a view of an input: the call did not make this node
     return node
 
 
-def apart(output: Any, weights: Iterable[Tensor]) -> Any:
+def clone_aliases(output: Any, weights: Iterable[Tensor]) -> Any:
     """``output`` with its tensors that lie in the memory of ``weights`` cloned, differentiably.
 
-    A slot is given up after a module's or a block's forward, and what lies in it changes behind
-    autograd's back. Found through tuples, lists, mappings and dataclasses; those that can be
-    changed are changed in place.
+    A slot is released after the forward, and its contents change without autograd's notice. Tensors
+    are found through tuples, lists, mappings and dataclasses; mutable ones are changed in place.
     """
     held = list(weights)
     starts = [weight.data_ptr() for weight in held]
@@ -229,7 +229,7 @@ def apart(output: Any, weights: Iterable[Tensor]) -> Any:
 
 
 def cloned(value: Any, wanted: Callable[[Tensor], bool]) -> Any:
-    """``value`` with the tensors that are ``wanted`` cloned; see :func:`apart`."""
+    """``value`` with the tensors that are ``wanted`` cloned; see :func:`clone_aliases`."""
     if isinstance(value, Tensor):
         return value.clone() if wanted(value) else value
     if isinstance(value, tuple):
@@ -242,18 +242,18 @@ def cloned(value: Any, wanted: Callable[[Tensor], bool]) -> Any:
         for key, item in list(value.items()):
             value[key] = cloned(item, wanted)
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:  # of a frozen one, too
+        for name in value.__dataclass_fields__:  # past __setattr__: it may be frozen
             object.__setattr__(value, name, cloned(getattr(value, name), wanted))
     return value
 
 
 def _end(tensor: Tensor) -> int:
-    """The byte behind the last one; an unsharded weight lies in one piece, transposed or not."""
+    """Address behind the last byte; an unsharded weight is contiguous, transposed or not."""
     return tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the first element; 0 for a tensor without memory of its own (a ``DTensor``, sparse)."""
+    """Address of the first element; 0 for a tensor without memory (a ``DTensor``, sparse)."""
     try:
         return tensor.data_ptr()
     except RuntimeError:

@@ -1,69 +1,69 @@
-"""Errors a user can act on. Each message names the thing, the rank and the remedy."""
+"""Errors that a user can act on. Each message names the object, the rank and the remedy."""
 
 from __future__ import annotations
 
 import errno
 
-LACKING = frozenset({
+MACHINE_ERRNOS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
     errno.EAGAIN,
 })  # fmt: skip
-"""What the machine lacks, as numbers of an ``OSError``: a :class:`MachineError`."""
+"""Values of ``OSError.errno`` for resources that the machine lacks (:class:`MachineError`)."""
 
 
 class InternspError(Exception):
     """Base of every error that internsp raises about its own rules.
 
     Attributes:
-        exit_status: what the command ends with: 1 for a run that failed, 2 for what the user gave,
-            3 for what the machine lacks.
+        exit_status: exit status of the command: 1 for a failed run, 2 for a mistake of the user, 3
+            for a resource that the machine lacks.
     """
 
     exit_status = 1
 
 
 class ConfigError(InternspError, ValueError):
-    """A configuration is wrong; the message lists every mistake, one a line."""
+    """A configuration is wrong; the message lists every mistake on a line of its own."""
 
     exit_status = 2
 
 
 class MeshError(InternspError, ValueError):
-    """Degrees that do not fit the number of ranks, or a mesh used by a foreign rank."""
+    """A mesh cannot be made: degrees do not fit the number of ranks, or ranks differ in them."""
 
     exit_status = 2
 
 
 class LayoutError(InternspError, ValueError):
-    """A sequence, head or weight layout that cannot be cut as asked."""
+    """A sequence, heads or a weight cannot be split as requested, or ranks differ in it."""
 
     exit_status = 2
 
 
 class StructureError(InternspError, ValueError):
-    """A model in which blocks or prefetch triggers could not be found (WP-7); lists candidates."""
+    """A model is not supported. If blocks or triggers were not found (WP-7): lists candidates."""
 
     exit_status = 2
 
 
 class PoolError(InternspError, RuntimeError):
-    """A slot was leased while in use, or a lease used after its end (WP-4)."""
+    """A byte range of a slot was acquired while in use, or used after its release (WP-4)."""
 
 
 class OrderError(InternspError, RuntimeError):
-    """Blocks ran, or collectives were launched, in another order than declared (WP-2)."""
+    """Blocks ran, or collectives were launched, in another order than the declared one (WP-2)."""
 
 
 class StaleWeightError(InternspError, RuntimeError):
-    """A saved view of a slot was about to be used with other contents (WP-14)."""
+    """A saved view of a slot would have been used after the slot's contents changed (WP-14)."""
 
 
 class GradientError(InternspError, RuntimeError):
-    """A gradient was read before it was finished, or asked for in an unsupported way (WP-9)."""
+    """A gradient was read before its reduction finished, or requested in a wrong way (WP-9)."""
 
 
 class NotFiniteError(InternspError, RuntimeError):
-    """Gradients stayed not finite for too many steps, or weights that are not were to be kept."""
+    """Gradients were not finite for too many steps, or weights to be saved are not finite."""
 
 
 class ReplicaError(InternspError, RuntimeError):
@@ -71,16 +71,16 @@ class ReplicaError(InternspError, RuntimeError):
 
 
 class CollectiveError(InternspError, RuntimeError):
-    """A collective failed, or an earlier failure left the groups unusable (WP-10)."""
+    """A collective failed, or an earlier failure made the process groups unusable (WP-10)."""
 
 
 class MachineError(InternspError, RuntimeError):
-    """The machine lacks what the run needs: a device, memory, room on a disk, a permission."""
+    """The machine lacks what the run needs: a device, memory, disk space, a permission."""
 
     exit_status = 3
 
 
 class MissingDependencyError(InternspError, ImportError):
-    """An optional package that was asked for by name is absent; gives the install line."""
+    """An optional package that was requested by name is missing; gives the install command."""
 
     exit_status = 3

@@ -1,4 +1,4 @@
-"""The factory table: from a configuration to a model. The only place that names the model zoo."""
+"""Make a model from a configuration. The only module that imports the model zoo."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ import torch
 from torch import Tensor, nn
 
 from internsp import accelerator, model_zoo
-from internsp.clients.causal_lm import HFCausalLM, one_document_a_row
+from internsp.clients.causal_lm import HFCausalLM, skip_packing_detection
 from internsp.config import Config, hf_folder
 from internsp.errors import ConfigError
 from internsp.load import load_weights, stored_shapes, stored_values
 from internsp.model_zoo import llama_form
 from internsp.model_zoo.common import CausalLM
-from internsp.model_zoo.llama_form import config_of as llama_config
-from internsp.model_zoo.llama_form import parts as llama_parts
+from internsp.model_zoo.llama_form import exported_tensors as llama_parts
+from internsp.model_zoo.llama_form import llama_config
 from internsp.parallel import initialize
 from internsp.plan.dtypes import DTYPES
 from internsp.wp.communicator import ISPCommunicator
 
 __all__ = [
-    "Model", "build_model", "build_of_length", "build_to_load", "build_to_train", "device_type",
-    "first_values", "generate", "llama_config", "llama_parts", "move_buffers",
-    "one_document_a_row", "to_parallelize",
+    "Model", "build_first_layers", "build_for_load", "build_for_training", "build_model",
+    "device_type", "fill_parameters", "generate", "llama_config", "llama_parts", "move_buffers",
+    "skip_packing_detection", "to_parallelize",
 ]  # fmt: skip
 
 Model = CausalLM | HFCausalLM
 
 
 def build_model(config: Config) -> nn.Module:
-    """What the configuration hands to ``parallelize``, on the meta device: shapes, no memory."""
+    """The module that a run passes to ``parallelize``, on the meta device."""
     if config.model.family == "hf":
         return to_parallelize(_hf(config, "meta"))
     return _zoo(config)
 
 
-def build_of_length(config: Config, layers: int) -> Model:
-    """The model of a run on the meta device, with its first blocks alone: what :mod:`internsp.plan`
-    has a look at."""
+def build_first_layers(config: Config, layers: int) -> Model:
+    """The model of a run with only its first ``layers`` blocks, on the meta device.
+
+    :mod:`internsp.plan` observes its forward and backward.
+    """
     if config.model.family != "hf":
         return _zoo(config.model_copy(update={
             "model": config.model.model_copy(update={"layers": layers, "attention": "sdpa"})
@@ -53,54 +55,55 @@ def build_of_length(config: Config, layers: int) -> Model:
     return model
 
 
-def build_to_train(config: Config) -> Model:
-    """The model of a run; ``parallelize`` takes its :func:`to_parallelize`.
+def build_for_training(config: Config) -> Model:
+    """The model of a run. Pass its :func:`to_parallelize` to ``parallelize``, then call
+    :func:`fill_parameters`.
 
-    :func:`first_values` completes it then.
-
-    One of the zoo has no values yet, nor has one of transformers whose folder can be streamed. Any
-    other of transformers has them, whole, in this process.
+    A model of the zoo, or one of transformers whose folder can be streamed, is on the meta device
+    and has no values yet. Any other model of transformers has unsharded values in this process.
 
     Returns:
-        A module called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``.
+        A module that is called as ``model(input_ids, layout=..., labels=..., loss_chunk=...)``.
     """
     if config.model.family == "hf":
         return _hf(config, "cpu", weights=True)
     model = _zoo(config)
-    if _has_weights(config):
+    if _has_stored_weights(config):
         _check_folder(config, model)
     return model
 
 
-def build_to_load(config: Config) -> Model:
-    """The same for ``load_state_dict(..., assign=True)`` of all parameters."""
+def build_for_load(config: Config) -> Model:
+    """The model of a run for a ``load_state_dict(..., assign=True)`` of all parameters."""
     return _hf(config, "cpu") if config.model.family == "hf" else _zoo(config)
 
 
 def to_parallelize(model: Model) -> nn.Module:
-    """Of transformers' the model itself, as it knows itself."""
+    """The module for ``parallelize``: for a wrapped model of transformers the model itself."""
     return model.model if isinstance(model, HFCausalLM) else model
 
 
-def first_values(
+def fill_parameters(
     config: Config,
     model: Model,
     modules: Sequence[nn.Module],
     communicators: Sequence[ISPCommunicator],
     device: torch.device,
 ) -> None:
-    """Give a parallel model what it needs for its first forward. Collective where a folder is read.
+    """Load or initialize a parallel model's parameters and buffers, for its first forward.
+
+    Collective if a folder is read.
 
     Args:
         modules: the model, or this rank's chunks of it.
-        communicators: one for each.
+        communicators: the communicator of each module.
 
     Raises:
-        StructureError: documents are packed, and the model cannot keep them apart.
+        StructureError: documents are packed, but the model's attention cannot separate them.
     """
     if isinstance(model, CausalLM):
-        if _has_weights(config):
-            _read_folder(config, modules)
+        if _has_stored_weights(config):
+            _load_folder(config, modules)
             return
         for communicator in communicators:
             initialize(communicator, model.initialize, config.train.seed)
@@ -109,11 +112,11 @@ def first_values(
         load_weights(model.model, model.unread)
     move_buffers(model, device)
     if config.data.pack:
-        model.require_documents_apart(device)
+        model.check_documents_separate(device)
 
 
-def _has_weights(config: Config) -> bool:
-    """Whether there is a folder from which a model of the zoo takes its values."""
+def _has_stored_weights(config: Config) -> bool:
+    """Whether ``model.path`` is a folder with weights for a model of the zoo."""
     path = config.model.path
     return path is not None and any(Path(path).glob("*.safetensors"))
 
@@ -123,10 +126,11 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _check_folder(config: Config, model: CausalLM) -> None:
-    """Whether the folder has all tensors of a model, and no others.
+    """Require that the folder has all tensors of a model, and no others.
 
     Raises:
-        ConfigError: it does not; the message has the tensor's name in the folder.
+        ConfigError: a tensor is missing, superfluous or has another shape; the message has its
+            name in the folder.
     """
     folder, shapes = Path(str(config.model.path)), _shapes(model)
     zeros = []
@@ -144,8 +148,8 @@ def _check_folder(config: Config, model: CausalLM) -> None:
             text = f"has the shape {stored[name]}, the model's has {list(shape)}"
             raise ConfigError(f"model.path: {name} in {folder} {text}")
     for name in stored:
-        if name not in wanted and not _implied(name):
-            text = "which a model of this family and these sizes has not"
+        if name not in wanted and not _is_derived(name):
+            text = "which a model of this family and these sizes does not have"
             raise ConfigError(f"model.path: {folder} has {name}, {text}")
     for name, value in stored_values(folder, zeros).items():
         if value.any():
@@ -153,18 +157,18 @@ def _check_folder(config: Config, model: CausalLM) -> None:
             raise ConfigError(f"model.path: {name} in {folder} {text}; set model.family = \"hf\"")
 
 
-def _implied(name: str) -> bool:
-    """Of old folders: the wavelengths of the rotary embedding, which config.json says."""
+def _is_derived(name: str) -> bool:
+    """Whether ``name`` follows from config.json: rotary frequencies, which old folders contain."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def _read_folder(config: Config, modules: Sequence[nn.Module]) -> None:
-    """Every rank its own rows; the folder was checked. Collective."""
+def _load_folder(config: Config, modules: Sequence[nn.Module]) -> None:
+    """Load this rank's rows from a folder that was checked. Collective."""
     shapes = _shapes(_zoo(config))
     if hf_folder.kind(str(config.model.path)) == "internlm2":
         joined, names = {}, {name: llama_form.internlm2_name(name) for name in shapes}
     else:
-        joined = llama_form.fused(config.model, shapes)
+        joined = llama_form.fused_projections(config.model, shapes)
         parts = llama_parts(config.model, shapes)
         names = {part.source: part.name for part in parts if part.source is not None}
         names |= {name: name for name in joined}
@@ -177,7 +181,7 @@ def _read_folder(config: Config, modules: Sequence[nn.Module]) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put buffers beside the parameters, which ``parallelize`` has moved."""
+    """Move buffers to ``device``, to which ``parallelize`` has moved the parameters."""
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
 
@@ -187,16 +191,16 @@ def _zoo(config: Config) -> CausalLM:
 
 
 def _hf(config: Config, device: str, weights: bool = False) -> HFCausalLM:
-    assert config.model.path is not None, "a combination that is checked"
+    assert config.model.path is not None, "model.path is checked with model.family"
     dtype = DTYPES[config.train.dtype]
     return HFCausalLM(config.model.path, dtype, config.train.seed, device, weights)
 
 
 def device_type(config: Config) -> str:
-    """What a run of this configuration would compute on, here."""
+    """The device type on which a run of this configuration would compute on this host."""
     chosen = config.parallel.device
     if chosen == "auto":
-        return accelerator.kind()
+        return accelerator.default_device_type()
     return chosen
 
 
@@ -207,23 +211,27 @@ def generate(
     *,
     seed: int,
     stop_id: int,
-    told: Callable[[int], None] | None = None,
+    on_token: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Continue ``prompt`` ``[n]`` by at most ``tokens`` tokens on one process: both.
+    """Continue ``prompt`` ``[n]`` by at most ``tokens`` tokens, on one process.
+
+    Returns the prompt and its continuation.
 
     Args:
-        told: called with each token as soon as it is there.
-        options: ``temperature``, ``top_k`` and ``top_p``.
+        on_token: called with each token as soon as it is generated.
+        options: sampling options ``temperature``, ``top_k`` and ``top_p``.
     """
     if isinstance(model, HFCausalLM):
-        return model.generate(prompt, tokens, seed=seed, stop_id=stop_id, told=told, **options)
+        return model.generate(
+            prompt, tokens, seed=seed, stop_id=stop_id, on_token=on_token, **options
+        )
     generator = torch.Generator().manual_seed(seed)
     ids = [prompt]
     for token in model_zoo.stream(
         model, prompt[None], tokens, generator=generator, stop_id=stop_id, **options
     ):
         ids.append(token[0])
-        if told is not None:
-            told(int(token))
+        if on_token is not None:
+            on_token(int(token))
     return torch.cat(ids)

@@ -1,8 +1,8 @@
-"""Models that were built on the meta device: what their buffers hold, and what was never filled.
+"""Models built on the meta device: compute their buffers, and refuse values that are missing.
 
-A parameter is filled after ``parallelize`` (:func:`internsp.initialize`,
-:func:`internsp.load_weights`); a buffer that no checkpoint has (rotary frequencies, masks) must be
-computed again, by the module that made it. Whatever is left without values is refused by name.
+Parameters get values after ``parallelize`` (:func:`internsp.initialize`,
+:func:`internsp.load_weights`). Buffers that are in no checkpoint (rotary frequencies, masks) are
+computed again by the module that made them. A forward refuses tensors without values by name.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from internsp.errors import StructureError
 from internsp.wp.parameter import Member, same_bits
 
 RESETS = ("reset_buffers", "reset_running_stats", "reset_parameters", "_reset_parameters", "reset")
-"""Methods by which modules compute what they hold, as torch and its users call them."""
+"""Methods with which modules compute their buffers; names that torch and its users have."""
 
 
 def materialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give buffers on the meta device memory, and the values that their own modules compute.
+    """Allocate buffers that are on the meta device, with the values that their modules compute.
 
-    A module is asked by its own method (:data:`RESETS`), else by ``_init_weights(module)`` of the
-    model around it, as ``transformers`` have it. What these write is believed only if it does not
-    depend on what stood there before; random values follow from the module's name alone, so that
-    they are the same on every rank and mesh. No parameter is touched. Persistent buffers that no
-    method fills stay on meta, to be loaded.
+    A module's own method (:data:`RESETS`) computes them, else ``_init_weights(module)`` of a model
+    around it, as in ``transformers``. Values are taken only if they do not depend on the previous
+    values. Random values are seeded by the module's name alone, so that they are the same on every
+    rank and mesh. Parameters are not changed. Persistent buffers that no method computes stay on
+    the meta device, to be loaded.
 
     Raises:
-        StructureError: buffers that are in no checkpoint, and that no method fills.
+        StructureError: no method computes a buffer that is in no checkpoint.
     """
-    made: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # old and new: what modules share they go on sharing
+    # Old and new buffer by id of the old one, so that modules still share what they shared.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
     unknown = []
     for path, module in model.named_modules():
         names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
-        found = _computed(model, path, module, names) if names else {}
+        found = _compute_buffers(model, path, module, names) if names else {}
         for name in names:
             old: Any = module._buffers[name]
             if name in found:
@@ -60,12 +59,16 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = made[id(buffer)][1]
 
 
-def _computed(
+def _compute_buffers(
     model: nn.Module, path: str, module: nn.Module, names: list[str]
 ) -> dict[str, Tensor]:
+    """The buffers of ``names`` to which one method gives the same values in two tries.
+
+    The tries fill the buffers with 0 and with 1 first.
+    """
     found: dict[str, Tensor] = {}
-    for compute in _methods(model, path, module):
-        tries = [_after(compute, path, module, names, fill) for fill in (0, 1)]
+    for compute in _reset_methods(model, path, module):
+        tries = [_values_after(compute, path, module, names, fill) for fill in (0, 1)]
         for name in names:
             one, other = (values.get(name) for values in tries)
             if name in found or one is None or other is None or one.dtype != other.dtype:
@@ -77,7 +80,8 @@ def _computed(
     return found
 
 
-def _methods(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
+def _reset_methods(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
+    """Functions that may compute the buffers of ``module``, its own methods first."""
     for name in RESETS:
         method = getattr(module, name, None)
         if callable(method):
@@ -90,26 +94,26 @@ def _methods(model: nn.Module, path: str, module: nn.Module) -> Iterator[Callabl
             yield lambda initialize=initialize: initialize(module)  # type: ignore[misc]
 
 
-def _after(
+def _values_after(
     compute: Callable[[], Any], path: str, module: nn.Module, names: Sequence[str], fill: int
 ) -> dict[str, Tensor]:
-    """What buffers hold after ``compute``, before which they hold ``fill``; nothing if it fails."""
-    with _apart(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+    """Buffers that were filled with ``fill``, after ``compute``; empty if it raises."""
+    with _meta_stand_ins(module), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(zlib.crc32(path.encode()))
         for name in names:
             like: Any = module._buffers[name]
             module._buffers[name] = torch.full(like.shape, fill, dtype=like.dtype, device="cpu")
         try:
             compute()
-        except Exception:  # noqa: BLE001 - another method may do; without one the buffer is named
+        except Exception:  # noqa: BLE001 - another method may work; else the caller names the buffer
             return {}
         values = {name: module._buffers.get(name) for name in names}
         return {n: v.detach().clone() for n, v in values.items() if v is not None and not v.is_meta}
 
 
 @contextmanager
-def _apart(module: nn.Module) -> Iterator[None]:
-    """``module`` and those in it hold stand-ins without values: nothing of theirs is written."""
+def _meta_stand_ins(module: nn.Module) -> Iterator[None]:
+    """Context in which ``module`` and its submodules hold meta tensors, so that none is written."""
     kept = [(m, m._parameters, m._buffers) for m in module.modules()]
     try:
         for each, parameters, buffers in kept:
@@ -131,11 +135,11 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-class Unfilled:
-    """Parameters and buffers of a model from the meta device that were given no values yet.
+class MissingValueCheck:
+    """Checks that parameters and buffers from the meta device have got values.
 
     Args:
-        members: that were on the meta device.
+        members: parameters that were on the meta device.
     """
 
     def __init__(self, model: nn.Module, members: Sequence[Member], rank: int) -> None:
@@ -143,11 +147,11 @@ class Unfilled:
         self._members = [(member, member.version()) for member in members]
         self._buffers = [name for name, b in model.named_buffers() if b.is_meta]
 
-    def look(self) -> None:
-        """At a forward.
+    def check(self) -> None:
+        """Require, at a forward, that all have got values.
 
         Raises:
-            StructureError: some still have none.
+            StructureError: some have none.
         """
         if not self._members and not self._buffers:
             return

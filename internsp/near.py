@@ -1,15 +1,15 @@
 """Slices of unsharded weights within a near group (``weight_parallel.reshard_after_forward``).
 
-The first all-gather of a step brings a block's weights from the whole weight group; as it arrives,
-each rank keeps one part of ``n`` of every unsharded weight, in the dtype that it was gathered in.
-Later gathers of the step, those of backward, recompute and further micro-batches within
-``unchanged()``, come from the near group of ``n`` neighbors, over the fast links (ZeRO++'s hpZ,
-arXiv 2306.10209; FSDP2's ``reshard_after_forward = n``; LayerZeRO's low-precision slice)::
+The first all-gather of a block in a step runs over the whole weight group; when it has completed,
+each rank keeps one of ``n`` slices of every unsharded weight, in the dtype of the all-gather. Later
+all-gathers of the step (of backward, recompute, and further micro-batches within ``unchanged()``)
+run within the near group of ``n`` neighbors, over the fast links (ZeRO++'s hpZ, arXiv 2306.10209;
+FSDP2's ``reshard_after_forward = n``; LayerZeRO's low-precision slice)::
 
     weight group      0   1   2   3        shards  [a] [b] [c] [d]
     near groups of 2  0   1 | 2   3        slices  [ab] [cd] | [ab] [cd]
 
-When a gather comes from slices is decided in the queue, by what every rank has gathered alike.
+The gather queue decides which all-gathers use slices, by what every rank has gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from internsp.mesh import WeightAxis
 from internsp.wp.collectives import Collectives
-from internsp.wp.parameter import ShardedParameter, Tag
+from internsp.wp.parameter import ShardedParameter, VersionAndDtype
 from internsp.wp.slots import MemoryPool
 
 
@@ -29,8 +29,9 @@ class NearSlices:
     """This rank's slices of the weights of one chunk.
 
     Args:
-        weights: those with ``slices``.
-        gathers: within the near group, by axis and number of its ranks.
+        weights: the weights with ``slices``.
+        gathers: collectives within the near group, by weight axis and number of ranks.
+        pool: the slots from which slices are copied.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class NearSlices:
     ) -> None:
         self._pool = pool
         self._gathers = gathers
-        self._memory = {  # of the largest dtype it is gathered in; autocast makes it narrower
+        self._memory = {  # for the widest dtype of an all-gather; autocast's is narrower
             weight: torch.empty(
                 weight.layout.padded_numel // weight.slices * weight.compute_dtype.itemsize,
                 dtype=torch.uint8,
@@ -49,50 +50,50 @@ class NearSlices:
             )
             for weight in weights
         }
-        self._shown: dict[ShardedParameter, Tag] = {}
-        self._coming: set[ShardedParameter] = set()  # from the whole group, not arrived
+        self._slice_versions: dict[ShardedParameter, VersionAndDtype] = {}
+        self._in_flight: set[ShardedParameter] = set()  # all-gathers over the whole group
 
     @property
     def nbytes(self) -> int:
-        """Of all slices."""
+        """Bytes of all slices."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    def expect(self, weights: Sequence[ShardedParameter]) -> None:
-        """A gather of the whole group is launched."""
-        self._coming.update(weight for weight in weights if weight.slices)
+    def add_in_flight(self, weights: Sequence[ShardedParameter]) -> None:
+        """Record that an all-gather over the whole group is launched for ``weights``."""
+        self._in_flight.update(weight for weight in weights if weight.slices)
 
-    def comes(self, weight: ShardedParameter) -> bool:
-        """Whether its gather that is in flight, or has arrived now, is the whole group's."""
-        return not weight.slices or weight in self._coming
+    def from_whole_group(self, weight: ShardedParameter) -> bool:
+        """Whether the weight's all-gather, in flight or just completed, is over the whole group."""
+        return not weight.slices or weight in self._in_flight
 
-    def keep(self, weights: Sequence[ShardedParameter]) -> None:
-        """A gather has arrived in the slot: keep this rank's slices of it."""
+    def save_slices(self, weights: Sequence[ShardedParameter]) -> None:
+        """Copy this rank's slices out of the slot after an all-gather over the whole group."""
         for weight in weights:
-            if weight not in self._coming:
+            if weight not in self._in_flight:
                 continue
-            self._coming.discard(weight)
-            assert weight.shown is not None, "its gather has arrived"
+            self._in_flight.discard(weight)
+            assert weight.used_version is not None, "its all-gather has completed"
             slot = self._pool.slots[weight.unit.slot]
             if slot.streams.active:
                 slot.streams.read(weight)
-            part = weight.rank % weight.slices
-            whole = slot.flat(weight.unit, weight).view(weight.slices, -1)
-            self._of(weight).copy_(whole[part])
-            self._shown[weight] = weight.shown
+            index = weight.rank % weight.slices
+            slices = slot.flat(weight.unit, weight).view(weight.slices, -1)
+            self._slice_view(weight).copy_(slices[index])
+            self._slice_versions[weight] = weight.used_version
 
     def collectives(self, weight: ShardedParameter) -> Collectives:
-        """Of its near group."""
+        """The collectives of the weight's near group."""
         return self._gathers[weight.axis, weight.slices]
 
-    def slice(self, weight: ShardedParameter) -> Tensor:
-        """What this rank sends of it to its near group."""
-        weight.shown = self._shown[weight]  # of what the slice was made of
-        return self._of(weight)
+    def slice_of(self, weight: ShardedParameter) -> Tensor:
+        """This rank's slice, its input of the near group's all-gather; sets ``used_version``."""
+        weight.used_version = self._slice_versions[weight]  # the version of the slice
+        return self._slice_view(weight)
 
-    def discard(self) -> None:
-        """After a failure: nothing is on its way."""
-        self._coming.clear()
+    def reset(self) -> None:
+        """Forget all-gathers in flight, after a failure."""
+        self._in_flight.clear()
 
-    def _of(self, weight: ShardedParameter) -> Tensor:
+    def _slice_view(self, weight: ShardedParameter) -> Tensor:
         count = weight.layout.padded_numel // weight.slices * weight.compute_dtype.itemsize
         return self._memory[weight][:count].view(weight.compute_dtype)

@@ -1,9 +1,9 @@
-"""A user's own all-gather of some weights: one function before it, one after.
+"""A user's functions around the all-gather of some weights: one before it, one after it.
 
-A rule of the plan names both (``pre_all_gather``, ``post_all_gather``), as FSDP2 has them on a
-tensor subclass::
+A rule of the plan names both (``pre_all_gather``, ``post_all_gather``); FSDP2 has them as methods
+of a tensor subclass::
 
-    def pre(shard):             # [rows, ...], padded, in its own dtype, cut dimension first
+    def pre(shard):             # [rows, ...], padded, in its own dtype, sharded dimension first
         scale = shard.abs().amax() / 448
         return (shard / scale).to(torch.float8_e4m3fn), scale.float()
 
@@ -11,10 +11,10 @@ tensor subclass::
         codes, scales = parts
         out.copy_(codes.to(out.dtype) * scales.view(-1, 1, 1))
 
-What the first returns, a tensor or a tuple of them, travels as bytes in one message; the second
-fills the unsharded weight in its slot. Every rank reads the same bytes, its own shard's too.
-Shards, gradients and checkpoints are untouched by it: the gradient is that of the weight that was
-computed with (straight through).
+The tensor or tuple of tensors that ``pre`` returns is sent as bytes in one all-gather; ``post``
+fills the unsharded weight in its slot. Every rank reads the same bytes, also those of its own
+shard. Shards, gradients and checkpoints are not changed: the gradient of the weight that ``post``
+has filled is used as the shard's gradient (straight-through).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.config.functions import place_of, resolve
+from internsp.config.functions import import_path, resolve
 from internsp.errors import StructureError
 from internsp.wp.layout import ShardLayout
 
-_ALIGNED = 16  # bytes: a part may be viewed in any dtype
+_ALIGNMENT = 16  # bytes, so that a part can be viewed in any dtype
 
 
 @dataclass(frozen=True)
-class OwnGather:
-    """The functions of one rule.
+class CustomAllGather:
+    """The two functions of one rule.
 
     Attributes:
-        pre: of a padded shard what is sent of it; of one on meta its shapes and dtypes.
+        pre: returns what is sent of a padded shard; for a shard on the meta device, tensors with
+            the same shapes and dtypes.
         post: fills the unsharded weight.
     """
 
@@ -46,87 +47,90 @@ class OwnGather:
     post: Callable[[Any, Tensor], object]
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> OwnGather | None:
-        """What rules say of a weight.
+    def of(cls, settings: Mapping[str, Any]) -> CustomAllGather | None:
+        """The functions that a weight's ``settings`` from the rules name; ``None`` if none.
 
         Raises:
-            ConfigError: no such function.
+            ConfigError: a function cannot be imported.
         """
-        if "pre_all_gather" not in said:
+        if "pre_all_gather" not in settings:
             return None
-        place = "weight_parallel.plan: {}".format
-        pre, post = (resolve(said[k], place(k)) for k in ("pre_all_gather", "post_all_gather"))
+        keys = ("pre_all_gather", "post_all_gather")
+        pre, post = (resolve(settings[key], f"weight_parallel.plan: {key}") for key in keys)
         return cls(pre, post)
 
 
 @dataclass(frozen=True)
 class PackedShard:
-    """Pure: what one shard travels as, as a plan counts it.
+    """The layout in bytes of what is sent for one shard. Pure; a plan uses it, too.
 
     Attributes:
         name: of the weight, for errors.
-        parts: shape, dtype, first byte and bytes of each tensor.
-        nbytes: that travel.
-        alone: one tensor that is no tuple.
+        parts: shape, dtype, first byte and number of bytes of each tensor.
+        nbytes: bytes that are sent for the shard.
+        single_tensor: ``pre`` returned a tensor, not a tuple.
     """
 
     name: str
     parts: tuple[tuple[torch.Size, torch.dtype, int, int], ...]
     nbytes: int
-    alone: bool
+    single_tensor: bool
     scratch = ()
     work_dtype = torch.uint8
 
     @classmethod
     def of(
-        cls, name: str, own: OwnGather, layout: ShardLayout, dtype: torch.dtype
+        cls, name: str, custom: CustomAllGather, layout: ShardLayout, dtype: torch.dtype
     ) -> PackedShard:
-        """What ``own`` makes of a shard on the meta device: bytes are known before anything runs.
+        """The layout, from a call of ``custom.pre`` with a shard on the meta device.
+
+        So the number of bytes is known before anything runs.
 
         Raises:
-            StructureError: it gives no tensors, or cannot be asked so.
+            StructureError: ``custom.pre`` raises on the meta device, or returns no tensors.
         """
         shard = torch.empty(layout.shard_shape, dtype=dtype, device="meta")
         try:
-            given = own.pre(shard)
+            returned = custom.pre(shard)
         except Exception as error:
             raise StructureError(
-                f"{place_of(own.pre)}, the pre_all_gather of {name}, raised {type(error).__name__} "
-                f"({error}) for a shard {list(shard.shape)} on the meta device, by which its "
-                "bytes are counted: give tensors of the right shapes and dtypes there, too"
+                f"{import_path(custom.pre)}, the pre_all_gather of {name}, raised "
+                f"{type(error).__name__} ({error}) for a shard {list(shard.shape)} on the meta "
+                "device, by which its bytes are counted: return tensors of the right shapes and "
+                "dtypes there, too"
             ) from error
         parts, at = [], 0
-        for tensor in _tensors(name, own, given):
+        for tensor in _tensors(name, custom, returned):
             size = tensor.numel() * tensor.element_size()
             parts.append((tensor.shape, tensor.dtype, at, size))
-            at += -(-size // _ALIGNED) * _ALIGNED
-        return cls(name, tuple(parts), at, isinstance(given, Tensor))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cls(name, tuple(parts), at, isinstance(returned, Tensor))
 
     @torch.no_grad()
-    def pack(self, own: OwnGather, shard: Tensor, out: Tensor) -> None:
-        """Write what is sent of ``shard`` into ``out`` (uint8, flat).
+    def pack(self, custom: CustomAllGather, shard: Tensor, out: Tensor) -> None:
+        """Write what ``custom.pre`` returns for ``shard`` into ``out`` (uint8, flat).
 
         Raises:
-            StructureError: it is not what it was for the plan.
+            StructureError: shapes or dtypes are not those of the shard on the meta device.
         """
-        given = _tensors(self.name, own, own.pre(shard))
-        found = [(tensor.shape, tensor.dtype) for tensor in given]
+        returned = _tensors(self.name, custom, custom.pre(shard))
+        found = [(tensor.shape, tensor.dtype) for tensor in returned]
         wanted = [(shape, dtype) for shape, dtype, _, _ in self.parts]
         if found != wanted:
             raise StructureError(
-                f"{place_of(own.pre)}, the pre_all_gather of {self.name}, gave "
-                f"{_words(found)} and has given {_words(wanted)} of a shard on the meta device: "
-                "shapes and dtypes must not depend on values"
+                f"{import_path(custom.pre)}, the pre_all_gather of {self.name}, gave "
+                f"{_describe(found)} and has given {_describe(wanted)} of a shard on the meta "
+                "device: shapes and dtypes must not depend on values"
             )
-        for tensor, (_, dtype, start, size) in zip(given, self.parts, strict=True):
+        for tensor, (_, dtype, start, size) in zip(returned, self.parts, strict=True):
             out[start : start + size].view(dtype).copy_(tensor.reshape(-1))
 
     @torch.no_grad()
-    def unpack(self, own: OwnGather, received: Tensor, out: Tensor) -> None:
-        """Have ``out`` ``[ranks, rows, ...]`` filled from ``received`` ``[ranks, nbytes]``.
+    def unpack(self, custom: CustomAllGather, received: Tensor, out: Tensor) -> None:
+        """Fill ``out`` ``[ranks, rows, ...]`` from ``received`` ``[ranks, nbytes]``.
 
         Raises:
-            StructureError: the function returned something: it may have filled nothing.
+            StructureError: ``custom.post`` returned something, and so may not have filled ``out``.
         """
         parts = tuple(
             received[:, start : start + size].view(dtype).unflatten(1, shape)
@@ -134,22 +138,22 @@ class PackedShard:
             else received[:, start : start + size].view(dtype).squeeze(1)
             for shape, dtype, start, size in self.parts
         )
-        if own.post(parts[0] if self.alone else parts, out) is not None:
+        if custom.post(parts[0] if self.single_tensor else parts, out) is not None:
             raise StructureError(
-                f"{place_of(own.post)}, the post_all_gather of {self.name}, returned something: "
-                "write the unsharded weight into its second argument, and return nothing"
+                f"{import_path(custom.post)}, the post_all_gather of {self.name}, returned "
+                "something: write the unsharded weight into its second argument, and return nothing"
             )
 
 
-def _tensors(name: str, own: OwnGather, given: Any) -> tuple[Tensor, ...]:
-    parts = (given,) if isinstance(given, Tensor) else given
+def _tensors(name: str, custom: CustomAllGather, returned: Any) -> tuple[Tensor, ...]:
+    parts = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(parts, tuple) or not parts or not all(isinstance(p, Tensor) for p in parts):
         raise StructureError(
-            f"{place_of(own.pre)}, the pre_all_gather of {name}, gave a {type(given).__name__}: "
-            "give a tensor, or a tuple of tensors"
+            f"{import_path(custom.pre)}, the pre_all_gather of {name}, gave a "
+            f"{type(returned).__name__}: give a tensor, or a tuple of tensors"
         )
     return parts
 
 
-def _words(kinds: list[tuple[torch.Size, torch.dtype]]) -> str:
+def _describe(kinds: list[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in kinds)

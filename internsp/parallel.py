@@ -1,4 +1,4 @@
-"""``parallelize``: where weight parallel, sequence parallel and layers meet one model."""
+"""``parallelize``: attaches weight and sequence parallelism to one model."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from internsp.agreement.additions import Additions
+from internsp.agreement.additions import AddedParameterCheck
 from internsp.agreement.batch import SameBatch
-from internsp.agreement.compare import agree, equal_counts
-from internsp.agreement.meeting import FrozenSet, Meeting, guard_reads
+from internsp.agreement.compare import require_same_model, token_count_check
 from internsp.agreement.order import OrderLearner
+from internsp.agreement.store_group import FrozenParameterCheck, StoreGroup, register_read_checks
 from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.dtensor.tensor_parallel import require_on_tensor_ranks
 from internsp.errors import ConfigError, StructureError
-from internsp.failure.ledger import Counters, Ledger
+from internsp.failure.comm_context import CommContext, Counters
 from internsp.host import HostLink
 from internsp.layers.casts import find_casts, register_casts
 from internsp.layers.offload import ActivationOffload
 from internsp.layers.parameters import Scope, attach, put
 from internsp.layers.supported import copies_of, require_supported
 from internsp.layers.tiles import tile_all
-from internsp.layers.watch import stay
+from internsp.layers.watch import keep_parameters_in_place
 from internsp.mesh import ParallelMesh
-from internsp.meta import Unfilled, materialize_buffers
+from internsp.meta import MissingValueCheck, materialize_buffers
 from internsp.near import NearSlices
 from internsp.optim.plain_loop import PlainLoop
 from internsp.plan.assign import (
-    Assignment,
-    Owner,
+    ParameterOwner,
+    ParameterSharding,
     WeightOptions,
-    around_of,
-    assign,
     block_of,
+    enclosing_block_of,
+    plan_sharding,
     require_patterns_matched,
 )
-from internsp.plan.blocks import Structure, read
-from internsp.plan.chunk import ChunkPlan
+from internsp.plan.blocks import Structure, read_structure
+from internsp.plan.chunk import ChunkLayout
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.tiles import find_tiled
-from internsp.plan.units import chunk_plan
+from internsp.plan.units import chunk_layout
 from internsp.quantize import Quantizer
 from internsp.sequence_parts import (
     attach_sequences,
-    require_cut_attention,
-    take_head_output,
+    require_sequence_attention,
+    set_head_output,
 )
 from internsp.sp import checkpoint_context_fn
 from internsp.trace import Trace
@@ -72,8 +72,8 @@ from internsp.wp.replicated import ReplicatedParameters
 from internsp.wp.schedule import Group
 from internsp.wp.slots import MemoryPool, Unit
 
-MakeCollectives = Callable[..., Collectives]
-Initialize = Callable[[str, Tensor, torch.Generator], None]
+CollectivesFactory = Callable[..., Collectives]
+InitFunction = Callable[[str, Tensor, torch.Generator], None]
 
 
 def parallelize(
@@ -84,37 +84,35 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig | None = None,
     trace: Trace | None = None,
     communicator: WPCommunicator | None = None,
-    collectives: MakeCollectives = Collectives,
+    collectives: CollectivesFactory = Collectives,
     split: bool = False,
 ) -> ISPCommunicator:
-    """Cut ``model``'s weights over the weight group and attach communication to it, in place.
+    """Shard ``model``'s weights over the weight group and attach communication to it, in place.
 
-    Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's
-    (``weight_parallel.experts``) on ``mesh.experts.param_mesh``. Where ``mesh.expert`` is above 1,
-    the model holds this rank's own experts, and a ``DTensor`` is those of all expert ranks, one
-    after another on dimension 0, as one process would hold them. Layers may be tensor parallel:
-    call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` before. The model may be on the
-    meta device; then call :func:`initialize` before its first forward. Collective: all ranks call
-    it.
+    Every parameter becomes a ``DTensor`` on ``mesh.param_mesh``, an expert's parameter
+    (``weight_parallel.experts``) on ``mesh.experts.param_mesh``. With ``mesh.expert`` above 1 the
+    model must hold this rank's own experts; a ``DTensor`` then contains the experts of all expert
+    ranks, one after another on dimension 0, as one process would hold them. Layers may be tensor
+    parallel: call torch's ``parallelize_module`` with ``mesh.tensor_mesh`` first. The model may be
+    on the meta device; then call :func:`initialize` before its first forward. Collective: all ranks
+    call it.
 
     Args:
         model: blocks, embedding and head are found by name patterns (WP-7).
         activation_checkpoint: blocks that recompute their activations.
-        trace: where events of communication go.
-        communicator: gathers weights and reduces their gradients in place of the library's
-            (``docs/own_communicator.md``).
-        collectives: makes what carries the messages of one group, with the arguments of
+        trace: records communication events.
+        communicator: gathers weights and reduces their gradients instead of the library's
+            communicator (``docs/own_communicator.md``).
+        collectives: makes the collectives of one group, with the arguments of
             :class:`internsp.wp.collectives.Collectives` (a benchmark passes an emulated link).
-        split: a pipeline's schedule computes its input and its weight gradients apart.
+        split: a pipeline's schedule splits this chunk's backward into input and weight backward.
 
     Returns:
-        The communicator of the blocks, with ``head``, ``embedding``, ``replicated``
-        and ``state``.
+        The communicator of the blocks, with ``head``, ``embedding``, ``replicated`` and ``state``.
 
     Raises:
-        StructureError: when no block or prefetch trigger is found, or a weight is shared between
-            blocks.
-        TypeError: ``communicator`` is none.
+        StructureError: no block or prefetch trigger is found, or a weight is shared between blocks.
+        TypeError: an argument has a wrong type, for example ``communicator``.
     """
     config = config or WeightParallelConfig()
     given = (model, nn.Module), (mesh, ParallelMesh), (config, WeightParallelConfig)
@@ -130,9 +128,9 @@ def parallelize(
             f"communicator is a {type(communicator).__name__}: give a WPCommunicator, made "
             "(docs/own_communicator.md)"
         )
-    structure, recomputed = agree(
+    structure, recomputed = require_same_model(
         model, mesh, config, activation_checkpoint, split,
-        lambda: _examined(model, mesh, config, activation_checkpoint),
+        lambda: _examine(model, mesh, config, activation_checkpoint),
     )  # fmt: skip
     trace = trace or Trace()
     builder = _Builder(model, mesh, config, structure, recomputed, collectives, split, communicator)
@@ -141,17 +139,17 @@ def parallelize(
     return made
 
 
-def _examined(
+def _examine(
     model: nn.Module,
     mesh: ParallelMesh,
     config: WeightParallelConfig,
     checkpoint: ActivationCheckpointConfig | None,
 ) -> tuple[Structure, set[int]]:
-    """The model's parts, and which blocks recompute; refuses what is not supported."""
+    """Read the model's structure and which blocks recompute; refuse what is not supported."""
     materialize_buffers(model, mesh.device)
     require_supported(model)
     require_on_tensor_ranks(model, mesh)
-    structure = read(
+    structure = read_structure(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
     if config.compile and any(block.trigger_module is not None for block in structure.blocks):
@@ -166,7 +164,7 @@ def _examined(
             f"the plan makes units within {structure.enclosing[0].name}: leave one out"
         )
     require_patterns_matched((name for name, _ in model.named_parameters()), config)
-    find_casts(model, structure, config)  # refuses what it must before anything is changed
+    find_casts(model, structure, config)  # raises its errors before anything is changed
     if checkpoint is not None and checkpoint.offload is not None and checkpoint.mode == "none":
         raise ConfigError(
             "activation_checkpoint.offload takes what recomputing blocks keep, and none recomputes "
@@ -178,16 +176,16 @@ def _examined(
             "weight_parallel.compile compiles whole blocks, in which no part can be computed in "
             "tiles: set activation_checkpoint.tiles = 1, or compile = false"
         )
-    require_cut_attention(model, mesh, config)
-    take_head_output(model, mesh, config)
+    require_sequence_attention(model, mesh, config)
+    set_head_output(model, mesh, config)
     return structure, recomputed_blocks(checkpoint, structure.layers)
 
 
 def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) -> set[int]:
-    """Indices of the blocks that recompute, of a model of so many.
+    """Indices of the blocks that recompute, in a model with ``blocks`` blocks.
 
     Raises:
-        StructureError: one of them is not there.
+        StructureError: the configuration names a block that does not exist.
     """
     chosen = set(config.selected(blocks)) if config is not None else set()
     wrong = sorted(i for i in chosen if not 0 <= i < blocks)
@@ -200,7 +198,7 @@ def recomputed_blocks(config: ActivationCheckpointConfig | None, blocks: int) ->
 
 
 class _Builder:
-    """Assigns every parameter to a unit or to the small ones, and makes the communicators."""
+    """Makes the sharded and replicated parameters, the units, hooks and communicators."""
 
     def __init__(
         self,
@@ -209,15 +207,15 @@ class _Builder:
         config: WeightParallelConfig,
         structure: Structure,
         recomputed: set[int],
-        collectives: MakeCollectives = Collectives,
+        collectives: CollectivesFactory = Collectives,
         split: bool = False,
         own: WPCommunicator | None = None,
     ) -> None:
-        self.make_collectives, self.split, self.own = collectives, split, own
+        self.make_collectives, self.split, self.user_communicator = collectives, split, own
         self.model, self.mesh, self.config = model, mesh, config
         self.structure = structure
         self.recomputed = recomputed
-        self.dtype = None  # to which the model's inputs are cast
+        self.dtype = None  # dtype to which the model's inputs are cast
         if config.compute_dtype is not None and config.cast_inputs:
             self.dtype = DTYPES[config.compute_dtype]
         self.sharded: list[ShardedParameter] = []
@@ -225,24 +223,25 @@ class _Builder:
         self.replicated = ReplicatedParameters(mesh, self.sharded)
         self.units: dict[str, Unit] = {}
         self.options: dict[str, WeightOptions] = {}
-        self.link: HostLink | None = None
+        self.host_link: HostLink | None = None
         self.unfilled: list[Member] = []
-        self.again = [structure.recomputes(i, recomputed) for i in range(len(structure.blocks))]
-        around = [around.layer in recomputed for around in structure.enclosing]
+        indices = range(len(structure.blocks))
+        self.recomputes = [structure.recomputes(i, recomputed) for i in indices]
+        outer = [around.layer in recomputed for around in structure.enclosing]
         self.scopes = {
-            i: Scope(recomputed=self.again[i] or (block.around >= 0 and around[block.around]))
+            i: Scope(recomputed=self.recomputes[i] or (block.around >= 0 and outer[block.around]))
             for i, block in enumerate(structure.blocks)
         }
-        self.enclosed = [Scope(recomputed=again) for again in around]
+        self.enclosing_scopes = [Scope(recomputed=recomputes) for recomputes in outer]
         self.scopes[-1] = Scope(block=False)
 
     def build(
         self, trace: Trace, checkpoint: ActivationCheckpointConfig | None
     ) -> ISPCommunicator:
         shape = self.mesh.shape
-        assignments = assign(self.model, self.structure, self.config, shape.expert)
-        plan = chunk_plan(
-            assignments,
+        shardings = plan_sharding(self.model, self.structure, self.config, shape.expert)
+        plan = chunk_layout(
+            shardings,
             self.structure,
             self.config,
             shape,
@@ -250,33 +249,34 @@ class _Builder:
             self.split,
             self.mesh.device.type,
         )
-        places: list[tuple[Owner, Member]] = []
-        offloaded = [a.name for a in assignments if a.unit is not None and a.options.offload]
+        members: list[tuple[ParameterOwner, Member]] = []
+        offloaded = [a.name for a in shardings if a.unit is not None and a.options.offload]
         if offloaded:
-            if self.own is not None:
+            if self.user_communicator is not None:
                 raise ConfigError(
                     f"weight_parallel.offload of {offloaded[0]}: a communicator of your own reads "
                     "shards on the device; offload nothing, or take the library's communicator"
                 )
-            self.link = HostLink(self.mesh.device)
+            self.host_link = HostLink(self.mesh.device)
         quantized = [
-            a.name for a in assignments
-            if a.unit is not None and (a.options.own is not None or a.options.quantize != "none")
+            a.name for a in shardings
+            if a.unit is not None
+            and (a.options.custom_gather is not None or a.options.quantize != "none")
         ]  # fmt: skip
-        if quantized and self.own is not None:
+        if quantized and self.user_communicator is not None:
             raise ConfigError(
                 f"weight_parallel.quantize (or a rule's functions) of {quantized[0]}: a "
                 "communicator of your own decides what travels; quantize nothing, or take the "
                 "library's communicator"
             )
         self._make_units(plan)
-        for assignment in assignments:
-            made = self._place(assignment)
-            places += made
-            if assignment.parameter.is_meta:
+        for sharding in shardings:
+            made = self._make_member(sharding)
+            members += made
+            if sharding.parameter.is_meta:
                 self.unfilled.append(made[0][1])
         blocks = [self.units[block.name] for block in self.structure.blocks]
-        state = self._state(blocks, plan, trace)
+        state = self._make_state(blocks, plan, trace)
         communicator = ISPCommunicator(
             state,
             self.mesh,
@@ -285,22 +285,24 @@ class _Builder:
             mean=self.config.reduction == "mean",
         )
         communicator.plan = plan
-        communicator.enclosing = EnclosingBlocks(communicator.queue, self._enclosing(plan))
+        communicator.enclosing = EnclosingBlocks(communicator.queue, self._make_enclosing(plan))
         communicator.plain = PlainLoop(communicator)
         learns = self.config.unexpected_order == "learn"
-        if learns and self.own is None:
+        if learns and self.user_communicator is None:
             communicator.learning = OrderLearner(communicator)
-        self._give_communicators(communicator, plan)
+        self._assign_communicators(communicator, plan)
         named: list[Any] = [*self.structure.blocks, None, *self.structure.enclosing]
-        for scope, block in zip([*self.scopes.values(), *self.enclosed], named, strict=True):
+        for scope, block in zip(
+            [*self.scopes.values(), *self.enclosing_scopes], named, strict=True
+        ):
             scope.module = self.model if block is None else block.module
             scope.name = "" if block is None else block.name
             scope.communicator = communicator
         copies = {m: list(copies_of(m)) for m in self.model.modules()}
-        for owner, member in places:
-            scope = self._scope(owner)
+        for owner, member in members:
+            scope = self._scope_of(owner)
             attach(owner.module, owner.module_name, owner.name, member, scope)
-            communicator.places[owner.module, owner.name] = member
+            communicator.parameters_of[owner.module, owner.name] = member
             before: Any = self.originals[owner.module, owner.name]
             if before is not member.parameter:
                 before.replaced = member.name  # see layers.watch.stepping
@@ -312,7 +314,7 @@ class _Builder:
             BlockHooks(
                 communicator.enclosing.blocks[number],
                 [around.module],
-                self.enclosed[number],
+                self.enclosing_scopes[number],
                 checkpoint if around.layer in self.recomputed else None,
             )
             for number, around in enumerate(self.structure.enclosing)
@@ -322,31 +324,31 @@ class _Builder:
                 blocks[i],
                 [module for _, module in block.modules],
                 self.scopes[i],
-                checkpoint if self.again[i] else None,
+                checkpoint if self.recomputes[i] else None,
                 block.trigger_module,
             )
             for i, block in enumerate(self.structure.blocks)
         ]
         casts = find_casts(self.model, self.structure, self.config)
         selective = checkpoint is not None and checkpoint.mode == "selective"
-        state.activations = self._activations(checkpoint)
+        state.activations = self._activation_offload(checkpoint)
         register_hooks(
             self.model,
             self.scopes[-1],
             hooked,
             communicator,
-            self._entered(communicator),
+            self._forward_checks(communicator),
             self.dtype,
             self.config.compile,
             checkpoint_context_fn if selective else None,
             state.activations,
         )
         register_casts(casts)
-        stay(self.model, communicator.places)
-        self._tile(checkpoint)
+        keep_parameters_in_place(self.model, communicator.parameters_of)
+        self._tile_blocks(checkpoint)
         return communicator
 
-    def _activations(
+    def _activation_offload(
         self, checkpoint: ActivationCheckpointConfig | None
     ) -> ActivationOffload | None:
         if checkpoint is None or checkpoint.offload in (None, 0):
@@ -354,45 +356,46 @@ class _Builder:
         link = HostLink(self.mesh.device)
         return ActivationOffload(link, checkpoint.offload, len(self.recomputed))
 
-    def _tile(self, checkpoint: ActivationCheckpointConfig | None) -> None:
+    def _tile_blocks(self, checkpoint: ActivationCheckpointConfig | None) -> None:
         if checkpoint is not None and isinstance(checkpoint.tiles, int):
             triggers = [b.trigger_module for b in self.structure.blocks if b.trigger_module]
             tile_all(find_tiled(self.structure, checkpoint), checkpoint.tiles, triggers)
 
-    def _place(self, a: Assignment) -> list[tuple[Owner, Member]]:
-        for o in a.owners:
-            self.originals[o.module, o.name] = a.parameter
-        if a.unit is None:
-            member = ReplicatedParameter(a.name, a.parameter, self.mesh, a.dtypes.compute)
-            member.parameter.grad_dtype = a.dtypes.grad
+    def _make_member(self, sharding: ParameterSharding) -> list[tuple[ParameterOwner, Member]]:
+        name, parameter, dtypes = sharding.name, sharding.parameter, sharding.dtypes
+        for owner in sharding.owners:
+            self.originals[owner.module, owner.name] = parameter
+        if sharding.unit is None:
+            member = ReplicatedParameter(name, parameter, self.mesh, dtypes.compute)
+            member.parameter.grad_dtype = dtypes.grad
             self.replicated.append(member)
-            for o in a.owners:
-                o.module._parameters[o.name] = member.parameter
-            return [(o, member) for o in a.owners]
-        axis = self.mesh.experts if a.expert else self.mesh.dense
-        layout = ShardLayout.create(a.shape, a.dim, axis.size)
+            for owner in sharding.owners:
+                owner.module._parameters[owner.name] = member.parameter
+            return [(owner, member) for owner in sharding.owners]
+        axis = self.mesh.experts if sharding.expert else self.mesh.dense
+        layout = ShardLayout.create(sharding.shape, sharding.dim, axis.size)
         weight = ShardedParameter(
-            a.name, a.parameter, layout, axis, self.mesh.device, a.dtypes.compute, a.autocasts,
-            a.dtypes.reduce, a.options.offload, self.link,
+            name, parameter, layout, axis, self.mesh.device, dtypes.compute, sharding.autocasts,
+            dtypes.reduce, sharding.options.offload, self.host_link,
         )  # fmt: skip
-        weight.parameter.grad_dtype = a.dtypes.grad
+        weight.parameter.grad_dtype = dtypes.grad
         self.sharded.append(weight)
-        self.options[a.name] = a.options
-        self.units[a.unit].weights.append(weight)
-        for o in a.owners:
-            o.module._parameters[o.name] = weight.parameter
-        return [(o, weight) for o in a.owners]
+        self.options[name] = sharding.options
+        self.units[sharding.unit].weights.append(weight)
+        for owner in sharding.owners:
+            owner.module._parameters[owner.name] = weight.parameter
+        return [(owner, weight) for owner in sharding.owners]
 
-    def _scope(self, owner: Owner) -> Scope:
-        """In whose forward parameters of a module may be read: the model's if blocks share it."""
+    def _scope_of(self, owner: ParameterOwner) -> Scope:
+        """The scope in which a parameter may be read: the model's if several blocks share it."""
         module_name = owner.module_name
         block = block_of(module_name, self.structure)
         if any(block_of(other, self.structure) != block for other in owner.others):
             return self.scopes[-1]
-        around = around_of(module_name, self.structure) if block < 0 else -1
-        return self.enclosed[around] if around >= 0 else self.scopes[block]
+        around = enclosing_block_of(module_name, self.structure) if block < 0 else -1
+        return self.enclosing_scopes[around] if around >= 0 else self.scopes[block]
 
-    def _enclosing(self, plan: ChunkPlan) -> list[Enclosing[Unit]]:
+    def _make_enclosing(self, plan: ChunkLayout) -> list[Enclosing[Unit]]:
         return [
             Enclosing(
                 each.name,
@@ -405,47 +408,48 @@ class _Builder:
             for each in plan.enclosing
         ]
 
-    def _make_units(self, plan: ChunkPlan) -> None:
-        """Those of the plan, to be filled with weights."""
+    def _make_units(self, plan: ChunkLayout) -> None:
+        """Make the units of ``plan``, still without weights."""
         for planned in plan.units:
             within: list[str] = []
             if planned.block >= 0:
                 block = self.structure.blocks[planned.block]
                 within = [name for name, _ in block.modules]
                 if block.around >= 0 and plan.enclosing[block.around].first == planned.block:
-                    within = [plan.enclosing[block.around].name]  # its rest's too
+                    within = [plan.enclosing[block.around].name]  # its own parameters' too
             self.units[planned.name] = Unit(
                 planned.name, [], planned.slot, planned.block, planned.recomputed,
-                planned.trigger_at, planned.at_entry and self.own is None, planned.around,
+                planned.trigger_at, planned.unshard_at_entry and self.user_communicator is None,
+                planned.around,
                 within=tuple(f"{name}." for name in within),
             )  # fmt: skip
 
-    def _state(self, blocks: list[Unit], plan: ChunkPlan, trace: Trace) -> Chunk:
+    def _make_state(self, blocks: list[Unit], plan: ChunkLayout, trace: Trace) -> Chunk:
         by_name, units = {weight.name: weight for weight in self.sharded}, self.units
         for planned in plan.units:
             groups = [
                 Group([by_name[weight.name] for weight in group.weights], group.start, group.end)
                 for group in planned.groups
             ]
-            # With a communicator of the user's own nothing is queued, and there are no slots.
-            units[planned.name].place(groups if self.own is None else ())
+            # A communicator of the user's own has no gather queue and no slots.
+            units[planned.name].assign_bytes(groups if self.user_communicator is None else ())
         queue = GatherQueue[Unit, ShardedParameter](
             plan.policy,
             blocks,
-            [units[unit.name] for unit in plan.outer],
+            [units[unit.name] for unit in plan.root_units],
             units[plan.head.name] if plan.head is not None else None,
             overlap=self.config.overlap,
             strict=self.config.unexpected_order == "error",
             limit=plan.pending_bytes,
         )
-        sizes = plan.slots() if self.own is None else [0] * len(plan.slots())
+        sizes = plan.slots() if self.user_communicator is None else [0] * len(plan.slots())
         counters = Counters()
         pool = MemoryPool(sizes, self.mesh.device, self.config.memory_pool)
-        ledger, overlap = Ledger(self.mesh.next_model()), self.config.overlap
+        comm_context, overlap = CommContext(self.mesh.next_model()), self.config.overlap
         gathers, reductions = (
             {
                 axis: self.make_collectives(
-                    group(axis), overlap, trace, counters, ledger, self.mesh.device
+                    group(axis), overlap, trace, counters, comm_context, self.mesh.device
                 )
                 for axis in self.mesh.axes
             }
@@ -453,7 +457,7 @@ class _Builder:
         )
         between = {
             axis: ReplicaCollectives(*(
-                Collectives(group, overlap, trace, counters, ledger, self.mesh.device)
+                Collectives(group, overlap, trace, counters, comm_context, self.mesh.device)
                 for group in (
                     axis.replica_group, axis.zero_group, axis.zero_replica_group, axis.zero_group
                 )
@@ -464,15 +468,15 @@ class _Builder:
         reducer = GradientReducer(reductions, trace, buffers)
         collectives = gathers[self.mesh.dense]
         state = Chunk(collectives, gathers, between, pool, reducer, queue, counters, trace)
-        state.link = self.link
+        state.link = self.host_link
         slices = {w.name: w.slices for unit in plan.units for w in unit.weights if w.slices}
-        if slices and self.own is None:
+        if slices and self.user_communicator is None:
             for name, near in slices.items():
                 by_name[name].slices = near
             sliced = [by_name[name] for name in slices]
             near_gathers = {
                 (axis, near): self.make_collectives(
-                    self.mesh.near_group(axis, near), overlap, trace, counters, ledger,
+                    self.mesh.near_group(axis, near), overlap, trace, counters, comm_context,
                     self.mesh.device,
                 )
                 for axis, near in sorted(
@@ -483,16 +487,16 @@ class _Builder:
         names = {w.name for unit in plan.units for w in unit.weights if w.quantized}
         if names:
             options = {by_name[name]: self.options[name] for name in names}
-            kinds = {weight: said.own or said.quantize for weight, said in options.items()}
+            kinds = {weight: o.custom_gather or o.quantize for weight, o in options.items()}
             state.quantizer = Quantizer(kinds, self.mesh.device, self.config.memory_pool)
         return state
 
-    def _give_communicators(self, communicator: ISPCommunicator, plan: ChunkPlan) -> None:
-        """To each cut weight the one that gathers it."""
+    def _assign_communicators(self, communicator: ISPCommunicator, plan: ChunkLayout) -> None:
+        """Give each sharded weight the communicator that gathers it."""
         state = communicator.state
         of_all: WPCommunicator = ChunkWeights(state)
-        if self.own is not None:
-            of_all = UsersCommunicator(state, self.own)
+        if self.user_communicator is not None:
+            of_all = UsersCommunicator(state, self.user_communicator)
         for weight in self.sharded:
             weight.communicator = of_all
         if plan.head is not None:
@@ -500,53 +504,54 @@ class _Builder:
         if plan.embedding is not None:
             unit = self.units[plan.embedding.name]
             communicator.embedding = EmbeddingWeightParallelCommunicator(state, unit)
-        for beside in (communicator.head, communicator.embedding):  # a tied weight is the latter's
-            if beside is not None and self.own is None:
-                for weight in beside.unit.weights:
-                    weight.communicator = beside
+        for root in (communicator.head, communicator.embedding):  # the embedding gets a tied weight
+            if root is not None and self.user_communicator is None:
+                for weight in root.unit.weights:
+                    weight.communicator = root
 
-    def _entered(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
-        """What is looked at whenever the model is entered: what may have changed since."""
+    def _forward_checks(self, communicator: ISPCommunicator) -> Callable[[Any, Any], None]:
+        """The checks of each root forward, for unsupported changes since the last one."""
         mesh = self.mesh
-        lookout = communicator.recovery.lookout
+        guard = communicator.recovery.guard
         shared = communicator.recovery.shared_name
-        guard_reads(self.sharded, shared, mesh.timeout_seconds, lookout)
-        # Of all tensor ranks' stages: they share names, shapes and what is frozen.
-        place, ranks = f"internsp/{shared}", mesh.model_ranks
-        meeting = Meeting(place, mesh.rank, ranks, mesh.timeout_seconds, lookout)
-        communicator.meeting = meeting
-        frozen = FrozenSet(self.replicated.everyone(), meeting, mesh.rank)
-        held = ((m, n) for m in self.model.modules() for n in m._parameters)  # ignored ones too
-        additions = Additions(self.model, {*communicator.places, *held})
-        unfilled = Unfilled(self.model, self.unfilled, mesh.rank)
-        counts = equal_counts(mesh) if communicator.mean else None
+        register_read_checks(self.sharded, shared, mesh.timeout_seconds, guard)
+        # Includes all tensor ranks' stages: they have the same names, shapes and frozen parameters.
+        prefix, ranks = f"internsp/{shared}", mesh.model_ranks
+        store_group = StoreGroup(prefix, mesh.rank, ranks, mesh.timeout_seconds, guard)
+        communicator.store_group = store_group
+        frozen = FrozenParameterCheck(self.replicated.all_parameters(), store_group, mesh.rank)
+        # Also parameters that a rule of the plan ignores.
+        held = ((m, n) for m in self.model.modules() for n in m._parameters)
+        additions = AddedParameterCheck(self.model, {*communicator.parameters_of, *held})
+        unfilled = MissingValueCheck(self.model, self.unfilled, mesh.rank)
+        counts = token_count_check(mesh) if communicator.mean else None
         batch = SameBatch(mesh)
-        communicator.confirm = batch.settle
-        communicator.after_rest.append(batch.forget)
+        communicator.confirm = batch.wait
+        communicator.after_reset.append(batch.reset)
 
-        def entered(args: Any, kwargs: Any) -> None:
-            additions.look()
-            unfilled.look()
-            frozen.look()
-            batch.look(args, kwargs)
+        def check(args: Any, kwargs: Any) -> None:
+            additions.check()
+            unfilled.check()
+            frozen.check()
+            batch.check(args, kwargs)
             if counts is not None:
                 counts(args, kwargs)
 
-        return entered
+        return check
 
 
-def initialize(communicator: ISPCommunicator, fill: Initialize, seed: int) -> None:
-    """Give every parameter its first values, the same whatever the mesh. Not collective.
+def initialize(communicator: ISPCommunicator, fill: InitFunction, seed: int) -> None:
+    """Initialize every parameter; values do not depend on the mesh. Not collective.
 
-    One whole parameter at a time is made, filled and cut.
+    One full parameter at a time is allocated, filled and sharded.
 
     Args:
-        fill: ``fill(name, whole, generator)`` writes the whole parameter ``name`` in place (of a
-            weight that other stages have too: its name in the whole model).
-        seed: together with the name decides the generator's state.
+        fill: ``fill(name, full, generator)`` writes the full parameter ``name`` in place (for a
+            tied weight of a pipeline: its name in the model).
+        seed: determines, together with the name, the generator's state.
     """
     device = communicator.mesh.device
-    for member in communicator.replicated.everyone():
+    for member in communicator.replicated.all_parameters():
         name = member.name_in_model
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,15 +1,15 @@
-"""The quantized all-gather: shards travel as int8 or fp8 codes with scales, one for each block.
+"""The quantized all-gather: it sends shards as int8 or fp8 codes with one scale for each block.
 
-A shard is cut into blocks of 128 elements; each travels as 8-bit codes and one scale, so that the
-largest element of the block is the largest code (block-wise scaling as in ZeRO++, arXiv 2306.10209,
-and in the FP8 formats of arXiv 2209.05433)::
+A shard is split into blocks of 128 elements. Each block is sent as 8-bit codes and one scale, so
+that the block's largest element gets the largest code (block-wise scaling as in ZeRO++, arXiv
+2306.10209, and in the FP8 formats of arXiv 2209.05433)::
 
-    a quantized shard:  codes of all blocks, a byte an element | scales | up to a 16th byte
+    a quantized shard:  codes of all blocks, one byte an element | scales | padding to 16 bytes
 
-Every rank dequantizes the same bytes, its own shard's too, so all ranks compute with the same
-values. The shard itself, what the optimizer steps and what a checkpoint holds, is never rounded,
-and gradients are not quantized: that of the rounded weight is taken for the shard's own (straight
-through).
+Every rank dequantizes the same bytes, also those of its own shard, so that all ranks compute with
+the same values. The shard that the optimizer steps and that a checkpoint holds is never rounded.
+Gradients are not quantized: the gradient of the rounded weight is used as the shard's gradient
+(straight-through).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import ConfigError
-from internsp.packed import OwnGather, PackedShard
+from internsp.packed import CustomAllGather, PackedShard
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.reduce import Buffers
 from internsp.wp.slots import SlotStreams
@@ -31,17 +31,17 @@ BLOCK = 128
 SCALES = {
     torch.bfloat16: torch.bfloat16, torch.float32: torch.float32, torch.float64: torch.float32,
 }  # fmt: skip
-"""Dtype of the scales by compute dtype; float16 is missing: a scale of its range would vanish."""
+"""Dtype of the scales by compute dtype. Without float16: small scales would underflow in it."""
 
 
 @dataclass(frozen=True)
 class QuantizedShard:
-    """Pure: what one shard travels as, as a plan counts it.
+    """The layout in bytes of one quantized shard. Pure; a plan uses it, too.
 
     Attributes:
         numel: elements of the padded shard.
-        scale_dtype: what scales travel in.
-        work_dtype: what is computed in: the shard's own, or fp32.
+        scale_dtype: dtype in which the scales are sent.
+        work_dtype: dtype of the computation: the shard's own, or fp32 if that is wider.
     """
 
     numel: int
@@ -52,10 +52,10 @@ class QuantizedShard:
     def of(
         cls, name: str, numel: int, compute_dtype: torch.dtype, dtype: torch.dtype
     ) -> QuantizedShard:
-        """Of a weight that is stored in ``dtype`` and computes in ``compute_dtype``.
+        """The layout for a weight ``name`` stored in ``dtype`` and used in ``compute_dtype``.
 
         Raises:
-            ConfigError: that dtype cannot be quantized.
+            ConfigError: a weight with this ``compute_dtype`` cannot be quantized.
         """
         if compute_dtype not in SCALES:
             known = ", ".join(str(d).removeprefix("torch.") for d in SCALES)
@@ -67,25 +67,25 @@ class QuantizedShard:
 
     @property
     def blocks(self) -> int:
-        """Of 128 elements; the last may be padded."""
+        """Number of blocks of 128 elements; the last may be padded."""
         return -(-self.numel // BLOCK)
 
     @property
     def nbytes(self) -> int:
-        """That travel."""
+        """Bytes that are sent for the shard."""
         return -(-self.blocks * (BLOCK + self.scale_dtype.itemsize) // 16) * 16
 
     @property
     def scratch(self) -> tuple[int, int, int]:
-        """Elements of three buffers in the working dtype: the shard, and two for its scales."""
+        """Elements of three scratch buffers in ``work_dtype``: the shard, and two for scales."""
         return self.blocks * BLOCK, self.blocks, self.blocks
 
     def codes(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[n, blocks * 128]`` of ``sent`` ``[n, nbytes]``, a view."""
+        """View ``[n, blocks * 128]`` of the codes in ``sent`` ``[n, nbytes]``."""
         return sent[:, : self.blocks * BLOCK].view(dtype)
 
     def scales(self, sent: Tensor) -> Tensor:
-        """``[n, blocks]`` of ``sent`` ``[n, nbytes]``, a view."""
+        """View ``[n, blocks]`` of the scales in ``sent`` ``[n, nbytes]``."""
         start = self.blocks * BLOCK
         stop = start + self.blocks * self.scale_dtype.itemsize
         return sent[:, start:stop].view(self.scale_dtype)
@@ -95,56 +95,55 @@ def buffer_bytes(
     shards: Mapping[str, tuple[QuantizedShard | PackedShard, int]],
     gathers: Iterable[tuple[bool, str]],
 ) -> int:
-    """Bytes of all buffers that a :class:`Quantizer` ever has at once: it keeps them, by size.
+    """Bytes of all buffers of a :class:`Quantizer`, which reuses them by size and frees none.
 
     Args:
-        shards: by weight, with the ranks that send them.
-        gathers: ``(starts, weight)`` in order; what does not start has been waited for.
+        shards: by weight name: the shard's layout, and the number of ranks that send one.
+        gathers: ``(starts, weight)`` in order: an all-gather is launched, or has been waited for.
     """
     live: Counter[tuple[int, torch.dtype]] = Counter()
-    most: Counter[tuple[int, torch.dtype]] = Counter()
-    flying = set()
+    peak: Counter[tuple[int, torch.dtype]] = Counter()
+    in_flight = set()
 
-    def take(numel: int, dtype: torch.dtype) -> None:
+    def acquire(numel: int, dtype: torch.dtype) -> None:
         live[numel, dtype] += 1
-        most[numel, dtype] = max(most[numel, dtype], live[numel, dtype])
+        peak[numel, dtype] = max(peak[numel, dtype], live[numel, dtype])
 
     for starts, weight in gathers:
-        if weight not in shards or starts == (weight in flying):
+        if weight not in shards or starts == (weight in in_flight):
             continue
         shard, ranks = shards[weight]
         if not starts:
-            flying.discard(weight)
+            in_flight.discard(weight)
             live.subtract((n * shard.nbytes, torch.uint8) for n in (1, ranks))
             continue
-        flying.add(weight)
-        take(shard.nbytes, torch.uint8)
+        in_flight.add(weight)
+        acquire(shard.nbytes, torch.uint8)
         for numel in shard.scratch:
-            take(numel, shard.work_dtype)
+            acquire(numel, shard.work_dtype)
         live.subtract((numel, shard.work_dtype) for numel in shard.scratch)
-        take(ranks * shard.nbytes, torch.uint8)
-    return sum(count * numel * dtype.itemsize for (numel, dtype), count in most.items())
+        acquire(ranks * shard.nbytes, torch.uint8)
+    return sum(count * numel * dtype.itemsize for (numel, dtype), count in peak.items())
 
 
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Dtype of the codes and the largest of them."""
+"""By kind: dtype of the codes, and the largest code."""
 
 
 class Quantizer:
-    """Rounds weights of one chunk for their all-gathers, or packs them as a user's functions do.
+    """Quantizes weights of one chunk for their all-gathers, or packs them by a user's functions.
 
     Args:
-        kinds: for each weight that travels so ``"int8"`` or ``"fp8"`` (float8_e4m3fn), or the
-            user's functions.
+        kinds: by weight: ``"int8"``, ``"fp8"`` (float8_e4m3fn), or the user's functions.
         reuse: ``weight_parallel.memory_pool``.
 
     Attributes:
-        buffers: quantized shards sent and received, and scratch: allocated in the first step only.
+        buffers: the all-gathers' inputs and outputs, and scratch; allocated in the first step only.
     """
 
     def __init__(
         self,
-        kinds: Mapping[ShardedParameter, str | OwnGather],
+        kinds: Mapping[ShardedParameter, str | CustomAllGather],
         device: torch.device,
         reuse: bool,
     ) -> None:
@@ -152,58 +151,60 @@ class Quantizer:
             weight: CODES[kind] if isinstance(kind, str) else kind for weight, kind in kinds.items()
         }
         self.buffers = Buffers(device, reuse)
-        self._packed = {
+        self._packed_shards = {
             weight: PackedShard.of(weight.name, kind, weight.layout, weight.dtype)
             for weight, kind in kinds.items()
-            if isinstance(kind, OwnGather)
+            if isinstance(kind, CustomAllGather)
         }
-        self._flying: dict[
+        self._in_flight: dict[
             ShardedParameter,
             tuple[QuantizedShard | PackedShard, Tensor, Tensor, Tensor, SlotStreams],
         ]
-        self._flying = {}
+        self._in_flight = {}
 
     def quantize(
-        self, weight: ShardedParameter, shard: Tensor, place: Tensor, streams: SlotStreams
+        self, weight: ShardedParameter, shard: Tensor, slot_view: Tensor, streams: SlotStreams
     ) -> tuple[Tensor, Tensor]:
-        """Where a gather of ``weight`` receives, and what it sends; both uint8, flat.
+        """Quantize or pack this rank's shard; returns output and input of the all-gather.
+
+        Both are flat and uint8.
 
         Args:
-            shard: the weight's own, padded, flat.
-            place: of the weight in its slot, flat: :meth:`dequantize` writes it.
-            streams: of that slot.
+            shard: this rank's shard of the weight, padded, flat.
+            slot_view: the weight's view of its slot, flat; :meth:`dequantize` writes it.
+            streams: streams that use the slot.
         """
         kind = self.weights[weight]
         quantized: QuantizedShard | PackedShard
-        if isinstance(kind, OwnGather):
-            quantized = self._packed[weight]
-            sent = self._take(quantized.nbytes, torch.uint8)
+        if isinstance(kind, CustomAllGather):
+            quantized = self._packed_shards[weight]
+            sent = self._acquire(quantized.nbytes, torch.uint8)
             quantized.pack(kind, shard.view(weight.layout.shard_shape), sent)
         else:
             quantized = QuantizedShard.of(
                 weight.name, weight.layout.shard_numel, weight.compute_dtype, weight.dtype
             )
-            sent = self._take(quantized.nbytes, torch.uint8)
-            self._write(shard, quantized, sent[None], *kind)
-        received = self._take(weight.layout.size * quantized.nbytes, torch.uint8)
-        self._flying[weight] = (quantized, sent, received, place, streams)
+            sent = self._acquire(quantized.nbytes, torch.uint8)
+            self._quantize_shard(shard, quantized, sent[None], *kind)
+        received = self._acquire(weight.layout.size * quantized.nbytes, torch.uint8)
+        self._in_flight[weight] = (quantized, sent, received, slot_view, streams)
         return received, sent
 
     def dequantize(self, weight: ShardedParameter) -> None:
-        """The all-gather has been waited for: fill the slot. Runs on the current stream."""
-        quantized, sent, received, place, streams = self._flying.pop(weight)
-        streams.before_overwrite(weight)  # readers of what the slot held when the gather began
+        """Fill the slot after the all-gather was waited for. Runs on the current stream."""
+        quantized, sent, received, slot_view, streams = self._in_flight.pop(weight)
+        streams.before_overwrite(weight)  # wait for readers of the slot's previous contents
         kind, pieces = self.weights[weight], received.view(-1, quantized.nbytes)
         if isinstance(quantized, PackedShard):
-            assert isinstance(kind, OwnGather), "quantize() has packed it"
-            quantized.unpack(kind, pieces, place.view(len(pieces), *weight.layout.shard_shape))
+            assert isinstance(kind, CustomAllGather), "quantize() has packed it"
+            quantized.unpack(kind, pieces, slot_view.view(len(pieces), *weight.layout.shard_shape))
         else:
-            assert not isinstance(kind, OwnGather), "quantize() has rounded it"
-            self._read(pieces, quantized, kind[0], place)
-        self.buffers.give(sent)
-        self.buffers.give(received)
+            assert not isinstance(kind, CustomAllGather), "quantize() has rounded it"
+            self._dequantize_shards(pieces, quantized, kind[0], slot_view)
+        self.buffers.release(sent)
+        self.buffers.release(received)
 
-    def _write(
+    def _quantize_shard(
         self,
         shard: Tensor,
         quantized: QuantizedShard,
@@ -212,7 +213,7 @@ class Quantizer:
         largest: float,
     ) -> None:
         """Round ``shard`` (flat) to codes of ``dtype`` in ``out`` ``[1, nbytes]``."""
-        work, peaks, lowest = (self._take(n, quantized.work_dtype) for n in quantized.scratch)
+        work, peaks, lowest = (self._acquire(n, quantized.work_dtype) for n in quantized.scratch)
         work[: quantized.numel].copy_(shard)
         work[quantized.numel :].zero_()
         rows = work.view(-1, BLOCK)
@@ -221,8 +222,8 @@ class Quantizer:
         torch.maximum(peaks, lowest.neg_(), out=peaks)
         scales = quantized.scales(out)[0]
         scales.copy_(peaks.div_(largest))
-        # By what will be multiplied with: the scale as it travels. A block that is not finite has
-        # a scale that is not, and stays so.
+        # Divide by the scale as it is sent, with which dequantization multiplies. A block that is
+        # not finite has a scale that is not finite, and stays so.
         least = torch.finfo(torch.float32).tiny
         rows.mul_(peaks.copy_(scales).clamp_(least).reciprocal_().unsqueeze(1))
         rows.clamp_(-largest, largest)  # a rounded scale may be too small
@@ -230,14 +231,14 @@ class Quantizer:
             work.round_()
         quantized.codes(out, dtype)[0].copy_(work)
         for scratch in (work, peaks, lowest):
-            self.buffers.give(scratch)
+            self.buffers.release(scratch)
 
     @staticmethod
-    def _read(
-        received: Tensor, quantized: QuantizedShard, dtype: torch.dtype, place: Tensor
+    def _dequantize_shards(
+        received: Tensor, quantized: QuantizedShard, dtype: torch.dtype, slot_view: Tensor
     ) -> None:
-        """Fill ``place``, flat, from ``received`` ``[ranks, nbytes]``."""
-        out = place.view(len(received), quantized.numel)
+        """Fill ``slot_view``, flat, from ``received`` ``[ranks, nbytes]``."""
+        out = slot_view.view(len(received), quantized.numel)
         codes, scales = quantized.codes(received, dtype), quantized.scales(received)
         full = quantized.numel // BLOCK
         cut = full * BLOCK
@@ -248,6 +249,6 @@ class Quantizer:
         if cut < quantized.numel:
             out[:, cut:].copy_(codes[:, cut : quantized.numel]).mul_(scales[:, full:])
 
-    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # what an evaluation makes, training uses
-            return self.buffers.take(numel, dtype)
+    def _acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # training uses buffers that an evaluation allocates
+            return self.buffers.acquire(numel, dtype)

@@ -1,6 +1,7 @@
-"""What a model itself must do where sequences are cut: attention over ranks, and the head's logits.
+"""Sequence parallelism of a model: its attention over several ranks, and the head's logits.
 
-Weights of any model can be cut from outside; what a model computes with other ranks' tokens cannot.
+The weights of any model can be sharded from outside. What a model computes from tokens of other
+ranks cannot: the model itself must do that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from internsp.sp.mixing import Refused, mixes_positions
 from internsp.sp.routes import require_form
 from internsp.trace import Trace
 
-_LISTED = 8
+_MAX_LISTED = 8
 
 
 def supports(
@@ -26,9 +27,9 @@ def supports(
 ) -> list[Refused]:
     """Why :func:`parallelize` would refuse ``model`` on ``mesh``: **empty** if it would not.
 
-    Changes nothing and sends no message. Under a sequence degree above 1 each attention must be one
-    that can be cut (``docs/bring_your_model.md``): every module that cannot is in the list, with
-    its name and the reason.
+    Changes nothing and sends no message. Under a sequence degree above 1 every attention must
+    support sequence parallelism (``docs/bring_your_model.md``); the list has every module that does
+    not, with its name and the reason.
     """
     config = config or WeightParallelConfig()
     found = []
@@ -36,16 +37,20 @@ def supports(
         require_supported(model)
     except InternspError as error:
         found.append(Refused("", str(error)))
-    return found + uncut(model, mesh, config)
+    return found + find_refused(model, mesh, config)
 
 
-def uncut(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> list[Refused]:
-    """The modules that mix tokens and know this rank's only; empty where no sequence is cut, and
-    where the user has said that he sees to it."""
+def find_refused(
+    model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig
+) -> list[Refused]:
+    """The modules that mix tokens but would see only this rank's tokens.
+
+    Empty if the mesh does not shard sequences, or with ``cuts_own_sequences``.
+    """
     if mesh.sequence == 1 or config.cuts_own_sequences:
         return []
-    if examine.outermost(model) is not None:
-        return examine.refused(model)
+    if examine.find_pretrained_model(model) is not None:
+        return examine.refusals(model)
     found = [
         Refused(name, reason) for name, module in model.named_modules()
         if not isinstance(module, DistributedAttention)
@@ -63,20 +68,20 @@ def uncut(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) ->
     return [Refused(name, f"{kind}: {reason}") for kind, name in like.items()]
 
 
-def require_cut_attention(
+def require_sequence_attention(
     model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig
 ) -> None:
-    """Where sequences are cut, attention is ours, or the user has said that he sees to it.
+    """Check that the model supports sequence parallelism if the mesh shards sequences.
 
     Raises:
-        StructureError: lists the modules that are not, and why.
+        StructureError: some modules do not; lists them with the reasons.
     """
-    found = uncut(model, mesh, config)
+    found = find_refused(model, mesh, config)
     if not found:
         return
-    lines = [f"  {refused}" for refused in found[:_LISTED]]
-    if len(found) > _LISTED:
-        lines.append(f"  and {len(found) - _LISTED} more (internsp.supports lists them all)")
+    lines = [f"  {refused}" for refused in found[:_MAX_LISTED]]
+    if len(found) > _MAX_LISTED:
+        lines.append(f"  and {len(found) - _MAX_LISTED} more (internsp.supports lists them all)")
     raise StructureError(
         f"the mesh cuts sequences over {mesh.sequence} ranks, and these modules would compute with "
         "their own rank's tokens only:\n" + "\n".join(lines) + "\nCompute attention by an "
@@ -94,10 +99,14 @@ def attach_sequences(
     config: WeightParallelConfig,
     split: bool,
 ) -> None:
-    """Give attention its sequence group.
+    """Attach every attention of ``model`` to its groups of the sequence ranks.
+
+    Args:
+        mean: gradients are averaged over ranks later, not summed.
+        split: backward runs in two parts, input gradients and weight gradients.
 
     Raises:
-        ConfigError: a way around a ring that cannot be.
+        ConfigError: a form that the mesh's ring cannot use.
     """
     if config.ring_form != "auto" and mesh.ring == 1:
         raise ConfigError(
@@ -105,7 +114,7 @@ def attach_sequences(
             f"ring above 1, or leave ring_form = 'auto' (this is rank {mesh.rank})"
         )
     require_form(mesh.ring, config.ring_form, config.inner_ring)
-    # A backward in two runs comes twice to what makes both gradients, and would send twice.
+    # A backward in two parts runs the node that makes both gradients twice, and would send twice.
     parts = config.exchange_in_parts and not split
     for name, module in model.named_modules():
         if isinstance(module, DistributedAttention):
@@ -118,8 +127,8 @@ def attach_sequences(
     attach(model, mesh, trace, mean, config)
 
 
-def take_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> None:
-    """Hand ``weight_parallel.head_output`` to the model, whose loss exchanges the logits.
+def set_head_output(model: nn.Module, mesh: ParallelMesh, config: WeightParallelConfig) -> None:
+    """Pass ``weight_parallel.head_output`` to the model, whose loss exchanges the logits.
 
     Raises:
         StructureError: the model takes no such option.

@@ -1,4 +1,4 @@
-"""What is known of the place that a command writes to: a terminal, a notebook, a pipe or a file."""
+"""Text for the stream that a command writes to: a terminal, a notebook, a pipe or a file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-_PIPE = 160  # columns of what is written to no terminal, where nothing else is said
+_PIPE = 160  # columns of output to no terminal, unless COLUMNS is set
 
 
-def draws(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is a terminal that shows escape sequences, and is to be sent any.
+def shows_escapes(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether to write escape sequences to ``stream``, a terminal that shows them.
 
-    Not where NO_COLOR or TERM=dumb object, nor below a notebook, which gives its commands a
-    terminal and shows what they write as a text.
+    False with NO_COLOR or TERM=dumb, and in a notebook, which gives its commands a terminal but
+    shows their output as plain text.
     """
     if environ.get("NO_COLOR") or environ.get("TERM") == "dumb" or "JPY_PARENT_PID" in environ:
         return False
     return stream.isatty()
 
 
-def columns(stream: TextIO) -> int | None:
-    """Width of the terminal behind ``stream``, or what COLUMNS says; ``None``: there is none."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdigit() and int(said):
-        return int(said)
+def terminal_width(stream: TextIO) -> int | None:
+    """Value of COLUMNS, else the width of ``stream``'s terminal; ``None`` if it is no terminal."""
+    width = os.environ.get("COLUMNS", "")
+    if width.isdigit() and int(width):
+        return int(width)
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError, AttributeError):
@@ -37,20 +37,22 @@ def columns(stream: TextIO) -> int | None:
 
 
 def console() -> Console:
-    """Standard output for tables and text, of which a pipe gets every line unbroken."""
-    width = columns(sys.stdout)
+    """A console on standard output for tables and text; a pipe gets unbroken lines."""
+    width = terminal_width(sys.stdout)
     return Console(
         soft_wrap=not sys.stdout.isatty(),
         highlight=False,
         width=width or _PIPE,
-        force_terminal=None if draws(sys.stdout, os.environ) else False,
+        force_terminal=None if shows_escapes(sys.stdout, os.environ) else False,
     )
 
 
-def fitted(text: str, stream: TextIO) -> str:
-    """``text`` broken between words for a terminal; what is longer than a line (a path) stays
-    whole, and so does all that goes elsewhere."""
-    width = columns(stream) if stream.isatty() else None
+def wrap(text: str, stream: TextIO) -> str:
+    """``text`` wrapped between words to the width of a terminal.
+
+    A word longer than a line (a path) is not broken; text for a pipe or a file is unchanged.
+    """
+    width = terminal_width(stream) if stream.isatty() else None
     if width is None:
         return text
     lines = []
@@ -64,22 +66,22 @@ def fitted(text: str, stream: TextIO) -> str:
     return "\n".join(lines)
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """``text`` without control characters (an untrained model may emit escape sequences)."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def say(text: str, stream: TextIO) -> None:
-    """Write lines for a person, at once."""
-    stream.write(fitted(text, stream) + "\n")
+def write_lines(text: str, stream: TextIO) -> None:
+    """Write ``text``, wrapped to the terminal, and flush."""
+    stream.write(wrap(text, stream) + "\n")
     stream.flush()
 
 
 class FittingTable(Table):
-    """A table that is laid out as lines, one a cell, where it is too wide to be read."""
+    """A table that prints one line for each cell if the terminal is too narrow for its columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render it in the one form or the other."""
+        """Render as a table, or as lines if cells would be truncated."""
         drawn = list(super().__rich_console__(console, options))
         if not any("…" in getattr(part, "text", "") for part in drawn):
             yield from drawn

@@ -1,10 +1,11 @@
-"""Append-only log of what one rank did. Off by default; an object that is passed in, never global.
+"""Append-only event log of one rank. Off by default; an object that is passed in, never global.
 
-Kinds for weights: ``AG`` (gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS`` (reduction
-launched), ``FINISH``, ``EX`` (exchange between replicas launched); for sequences ``A2A``, and
-``RING`` (keys and values that arrive along a ring, and gradients that come home); for the optimizer
-``STEP``, ``PUBLISH`` and ``MATRIX`` (matrices to or from the ranks that step them); for the
-timeline ``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute is over).
+Event kinds for weights: ``AG`` (all-gather launched), ``WAIT``, ``USE``, ``FREE``, ``RS``
+(reduce-scatter launched), ``FINISH`` (reduction finished), ``EX`` (reduction between replicas
+launched); for sequences ``A2A`` (all-to-all) and ``RING`` (keys and values received along a ring,
+and their gradients sent back); for the optimizer ``STEP``, ``PUBLISH`` (all-gather of updated
+parameters) and ``MATRIX`` (matrices to or from the ranks that update them); for the timeline
+``FORWARD`` and ``BACKWARD`` (the latter also where a block's recompute ends).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """One event of a trace.
 
     Times are ``time.perf_counter()`` seconds (with a clock, after :meth:`Trace.resolve`). For a
     collective, ``start`` is its launch and ``end`` its completion (``None`` while in flight); for
-    ``WAIT`` they bound the time in which computing waited; for instants they are equal.
+    ``WAIT`` they bound the time in which computation waited; for an instant they are equal.
     """
 
     kind: str
@@ -41,28 +42,29 @@ class Event:
 
 
 class Clock(Protocol):
-    """A clock whose times are known later only: that of a device which works behind the host."""
+    """The clock of a device that runs asynchronously: times are known only later."""
 
     def restart(self) -> None:
         """Called when a step begins."""
 
     def mark(self) -> Any:
-        """The point that the host is queueing at now."""
+        """A mark of the current point of the device's stream. Does not block."""
 
     def seconds(self, mark: Any) -> float:
-        """When it was reached, on the scale of ``time.perf_counter()``. May block."""
+        """The time of a mark, on the scale of ``time.perf_counter()``. May block."""
 
 
 class Trace:
     """Events in the order in which they were recorded. ``record`` costs nothing when disabled.
 
     Args:
-        clock: times are its marks until :meth:`resolve`; by default ``time.perf_counter``, whose
-            are numbers at once.
+        clock: its marks are the times of events until :meth:`resolve`; by default times are
+            ``time.perf_counter()`` seconds at once.
 
     Attributes:
-        now: gives the time for an event: seconds, or the clock's mark.
-        exposed: seconds of waits; without a clock a wait adds its own, past :meth:`waited`.
+        now: returns the time for an event: seconds, or a mark of the clock.
+        exposed: seconds of waits. Without a clock, code that waits may add to it directly instead
+            of calling :meth:`waited`.
     """
 
     def __init__(self, enabled: bool = False, clock: Clock | None = None) -> None:
@@ -74,7 +76,7 @@ class Trace:
         self.exposed = 0.0
 
     def waited(self, start: Any, end: Any) -> None:
-        """Count a wait between two results of :meth:`now`."""
+        """Add a wait, between two results of :meth:`now`, to the exposed seconds."""
         if self.clock is None:
             self.exposed += end - start
         else:
@@ -82,9 +84,9 @@ class Trace:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that computing waited for communication; counted also when disabled.
+        """Seconds that computation waited for communication; counted also when disabled.
 
-        With a clock, reading it blocks until the last wait is over.
+        With a clock, reading it blocks until the device has passed the last wait.
         """
         self.exposed += self.seconds(self._waits)
         self._waits = []
@@ -95,13 +97,13 @@ class Trace:
         self._waits, self.exposed = [], seconds
 
     def begin_step(self) -> None:
-        """Count exposed seconds anew."""
+        """Set the exposed seconds to zero and restart the clock."""
         self._waits, self.exposed = [], 0.0
         if self.clock is not None:
             self.clock.restart()
 
     def resolve(self) -> None:
-        """Turn marks into seconds. Call it before looking at times; blocks with a clock only."""
+        """Convert marks to seconds. Call it before reading times; blocks with a clock only."""
         if self.clock is None:
             return
         self.events = [
@@ -114,11 +116,14 @@ class Trace:
         ]
 
     def seconds(self, spans: Iterable[tuple[Any, Any]]) -> float:
-        """Their sum, each between two results of :meth:`now`. Blocks with a clock only."""
+        """Sum of the durations of ``spans``: pairs of results of :meth:`now`.
+
+        Blocks with a clock only.
+        """
         return sum((self._seconds(end) - self._seconds(start) for start, end in spans), 0.0)
 
     def _seconds(self, time: Any) -> float:
-        # A collective of a CPU backend is stamped by its own thread, in the host's time.
+        # The end of a CPU backend's collective comes from its own thread, in host time.
         return time if self.clock is None or isinstance(time, float) else self.clock.seconds(time)
 
     def record(
@@ -147,8 +152,8 @@ class Trace:
         return len(self.events) - 1
 
     def finish(self, index: int, end: float | None = None) -> None:
-        """Fill the end of the in-flight event ``index`` (no effect for -1 or after ``clear``)."""
-        events = self.events  # another thread may clear them meanwhile
+        """Set the end of the in-flight event ``index`` (no effect for -1 or after ``clear``)."""
+        events = self.events  # kept, since another thread may call clear() meanwhile
         if 0 <= index < len(events) and events[index].end is None:
             stamp = self.now() if end is None else end
             events[index] = replace(events[index], end=stamp)
@@ -158,70 +163,74 @@ class Trace:
         return [e.line() for e in self.events if kinds is None or e.kind in kinds]
 
     def clear(self) -> None:
-        """Forget all events."""
+        """Delete all events."""
         self.events = []
 
 
-# When a collective ends: told by the thread that carries it, or by one that waits.
+# When a collective ends: known to its backend's thread, or to a thread that waits for it.
 
 
 class Work(Protocol):
-    """What is needed of ``dist.Work``."""
+    """The part of ``dist.Work`` that is used here."""
 
     def wait(self) -> Any:
-        """Block (CPU) or make the current stream stand behind the collective."""
+        """Block (CPU), or make the current stream wait for the collective."""
 
 
-class Watched:
-    """A work that a :class:`Watcher` waits for; others wait for the watcher."""
+class WatchedWork:
+    """A work handle for which a :class:`CompletionThread` waits; other threads wait here."""
 
-    def __init__(self, work: Work, ended: Callable[[float], None]) -> None:
+    def __init__(self, work: Work, on_end: Callable[[float], None]) -> None:
         self._work = work
-        self._ended = ended
-        self._over = threading.Event()
+        self._on_end = on_end
+        self._done = threading.Event()
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """On the watcher's thread: wait, and tell the time."""
+        """Called on the completion thread: wait for the work, then call ``on_end``."""
         try:
             self._work.wait()
-            self._ended(time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for; others go on
+            self._on_end(time.perf_counter())
+        except Exception as error:  # noqa: BLE001 - raised by wait(); the thread goes on
             self._error = error
         finally:
-            self._over.set()
+            self._done.set()
 
     def wait(self) -> None:
-        """Block until it is over.
+        """Block until the work has ended.
 
         Raises:
-            Exception: what the work has raised; a ``RuntimeError`` where a peer has gone.
+            Exception: the error of the work; a ``RuntimeError`` if a peer has ended.
         """
-        self._over.wait()
+        self._done.wait()
         if self._error is not None:
             raise self._error
 
 
-class Watcher:
-    """Waits for works, the oldest first, on a thread that lives while there are any.
+class CompletionThread:
+    """Waits for work handles, the oldest first, on a thread that lives while there are any.
 
-    For works without a future, and only while a trace asks when they end: the thread needs the
-    interpreter for a moment at each end.
+    Used for works without a future, and only while a trace records when they end, because the
+    thread holds the interpreter lock for a moment at each end.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Watched] = deque()
+        self._queue: deque[WatchedWork] = deque()
         self._lock = threading.Lock()
         self._busy = False
 
-    def watch(self, work: Work, ended: Callable[[float], None]) -> Watched:
-        """Call ``ended`` with the time (``time.perf_counter()``) when ``work`` has ended well."""
-        watched = Watched(work, ended)
+    def watch(self, work: Work, on_end: Callable[[float], None]) -> WatchedWork:
+        """Call ``on_end`` with ``time.perf_counter()`` when ``work`` has ended without an error.
+
+        Returns:
+            A handle to wait for instead of ``work``.
+        """
+        watched = WatchedWork(work, on_end)
         with self._lock:
             self._queue.append(watched)
             idle, self._busy = not self._busy, True
         if idle:
-            threading.Thread(target=self._run, name="internsp-watcher", daemon=True).start()
+            threading.Thread(target=self._run, name="internsp-completion", daemon=True).start()
         return watched
 
     def _run(self) -> None:
@@ -234,7 +243,7 @@ class Watcher:
             watched.run()
 
 
-def when_over(work: Any, ended: Callable[[float], None]) -> None:
-    """Let the thread that carries a ``dist.Work`` tell its end, in the host's time."""
-    with suppress(RuntimeError):  # it has no future
-        work.get_future().add_done_callback(lambda _: ended(time.perf_counter()))
+def call_when_done(work: Any, on_end: Callable[[float], None]) -> None:
+    """Have the backend's thread call ``on_end`` with the host's time when ``work`` ends."""
+    with suppress(RuntimeError):  # the work has no future
+        work.get_future().add_done_callback(lambda _: on_end(time.perf_counter()))

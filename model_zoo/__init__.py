@@ -1,7 +1,7 @@
-"""Models to train, one file a family, each readable as single-device code.
+"""Models to train, one file for each family, each readable as single-device code.
 
-Installed as ``internsp.model_zoo``. In a checkout the folder lies beside ``internsp``, which links
-to it, so that ``model_zoo`` is a second name: of the same modules, not of copies of them.
+Installed as ``internsp.model_zoo``. In a checkout the folder is next to ``internsp``, which links
+to it. There ``model_zoo`` is a second name of the same modules, not of copies.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def build(
     """Build a model of ``config.family``.
 
     Args:
-        device: ``"meta"`` builds without memory or values, to be cut and then materialized by
-            ``internsp.parallelize`` or :func:`materialize`; None is torch's default device.
+        device: ``"meta"`` builds without memory or values; ``internsp.parallelize`` shards and
+            materializes the model, or :func:`materialize` does. None is torch's default device.
         dtype: of the parameters; None is torch's default dtype.
-        generator: its seed gives the values (see :meth:`CausalLM.initialize`); None takes the
-            seed of ``torch.manual_seed``, so two models built under one seed are equal.
+        generator: its seed determines the values (see :meth:`CausalLM.initialize`); None takes the
+            seed of ``torch.manual_seed``, so that two models built under one seed are equal.
 
     Raises:
-        LayoutError, MissingDependencyError: sizes that do not fit, an absent norm or kernel.
+        LayoutError: sizes that do not fit.
+        MissingDependencyError: a norm or kernel that is not installed.
     """
     model = FAMILIES[config.family](config, device="meta", dtype=dtype)
     target = torch.get_default_device() if device is None else torch.device(device)
@@ -58,7 +59,7 @@ def build(
 def materialize(
     model: CausalLM, device: torch.device | str, generator: torch.Generator | None = None
 ) -> CausalLM:
-    """Give a whole model memory on ``device`` and its initial values, in place; returns it."""
+    """Allocate an unsharded model on ``device`` and initialize it, in place; return it."""
     if generator is None:
         generator = torch.Generator().manual_seed(torch.initial_seed())
     model.to_empty(device=torch.device(device))
@@ -68,6 +69,6 @@ def materialize(
     return model
 
 
-if __name__ == "model_zoo":  # the second name, see above
+if __name__ == "model_zoo":  # imported by the second name, see the docstring
     for _part in ("", ".common", ".generate", ".internlm2", ".llama", ".llama_form"):
         sys.modules[__name__ + _part] = importlib.import_module("internsp.model_zoo" + _part)

@@ -1,8 +1,8 @@
-"""What the families share: sizes, feed forward, block, and the model around the blocks.
+"""The common code of the families: sizes, feed forward, block, and the model around the blocks.
 
-It reads as single-device code, and is: without a communicator every layer is an ordinary one, and
-without a group attention stays on this rank. What internsp adds enters from outside, through the
-layers' and ``attend``'s own attachments.
+It is single-device code: without a communicator every layer is an ordinary layer, and without a
+group attention runs on this rank alone. ``internsp.parallelize`` attaches communication to the
+layers and to ``attend``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes a :class:`ModelConfig` leaves open, filled in."""
+    """The sizes of a model, with the defaults of those that a :class:`ModelConfig` leaves out."""
 
     hidden: int
     heads: int
@@ -39,7 +39,9 @@ class Sizes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Sizes:
-        """Defaults: as many key/value heads as heads, ``hidden / heads`` channels a head, and
+        """The sizes of ``config``.
+
+        Defaults are as many key/value heads as heads, ``hidden / heads`` channels a head, and
         ``8 / 3 * hidden`` rounded up to a multiple of 32 in the feed forward.
 
         Raises:
@@ -70,10 +72,10 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
         sizes = Sizes.of(config)
-        wide = sizes.intermediate
-        self.w1 = ParallelLinearWithCommExt(sizes.hidden, wide, config.bias, device, dtype)
-        self.w3 = ParallelLinearWithCommExt(sizes.hidden, wide, config.bias, device, dtype)
-        self.w2 = ParallelLinearWithCommExt(wide, sizes.hidden, config.bias, device, dtype)
+        intermediate = sizes.intermediate
+        self.w1 = ParallelLinearWithCommExt(sizes.hidden, intermediate, config.bias, device, dtype)
+        self.w3 = ParallelLinearWithCommExt(sizes.hidden, intermediate, config.bias, device, dtype)
+        self.w2 = ParallelLinearWithCommExt(intermediate, sizes.hidden, config.bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, s, hidden]`` to ``[B, s, hidden]``."""
@@ -89,7 +91,7 @@ AttentionFactory = Callable[[ModelConfig, Device, torch.dtype | None], nn.Module
 class Block(nn.Module):
     """Normalize, attend, add; normalize, feed forward, add.
 
-    Takes and returns one tensor, so that it can be checkpointed, compiled or replaced from outside.
+    Takes and returns one hidden state, so that it can be checkpointed, compiled or replaced.
     """
 
     def __init__(
@@ -116,16 +118,16 @@ class Block(nn.Module):
     ) -> Tensor:
         """``h``: ``[B, s, hidden]``; returns the same shape and dtype.
 
-        ``keys``: ``[B, s]`` int64, of dropout in this block.
+        ``keys``: ``[B, s]`` int64, from which dropout in this block computes its masks.
         """
         h = h + self.dropout(self.attention(self.attention_norm(h), rotary, layout), keys, 0)
         return h + self.dropout(self.feed_forward(self.ffn_norm(h)), keys, 1)
 
 
 class CausalLM(nn.Module):
-    """Embedding, blocks, norm and head; a family only chooses the attention of its blocks.
+    """Embedding, blocks, norm and head; a family chooses only the attention of its blocks.
 
-    ``loss_options`` is set from outside when the head is parallel: keyword arguments for
+    ``internsp.parallelize`` sets ``loss_options`` when the head is parallel: keyword arguments of
     :func:`internsp.sp.token_loss`, such as ``output="vocabulary"`` and its ``group``.
     """
 
@@ -137,7 +139,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # Resolved once here, so that "auto" logs its choice once and not for every norm.
+        # Resolved once here, so that the choice of "auto" is logged once and not for every norm.
         config = config.model_copy(update={"norm": resolve_norm(config.norm)})
         self.config = config
         self.sizes = Sizes.of(config)
@@ -153,9 +155,9 @@ class CausalLM(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head's weight the embedding's own parameter again, where the config ties them.
+        """Make the head's weight the embedding's parameter again, if the config ties them.
 
-        ``Module.to_empty`` gives every module parameters of its own, so it must be called after.
+        Call it after ``Module.to_empty``, which gives every module parameters of its own.
         """
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
@@ -174,21 +176,21 @@ class CausalLM(nn.Module):
         """Logits, or with ``labels`` the summed token loss and the number of valid tokens.
 
         Args:
-            input_ids: ``[B, s]`` int64, this rank's part of the sequences.
-            layout: where that part lies and where documents begin; None: whole sequences, one
+            input_ids: ``[B, s]`` int64, this rank's shard of the sequences.
+            layout: the positions of that shard and the documents; None: whole sequences, one
                 document each.
             labels: ``[B, s]`` int64, the token to predict at each position, -100 for none.
             loss_chunk: tokens whose logits exist at once while the loss is computed.
-            last_only: logits of the last position alone.
-            start: position of the first token, where those before it are cached; without layout.
-            row_keys: ``[B]`` int64, what a layout has of that name; without layout.
+            last_only: return logits of the last position only.
+            start: position of the first token when earlier tokens are cached; without layout.
+            row_keys: ``[B]`` int64, as ``SequenceLayout.row_keys``; without layout.
 
         Returns:
             ``[B, s, vocabulary]`` (``[B, 1, vocabulary]`` with ``last_only``), or a pair of
             scalars: the sum in ``promote_types(dtype, float32)``, never divided, and the count.
 
         Raises:
-            LayoutError: ``input_ids`` and ``layout`` have different shapes, or dropout has no keys.
+            LayoutError: ``input_ids`` and ``layout`` differ in shape, or dropout has no row keys.
         """
         h: Tensor = self.embed(input_ids)
         rotary = self.rotary(input_ids, layout, h.dtype, start)
@@ -196,7 +198,7 @@ class CausalLM(nn.Module):
         if tokens is not None:
             h = self.embedding_dropout(h, block_keys(tokens, 0))
         for number, block in enumerate(self.layers, 1):
-            # A program's own blocks need not know of keys that there are not.
+            # No keys are passed without dropout: a program's own blocks need no such argument.
             keys = () if tokens is None else (block_keys(tokens, number),)
             h = block(h, rotary, layout, *keys)
         h = self.norm(h[:, -1:] if last_only and labels is None else h)
@@ -214,7 +216,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype,
         start: int = 0,
     ) -> RotaryTables:
-        """The tables of this forward, made once and handed to every block."""
+        """The rotary tables of this forward, computed once for all blocks."""
         if layout is None:
             steps = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
             positions = steps.expand(input_ids.shape)
@@ -231,10 +233,10 @@ class CausalLM(nn.Module):
     def token_keys(
         self, x: Tensor, layout: SequenceLayout | None, row_keys: Tensor | None = None
     ) -> Tensor | None:
-        """``[B, s]`` int64, of which dropout makes its masks; None where nothing is dropped.
+        """``[B, s]`` int64, from which dropout computes its masks; None without dropout.
 
         Raises:
-            LayoutError: there are no keys that say which rows of the data these are.
+            LayoutError: there are no row keys, which identify the rows of the data.
         """
         if not (self.config.dropout or self.config.embedding_dropout):
             return None
@@ -250,19 +252,19 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole parameter in place.
+        """Initialize one unsharded parameter in place.
 
         Norms are 1 and biases 0. Other weights are normal with ``init_std``; the projections that
         write to the residual stream (``wo``, ``w2``) are smaller by ``sqrt(2 * layers)`` (GPT-2).
 
         The values depend on ``name`` and ``generator.initial_seed()`` only, neither on what was
-        initialized before nor on the dtype (drawn in fp32, then rounded), so every rank, stage and
-        mesh finds the same. They are drawn on the generator's device.
+        initialized before nor on the dtype (drawn in fp32, then rounded), so that they are equal on
+        every rank, stage and mesh. They are drawn on the generator's device.
 
         Args:
-            name: fully-qualified, as in ``named_parameters()``; what ``torch.compile`` or a
-                checkpoint wrapper inserts is ignored.
-            tensor: whole, of any floating dtype, on any device but meta.
+            name: fully-qualified, as in ``named_parameters()``; path elements that
+                ``torch.compile`` or a checkpoint wrapper inserts are ignored.
+            tensor: the unsharded parameter, of any floating dtype, on any device but meta.
 
         Raises:
             ValueError: ``tensor`` is on the meta device.

@@ -1,4 +1,4 @@
-"""Continue a prompt, one token at a time, with a key/value cache. On one process."""
+"""Continue a prompt, one token at a time, with a key/value cache. For one process."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def stream(
     generator: torch.Generator | None = None,
     stop_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Each next token of every sequence, ``[B, 1]``, as soon as it is drawn.
+    """Yield the next token of every sequence, ``[B, 1]``, as soon as it is sampled.
 
-    Keys and values are kept, so that a token takes a forward of itself alone. The model is in
-    evaluation mode while the iterator lives, and must not be used otherwise.
+    Keys and values are cached, so that the forward of a token computes that token only. The model
+    is in evaluation mode while the iterator exists, and must not be used by others.
 
     Args:
         ids: ``[B, n]`` int64, ``n >= 1``: prompts of one length.
-        temperature: 0 takes the most likely token and draws nothing.
-        top_k: draw among the ``top_k`` most likely tokens only.
-        top_p: among those that together have this probability, the likeliest first (nucleus
-            sampling, arXiv 1904.09751); after ``top_k``.
-        generator: makes the draw deterministic; drawn on its device, fp32 on any.
-        stop_id: stop once every sequence has produced it; after it a sequence repeats it.
+        temperature: 0 takes the most likely token and samples nothing.
+        top_k: sample among the ``top_k`` most likely tokens only.
+        top_p: sample among the most likely tokens that together have this probability (nucleus
+            sampling, arXiv 1904.09751); applied after ``top_k``.
+        generator: makes sampling deterministic, in fp32 on the generator's device.
+        stop_id: stop when every sequence has produced it; a sequence repeats it from then on.
 
     Raises:
         ValueError: an empty prompt, a negative temperature, ``top_k`` below 1, ``top_p`` outside
@@ -82,7 +82,7 @@ def stream(
             for _ in range(max_new_tokens):
                 logits = model(new, last_only=True, start=start)[:, -1]
                 start += new.shape[1]
-                new = _choose(logits, temperature, top_k, top_p, generator).to(ids.device)
+                new = _sample(logits, temperature, top_k, top_p, generator).to(ids.device)
                 if stop_id is not None:
                     new = new.masked_fill(done, stop_id)
                     done = done | (new == stop_id)
@@ -94,9 +94,9 @@ def stream(
 
 
 class CachedAttention(DistributedAttention):
-    """In place of a block's ``attend`` while text is generated: keeps keys and values.
+    """Replaces a block's ``attend`` during generation, and caches keys and values.
 
-    Memory doubles when it is full, so that a token's are written once and rarely copied.
+    A full cache doubles its size, so that keys and values are rarely copied.
     """
 
     def __init__(self, attend: DistributedAttention) -> None:
@@ -116,9 +116,12 @@ class CachedAttention(DistributedAttention):
     ) -> Tensor:
         """``q``: ``[B, s, heads, d]`` of the new tokens; returns the same shape."""
         begin, self.length = self.length, self.length + k.shape[1]
-        self.keys, self.values = self._kept(self.keys, k, begin), self._kept(self.values, v, begin)
+        self.keys, self.values = (
+            self._append(self.keys, k, begin),
+            self._append(self.values, v, begin),
+        )
         keys, values = (kept[:, : self.length].transpose(1, 2) for kept in (self.keys, self.values))
-        # Row i of the new tokens sees all before them, and itself.
+        # The i-th new token sees all cached tokens and the new tokens up to itself.
         mask = None
         if q.shape[1] > 1:
             seen = torch.ones(q.shape[1], self.length, dtype=torch.bool, device=q.device)
@@ -128,7 +131,7 @@ class CachedAttention(DistributedAttention):
         )
         return out.transpose(1, 2)
 
-    def _kept(self, before: Tensor | None, new: Tensor, begin: int) -> Tensor:
+    def _append(self, before: Tensor | None, new: Tensor, begin: int) -> Tensor:
         if before is None or before.shape[1] < self.length:
             size = max(2 * begin, self.length)
             made = new.new_empty(new.shape[0], size, *new.shape[2:])
@@ -141,9 +144,9 @@ class CachedAttention(DistributedAttention):
 
 @contextmanager
 def cached(model: CausalLM) -> Iterator[None]:
-    """Let every block's attention keep keys and values: forwards continue each other.
+    """Context in which every block's attention caches keys and values.
 
-    Each forward takes the next tokens, and as ``start`` how many came before.
+    Each forward takes the next tokens, and as ``start`` the number of tokens before them.
     """
     blocks: list[Any] = [block.attention for block in model.layers]
     before = [attention.attend for attention in blocks]
@@ -156,14 +159,14 @@ def cached(model: CausalLM) -> Iterator[None]:
             attention.attend = attend
 
 
-def _choose(
+def _sample(
     logits: Tensor,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token a row: ``[B, vocabulary]`` to ``[B, 1]``."""
+    """Sample one token for each row: ``[B, vocabulary]`` to ``[B, 1]``."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     wide = logits.to(generator.device if generator else logits.device, torch.float32) / temperature
@@ -171,6 +174,6 @@ def _choose(
         return torch.multinomial(wide.softmax(dim=-1), 1, generator=generator)
     best, tokens = wide.topk(min(top_k or wide.shape[-1], wide.shape[-1]), dim=-1)
     chances = best.softmax(dim=-1)
-    if top_p is not None:  # the likeliest one always stays
+    if top_p is not None:  # the most likely token always stays
         chances = chances.masked_fill(chances.cumsum(dim=-1) - chances >= top_p, 0.0)
     return tokens.gather(1, torch.multinomial(chances, 1, generator=generator))

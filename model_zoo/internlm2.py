@@ -1,7 +1,7 @@
 """InternLM2 (arXiv 2403.17297): Llama with one fused projection for query, key and value.
 
-Its rows are interleaved by key/value head: for each, the query heads that share it, then the key,
-then the value, so that a cut over key/value heads is a cut of rows.
+Its rows are interleaved by key/value head: for each key/value head, the query heads that share it,
+then the key, then the value, so that a split by key/value heads is a split of rows.
 """
 
 from __future__ import annotations

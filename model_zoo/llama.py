@@ -1,7 +1,7 @@
 """Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783).
 
 They differ in sizes alone: Llama 3 has fewer key/value heads than heads and ``rope_theta = 5e5``.
-With ``qkv_bias`` it is the attention of Qwen 2. Llama 3.1's rescaled wavelengths are not here.
+With ``qkv_bias`` it is the attention of Qwen 2. Llama 3.1's rescaled wavelengths are not supported.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from internsp.config import ModelConfig
 from internsp.layers import ParallelLinearWithCommExt
-from internsp.layers.rotary import RotaryTables, turn
+from internsp.layers.rotary import RotaryTables, rotation
 from internsp.model_zoo.common import CausalLM, Device, Sizes
 from internsp.sp import DistributedAttention, SequenceLayout
-from internsp.sp.fused import UNTURNED
+from internsp.sp.fused import NO_ROTATION
 
 
 class LlamaAttention(nn.Module):
-    """Causal attention with separate projections and, where asked, grouped key/value heads."""
+    """Causal attention with separate projections and optionally grouped key/value heads."""
 
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: RotaryTables, layout: SequenceLayout | None) -> Tensor:
         """``[B, s, hidden]`` to ``[B, s, hidden]``."""
-        turned = turn(rotary)
-        # Under sequence parallelism parts of each product travel while the next is made.
+        turned = rotation(rotary)
+        # Under sequence parallelism, parts of each product are sent while the next is computed.
         return self.attend.sublayer(
-            x, (self.wq, self.wk, self.wv), (turned, turned, UNTURNED), self.wo, layout
+            x, (self.wq, self.wk, self.wv), (turned, turned, NO_ROTATION), self.wo, layout
         )
 
 

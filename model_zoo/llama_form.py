@@ -1,7 +1,8 @@
-"""The zoo's families as transformers' Llama: what each tensor is called there, and the config.
+"""The zoo's families as transformers' Llama: the names of its tensors, and its config.
 
-InternLM2's fused projection is Llama's three, in other rows, so both are the same model there. Its
-authors' own folders have it fused, and other names.
+InternLM2's fused projection has the rows of Llama's three projections in another order, so that
+both families are exported as Llama. The folders of InternLM2's authors have the fused projection,
+and other names.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ _NAMES = {
 }  # fmt: skip
 
 Rows = dict[str, list[tuple[str, int, int]]]
-"""Tensors that are put together: of others ``(name, first row, behind the last)``, in order."""
+"""For each concatenated tensor, its parts in order: ``(name of a tensor, first row, end)``."""
 
 
-class Part(NamedTuple):
+class ExportedTensor(NamedTuple):
     """A tensor of the exported model.
 
     Attributes:
-        name: in transformers.
-        source: in the zoo's model; ``None``: zeros, where the zoo has no such bias.
-        shape: of it.
-        take: it, from the whole source.
+        name: its name in transformers.
+        source: the tensor's name in the zoo's model; ``None``: zeros, if the zoo has no such bias.
+        shape: its shape.
+        take: makes it from the unsharded source.
     """
 
     name: str
     source: str | None
     shape: tuple[int, ...]
-    take: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor], Tensor]
 
 
-def parts(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Part]:
+def exported_tensors(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> Iterator[ExportedTensor]:
     """Every tensor of the exported model.
 
     Args:
-        shapes: of the zoo's model, by name.
+        shapes: the shapes of the zoo's tensors, by name.
     """
     sizes = Sizes.of(config)
     for source, shape in shapes.items():
@@ -64,20 +67,20 @@ def parts(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[P
                 heads = sizes.heads if short == "q" else sizes.kv_heads
                 cut = (heads * sizes.head_dim, *shape[1:])
                 name = f"{block}self_attn.{short}_proj.{kind}"
-                yield Part(name, source, cut, partial(_rows_of, which, sizes))
+                yield ExportedTensor(name, source, cut, partial(_rows_of, which, sizes))
         else:
-            yield Part(f"{block}{_NAMES[module]}.{kind}", source, shape, _as_it_is)
+            yield ExportedTensor(f"{block}{_NAMES[module]}.{kind}", source, shape, _identity)
     if config.qkv_bias != config.bias:  # Llama has one switch for both
         for layer in range(config.layers):
             for linear in ("wo",) if config.qkv_bias else ("wq", "wk", "wv"):
                 heads = sizes.kv_heads if linear in ("wk", "wv") else sizes.heads
                 rows = sizes.hidden if linear == "wo" else heads * sizes.head_dim
-                named = _NAMES[f"attention.{linear}"]
-                yield Part(f"model.layers.{layer}.{named}.bias", None, (rows,), _as_it_is)
+                name = f"model.layers.{layer}.{_NAMES[f'attention.{linear}']}.bias"
+                yield ExportedTensor(name, None, (rows,), _identity)
 
 
-def fused(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Rows:
-    """The fused projections of the zoo's model, by name: rows of Llama's three tensors each."""
+def fused_projections(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Rows:
+    """The fused projections of the zoo's model, by name, from rows of Llama's three tensors."""
     sizes = Sizes.of(config)
     share, size = sizes.heads // sizes.kv_heads, sizes.head_dim
     found: Rows = {}
@@ -94,13 +97,13 @@ def fused(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Rows:
 
 
 def internlm2_name(name: str) -> str:
-    """What a tensor of the zoo's InternLM2 is called in the folders of its authors."""
+    """The name of a tensor of the zoo's InternLM2 in the folders of its authors."""
     module, _, kind = name.rpartition(".")
     own = {"embed": "model.tok_embeddings", "head": "output"}
     return f"{own.get(module, f'model.{module}')}.{kind}"
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -113,12 +116,12 @@ def _rows_of(which: int, sizes: Sizes, tensor: Tensor) -> Tensor:
     )
 
 
-def config_of(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
+def llama_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
     """``config.json`` of the exported model.
 
     Args:
-        dtype: of its tensors.
-        positions: the longest sequence that it was trained on.
+        dtype: of the model's tensors.
+        positions: length of the longest sequence of the training.
     """
     sizes = Sizes.of(config)
     return {

@@ -32,8 +32,8 @@ if __package__ in (None, ""):
 from internsp import model_zoo
 from internsp.config import ModelConfig, WeightParallelConfig
 from internsp.mesh import ParallelMesh
-from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split
-from internsp.pipeline.pipeline import described
+from internsp.pipeline import SCHEDULES, Chunk, MicroBatch, Pipeline, split_model
+from internsp.pipeline.pipeline import meta_stage_args
 from internsp.trace import Trace
 from tools.bench.ranks import Session, Setup
 from tools.bench.report import markdown_rows
@@ -150,7 +150,7 @@ def fsdp2(mesh: ParallelMesh, case: Case) -> Row:
     """A step of FSDP2 with resharding in torch's own stages."""
     kind, model, row = SCHEDULES[case.schedule], build(case), Row(0, 0, 0, 0)
     count, stages = RANKS * case.chunks, []
-    blocks = split(model, count)
+    blocks = split_model(model, count)
     group = DeviceMesh.from_group(mesh.weight_group, "cpu")
     for stage in kind.stages_of(mesh.pipeline_rank, RANKS, case.chunks):
         chunk = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
@@ -158,7 +158,7 @@ def fsdp2(mesh: ParallelMesh, case: Case) -> Row:
             fully_shard(module, mesh=group, reshard_after_forward=True)
             counting = _Counting(row, module is not chunk)
             module.set_custom_all_gather(counting)  # type: ignore[operator]
-        given = described(chunk, (1, LENGTH, WIDTH), torch.float64)
+        given = meta_stage_args(chunk, (1, LENGTH, WIDTH), torch.float64)
         stages.append(
             PipelineStage(chunk, stage, count, mesh.device, group=mesh.pipeline_group, **given)
         )

@@ -132,7 +132,7 @@ def configuration(folder: Path) -> Path:
     return path
 
 
-class Watched:
+class WatchedWork:
     """A started run, and the processes below it by what they are."""
 
     def __init__(self, config: Path, folder: Path, segment: Segment) -> None:
@@ -242,7 +242,7 @@ def last_step(metrics: Path) -> int:
 def run_segment(config: Path, folder: Path, segment: Segment, wait: float) -> None:
     """Start the run, let it train, disturb it, and see how it ends."""
     segment.begun = max((step for step, _ in steps_in(folder / "run" / "checkpoints")), default=0)
-    run = Watched(config, folder, segment)
+    run = WatchedWork(config, folder, segment)
     try:
         since = time.monotonic()
         fault_at = math.inf
@@ -343,8 +343,8 @@ def report(given: Arguments, segments: list[Segment], found: dict[str, Any]) -> 
         "## Soak", "",
         "```", f"python -m tools.soak {_words(given)}", "```", "",
         "trains one run for some minutes. Each segment has another mesh and number of ranks (1 to "
-        "4 processes on this machine) and ends by a fault; the next one goes on by itself. This is "
-        "what it wrote.", "",
+        "4 processes on this machine) and ends with a fault; the next segment resumes by itself. "
+        "The command wrote this:", "",
     ]  # fmt: skip
     slowest = max(segments, key=lambda segment: segment.seconds)
     table = [
@@ -373,7 +373,7 @@ def report(given: Arguments, segments: list[Segment], found: dict[str, Any]) -> 
     lines += [
         "",
         "A segment begins by reading the newest checkpoint (one every "
-        f"{EVERY} steps), so that steps after it are done again. The growth is the mean of lines "
+        f"{EVERY} steps), so the steps after it are done again. The growth is the mean of lines "
         f"fitted to each rank's anonymous memory from its {_SETTLED}th step of a segment on, with "
         "twice its standard error over ranks and segments. Stopped ranks are noticed after "
         f"`parallel.timeout_seconds` ({TIMEOUT} s here).",

@@ -1,1 +1,1 @@
-"""What ranks must agree on before they exchange messages."""
+"""Checks that all ranks have the same model, batch and order, before they launch collectives."""

@@ -1,4 +1,4 @@
-"""Whether the ranks of a sequence group train on the same batch, of which each has a part."""
+"""Checks that the ranks of a sequence group, each with a part of the batch, have the same batch."""
 
 from __future__ import annotations
 
@@ -15,58 +15,61 @@ from internsp.mesh import ParallelMesh
 from internsp.sp.layout import SequenceLayout
 from internsp.wp.parameter import bits_of
 
-_AT_ONCE = 3  # forwards: programs that draw by the wrong rank do so from the first on
+_BLOCKING_FORWARDS = 3  # few: a program that draws data by the wrong rank does so from the start
 
 
 class SameBatch:
-    """Compares the layouts that the ranks of a sequence group call a model with.
+    """Compares the sequence layouts with which the ranks of a sequence group call a model.
 
-    Each look is one message of 16 bytes. In the first forwards it is waited for at once: data drawn
-    by the process's rank, or positions that are dealt otherwise, are there from the first batch on.
-    Later it travels beside the forward, and its answer is read at the end of the backward, before
-    an optimizer steps (:meth:`settle`), or without a backward at the next forward. On a device the
-    host would have to wait for that answer, so there only the first forwards are compared.
+    Each check is one all-gather of 16 bytes a rank. The first forwards wait for its result at once:
+    data drawn by the process's rank, or positions distributed in another way, are wrong from the
+    first batch on. Later forwards overlap it, and its result is read at the end of the backward,
+    before the optimizer steps (:meth:`wait`), or at the next forward if there is no backward. With
+    a device the host would have to wait for the result, so that only the first forwards are
+    compared.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._group, self._device = mesh.sequence_group, mesh.device
-        self._alone = self._group is None or mesh.sequence == 1
-        self._at_once = _AT_ONCE
-        self._asked: Question | None = None
+        self._single_rank = self._group is None or mesh.sequence == 1
+        self._blocking_left = _BLOCKING_FORWARDS
+        self._pending: BatchComparison | None = None
 
-    def look(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Collective over the sequence group, in forwards that are given a layout.
+    def check(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Compare the layout among a forward's arguments, if it has one.
+
+        Collective over the sequence group; blocks in the first forwards only.
 
         Raises:
-            LayoutError: on every rank of it, where two were given other batches.
+            LayoutError: two ranks have different batches; raised on every rank of the group.
         """
-        if self._alone or not (self._at_once or self._device.type == "cpu"):
+        if self._single_rank or not (self._blocking_left or self._device.type == "cpu"):
             return
-        self.settle()
+        self.wait()
         layout = next(_layouts(args, kwargs), None)
         if layout is None:
             return
-        assert self._group is not None, "there are other ranks to be asked"
-        said = f"ranges {layout.ranges}, documents {layout.documents.rows}"
-        given = {"ids": layout.all_ids, "tokens": layout.total_valid_tokens}
-        self._asked = Question(given, said, self._group, self._device)
-        if self._at_once:
-            self._at_once -= 1
-            self.settle()
+        assert self._group is not None, "the sequence group has several ranks"
+        described = f"ranges {layout.ranges}, documents {layout.documents.rows}"
+        inputs = {"ids": layout.all_ids, "tokens": layout.total_valid_tokens}
+        self._pending = BatchComparison(inputs, described, self._group, self._device)
+        if self._blocking_left:
+            self._blocking_left -= 1
+            self.wait()
 
-    def settle(self) -> None:
-        """Read the answer of the last look, if it was not.
+    def wait(self) -> None:
+        """Wait for the result of the last check, if it was not read yet. Blocks.
 
         Raises:
-            LayoutError: as :meth:`look`.
+            LayoutError: as :meth:`check`.
         """
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.require_same()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.require_same()
 
-    def forget(self, earlier: bool) -> None:
-        """A pass has failed: nothing is read of it."""
-        self._asked = None
+    def reset(self, earlier: bool) -> None:
+        """Drop the pending result after a failed pass."""
+        self._pending = None
 
 
 def _layouts(args: Any, kwargs: Mapping[str, Any]) -> Iterator[SequenceLayout]:
@@ -74,48 +77,55 @@ def _layouts(args: Any, kwargs: Mapping[str, Any]) -> Iterator[SequenceLayout]:
 
 
 def require_same_batch(
-    given: Mapping[str, Any], state: str, group: dist.ProcessGroup, device: torch.device
+    inputs: Mapping[str, Any], state: str, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Every rank of a sequence group has the same batch, in the same state. Collective; blocks.
-
-    Raises:
-        LayoutError: on every rank, where two were given another.
-    """
-    Question(given, state, group, device).require_same()
-
-
-class Question:
-    """Whether every rank of a sequence group has the same batch. Collective; under way once made.
+    """Check that every rank of a sequence group has the same batch. Collective; blocks.
 
     Args:
-        given: tensors and numbers, by name.
-        state: what else must be the same, in words.
+        inputs, state: see :class:`BatchComparison`.
+
+    Raises:
+        LayoutError: two ranks have different inputs or states; raised on every rank.
+    """
+    BatchComparison(inputs, state, group, device).require_same()
+
+
+class BatchComparison:
+    """An all-gather that compares the batches of a sequence group's ranks.
+
+    The constructor launches it and does not block. Collective over the group.
+
+    Args:
+        inputs: tensors and numbers by name.
+        state: text of what else must be the same on all ranks.
     """
 
     def __init__(
-        self, given: Mapping[str, Any], state: str, group: dist.ProcessGroup, device: torch.device
+        self, inputs: Mapping[str, Any], state: str, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        tensors = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor)}
-        said = [f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors.items()]
-        said += [f"{k} = {v}" for k, v in sorted(given.items()) if isinstance(v, bool | int | None)]
-        said.append(state)
-        digest = int.from_bytes(hashlib.sha256("\n".join(said).encode()).digest()[:7], "big")
+        tensors = {name: x for name, x in sorted(inputs.items()) if isinstance(x, Tensor)}
+        described = [f"{name} {list(x.shape)} {x.dtype}" for name, x in tensors.items()]
+        described += [
+            f"{k} = {v}" for k, v in sorted(inputs.items()) if isinstance(v, bool | int | None)
+        ]
+        described.append(state)
+        digest = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:7], "big")
         first = torch.tensor(digest, device=device)
         contents = torch.stack([first, *(_checksum(x).to(device) for x in tensors.values())])
         both = torch.stack([first, contents.sum()])
-        self._said, self._group = said, group
-        self._everyone = [torch.empty_like(both) for _ in range(dist.get_world_size(group))]
-        self._work = dist.all_gather(self._everyone, both, group=group, async_op=True)
+        self._described, self._group = described, group
+        self._gathered = [torch.empty_like(both) for _ in range(dist.get_world_size(group))]
+        self._work = dist.all_gather(self._gathered, both, group=group, async_op=True)
 
     def require_same(self) -> None:
-        """Wait for the other ranks' answers.
+        """Wait for the all-gather and compare its parts. Blocks.
 
         Raises:
-            LayoutError: on every rank, where two were given another.
+            LayoutError: two ranks have different batches; raised on every rank.
         """
-        assert self._work is not None, "this rank is of the group"
+        assert self._work is not None, "this rank belongs to the group"
         self._work.wait()
-        found = [tuple(x) for x in torch.stack(self._everyone).tolist()]
+        found = [tuple(x) for x in torch.stack(self._gathered).tolist()]
         if len(set(found)) == 1:
             return
         other = next(rank for rank, x in enumerate(found) if x != found[0])
@@ -123,19 +133,19 @@ class Question:
         what = "other values" if alike else "inputs of other shapes or names"
         raise LayoutError(
             f"rank {other} of the sequence group was given {what} than rank 0 of it (this is rank "
-            f"{dist.get_rank(self._group)}, with {', '.join(self._said):.300}): give every rank of "
-            "a sequence group the same whole batch, and draw other data by mesh.data_rank, not by "
-            "the process's rank"
+            f"{dist.get_rank(self._group)}, with {', '.join(self._described):.300}): give every "
+            "rank of a sequence group the same whole batch, and draw other data by mesh.data_rank, "
+            "not by the process's rank"
         )
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """Of the bits of ``x``, by position where it is of integers."""
+    """int64 checksum of the bits of ``x``; for integers, weighted by position."""
     x = x.detach()
     if x.is_floating_point():
         return bits_of(x.contiguous()).sum(dtype=torch.int64)
     flat = x.reshape(-1)
-    piece = max(1024, flat.numel() // 256)  # of a long sequence nothing else is made whole
+    piece = max(1024, flat.numel() // 256)  # so that a long sequence needs little memory
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, flat.numel(), piece):
         part = flat[start : start + piece].to(torch.int64)

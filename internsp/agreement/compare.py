@@ -1,8 +1,8 @@
-"""What the ranks agree upon when a model is made parallel: one small message, before any change.
+"""Checks in ``parallelize`` that all ranks have the same model: one small all-gather of objects.
 
-A rank that refuses its model, another configuration, another model or other first values would
-otherwise show as a hang, an aborted process or wrong numbers, long after. Everything compared here
-is compared on all ranks, so that all raise.
+It runs before the model is changed. A rank that refuses its model, or has another configuration,
+model or initial values, would otherwise show much later, as a hang, an aborted process or wrong
+numbers. All ranks compare the data of all ranks, so that all raise.
 """
 
 from __future__ import annotations
@@ -21,67 +21,77 @@ from internsp.config import ActivationCheckpointConfig, WeightParallelConfig
 from internsp.errors import ConfigError, InternspError, LayoutError, StructureError
 from internsp.mesh import ParallelMesh
 from internsp.plan.assign import experts_among
-from internsp.plan.rules import Rules, lay, own_rules
+from internsp.plan.rules import Rules, match_rules, own_rules
 
 T = TypeVar("T")
 Facts = dict[str, list[str]]
-"""What must be the same on all ranks of a stage, one line a thing, by subject."""
+"""Lines of text that must be the same on all ranks of a stage, by subject."""
 
 
-def agree(
+def require_same_model(
     model: nn.Module,
     mesh: ParallelMesh,
     config: WeightParallelConfig,
     checkpoint: ActivationCheckpointConfig | None,
     split: bool,
-    look: Callable[[], T],
+    examine: Callable[[], T],
 ) -> T:
-    """What ``look`` returns, if it and everything else is alike on all ranks of the stage.
+    """Check that all ranks have the same model and configuration.
 
-    Collective; blocks. Reads every value once (``weight_parallel.compare_ranks``).
+    Collective over the mesh's model group; blocks. With ``weight_parallel.compare_ranks`` it reads
+    every parameter and buffer once, to compare initial values.
 
     Args:
-        look: examines this rank's model, and may refuse it.
+        split: whether backward computes weight gradients separately (zero bubble's B and W).
+        examine: examines this rank's model; raises if the model is not supported.
+
+    Returns:
+        What ``examine`` returned on this rank.
 
     Raises:
-        Exception: what ``look`` raised on this rank.
-        StructureError: another rank refused; models or first values differ.
+        Exception: what ``examine`` raised on this rank.
+        StructureError: ``examine`` raised on another rank, or models or initial values differ.
         ConfigError: configurations differ.
     """
     ranks = mesh.model_ranks
-    refused: Exception | None = None
+    refusal: Exception | None = None
     try:
-        looked = look()
+        examined = examine()
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know of it
-        refused = error
+        refusal = error
     if len(ranks) > 1:
         facts = _facts(model, config, checkpoint, split)
         mine = {
-            "refused": str(refused) if refused is not None else None,
+            "refused": str(refusal) if refusal is not None else None,
             "digests": {subject: _digest(lines) for subject, lines in facts.items()},
-            "values": _values(model) if config.compare_ranks else None,
+            "values": _checksums(model) if config.compare_ranks else None,
             "part": (mesh.expert_rank, mesh.tensor_rank),
         }
-        everyone = _gathered(mine, mesh.model_group)
+        everyone = _all_gather_objects(mine, mesh.model_group)
         different = _difference(everyone, facts, mesh, ranks)
         for rank, report in zip(ranks, everyone, strict=True):
-            if refused is None and different is None and report["refused"] is not None:
+            if refusal is None and different is None and report["refused"] is not None:
                 different = StructureError(
                     f"rank {rank} refused its model (this is rank {mesh.rank}): "
                     f"{report['refused']}"
                 )
-        if refused is None and different is not None:
+        if refusal is None and different is not None:
             raise different
-        if refused is None and config.compare_ranks:
-            rules = lay(model, config.plan)
-            _compare_values(everyone, _tensors(model), config, rules, mesh, ranks)
-    if refused is not None:
-        raise refused
-    return looked
+        if refusal is None and config.compare_ranks:
+            rules = match_rules(model, config.plan)
+            _compare_values(everyone, _named_tensors(model), config, rules, mesh, ranks)
+    if refusal is not None:
+        raise refusal
+    return examined
 
 
-def equal_counts(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
-    """For a user's own mean loss: equal shapes on all ranks, checked once (DESIGN 6)."""
+def token_count_check(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, Any]], None]:
+    """A check, in the first forward, of equal shapes on all ranks: a mean loss needs it (DESIGN 6).
+
+    Returns:
+        A function of a forward's arguments. Its first call is collective over the stage and blocks;
+        it raises a :class:`LayoutError` on every rank if the ranks have different token counts.
+    """
     checked: list[bool] = []
 
     def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -89,7 +99,7 @@ def equal_counts(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, 
             return
         checked.append(True)
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        counts = _gathered(tensors[0].numel() if tensors else 0, mesh.stage_group)
+        counts = _all_gather_objects(tensors[0].numel() if tensors else 0, mesh.stage_group)
         if len(set(counts)) > 1:
             raise LayoutError(
                 f"reduction = 'mean' needs equally many tokens on every rank, but the ranks "
@@ -100,7 +110,7 @@ def equal_counts(mesh: ParallelMesh) -> Callable[[tuple[Any, ...], Mapping[str, 
     return check
 
 
-def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def _all_gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
@@ -118,9 +128,9 @@ def _facts(
         settings += [f"activation_checkpoint.{k} = {v!r}" for k, v in dumped.items()]
     try:
         settings += [f"a rule of the model's own: {rule.model_dump()}" for rule in own_rules(model)]
-    except StructureError as error:  # which the look at this rank's model has met, too
+    except StructureError as error:  # examine() has raised the same on this rank
         settings.append(str(error))
-    settings.append(f"weight gradients apart = {split}")
+    settings.append(f"separate weight gradients = {split}")
     first: dict[int, str] = {}
     parameters, trained = [], []
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -144,23 +154,24 @@ def _digest(lines: Sequence[str]) -> str:
 def _difference(
     everyone: list[dict[str, Any]], facts: Facts, mesh: ParallelMesh, ranks: list[int]
 ) -> InternspError | None:
-    """The error for the first subject in which ranks differ. All ranks send its lines then."""
+    """The error for the first subject in which ranks differ; all ranks then gather its lines."""
     for subject, lines in facts.items():
         if len({report["digests"][subject] for report in everyone}) == 1:
             continue
-        first, *others = _gathered(lines, mesh.model_group)
-        place = next(i for i, other in enumerate(others, 1) if other != first)
+        first, *others = _all_gather_objects(lines, mesh.model_group)
+        index = next(i for i, other in enumerate(others, 1) if other != first)
         kind = ConfigError if subject == "configuration" else StructureError
         return kind(
-            f"the ranks were given different {subject}: {_apart(first, others[place - 1])} "
-            f"(rank {ranks[0]} and rank {ranks[place]}; this is rank {mesh.rank}): call "
-            "parallelize() with the same model and configuration on every rank"
+            f"the ranks were given different {subject}: "
+            f"{_first_difference(first, others[index - 1])} (rank {ranks[0]} and rank "
+            f"{ranks[index]}; this is rank {mesh.rank}): call parallelize() with the same model "
+            "and configuration on every rank"
         )
     return None
 
 
-def _apart(one: list[str], other: list[str]) -> str:
-    """The first lines in which two lists differ."""
+def _first_difference(one: list[str], other: list[str]) -> str:
+    """Text with the first lines in which two lists differ."""
     for a, b in zip(one, other, strict=False):
         if a != b:
             return f"{a!r} and {b!r}"
@@ -168,20 +179,20 @@ def _apart(one: list[str], other: list[str]) -> str:
     return f"{longer[min(len(one), len(other))]!r} and nothing"
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _values(model: nn.Module) -> list[int | None]:
+def _checksums(model: nn.Module) -> list[int | None]:
     """A checksum of each parameter's and buffer's bytes; ``None`` for those on the meta device."""
     return [
         None if t.device.type == "meta" or t.layout != torch.strided else checksum(t)
-        for _, t in _tensors(model)
+        for _, t in _named_tensors(model)
     ]
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bytes of a tensor's values; of a ``DTensor`` of this rank's part."""
+    """CRC-32 of the bytes of a tensor; for a ``DTensor``, of its local tensor."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     on_host = tensor.detach().cpu().contiguous().view(-1)
@@ -196,17 +207,24 @@ def _compare_values(
     mesh: ParallelMesh,
     ranks: list[int],
 ) -> None:
-    """Experts of different ranks are their own, and tensor ranks' parts; all else is the same."""
+    """Raise if initial values differ between ranks that hold the same tensor.
+
+    Expert ranks hold different experts, and tensor ranks different shards of a ``DTensor``; all
+    other tensors must be the same on all ranks.
+
+    Raises:
+        StructureError: values differ.
+    """
     experts = experts_among((name for name, _ in tensors), config, rules) if mesh.expert > 1 else ()
     for index, (name, tensor) in enumerate(tensors):
         own = name in experts
-        cut = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
-        holders: dict[tuple[Any, int], list[int]] = {}  # by value, of the same part
+        sharded = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+        holders: dict[tuple[Any, int], list[int]] = {}  # ranks, by (shard, checksum)
         for rank, report in zip(ranks, everyone, strict=True):
             value = report["values"][index]
             if value is not None:
                 expert, part = report["part"]
-                key = (expert if own else 0, part if cut else 0)
+                key = (expert if own else 0, part if sharded else 0)
                 holders.setdefault((key, value), []).append(rank)
         alike: dict[Any, list[int]] = {}
         for (key, _), members in holders.items():

@@ -1,8 +1,8 @@
 """The ``internsp`` command: ``train`` and ``plan``; the others are in :mod:`internsp.cli.plain`.
 
-Options are parsed by tyro from the sections of :mod:`internsp.config`, each as text: the
-configuration itself converts and checks them, together with the file, so that all mistakes are
-reported at once. Nothing here imports torch before the command line is known to be right.
+tyro parses the options, which are made from the sections of :mod:`internsp.config`, as text. The
+configuration then converts and checks them together with the file, so that all mistakes are
+reported at once. torch is not imported before the command line is known to be right.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import tyro
 from internsp import __version__
 from internsp.cli import completion, plain
 from internsp.cli.environment import Launched, launched
-from internsp.cli.plain import printed, readable_in_part
-from internsp.config import Config, collect, report, schemas, sections
+from internsp.cli.plain import end_on_broken_pipe, print_output
+from internsp.config import Config, read_config, report, schemas, sections
 from internsp.config.errors import Problem, Schema, in_words, is_tables, items_of
 from internsp.config.names import nearest
 from internsp.errors import InternspError
-from internsp.terminal import say
+from internsp.terminal import write_lines
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -41,9 +41,9 @@ class _Plan:
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """SVG file for a picture of a pipeline's schedule."""
     longest: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
-    """Memory of a rank ("80 GiB"): print the longest sequence that fits, and by what."""
+    """Memory of a rank ("80 GiB"): print the longest sequence that fits, and its settings."""
     host_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
-    """With --longest: host memory of a rank; without: as much as is needed."""
+    """With --longest: host memory of a rank (none: as much as is needed)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Train:
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder for the run's files (default: runs/<train.name>)."""
     resume: Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
-    """Checkpoint to go on from, auto or never; the same as --checkpoint.resume."""
+    """Checkpoint to resume from, auto or never; the same as --checkpoint.resume."""
 
 
 _COMMANDS = {"train": _Train, "plan": _Plan}
@@ -68,32 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; ``None``: those of this process.
 
     Raises:
-        SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
+        SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in plain.COMMANDS:
         return plain.perform(words[0], words[1:])
     stranger = completion.mistake(words) or _unknown_command(words)
     if stranger:
-        say(f"internsp: {stranger}", sys.stderr)
+        write_lines(f"internsp: {stranger}", sys.stderr)
         return USAGE_ERROR
     if words[:1] == ["--version"]:
         print(f"internsp {__version__}")
         return 0
-    with readable_in_part(), completion.with_files(words):
+    with end_on_broken_pipe(), completion.with_files(words):
         command, unknown = _parse(words)
     given = {name: getattr(command, name) for name in sections()}
     if getattr(command, "resume", None) is not None:
         given["checkpoint"] = {**given["checkpoint"], "resume": command.resume}
     around = launched(os.environ, joins=isinstance(command, _Train))
     os.environ.update(around.variables)
-    config, problems = collect(
+    config, problems = read_config(
         command.config, _with_unknown(given, unknown), world_size=around.world_size
     )
     problems = [*around.problems, *problems, *_stray(command, unknown)]
     if config is None or problems:
         if around.reports:
-            say(f"internsp: {report(command.config, problems)}", sys.stderr)
+            write_lines(f"internsp: {report(command.config, problems)}", sys.stderr)
         return USAGE_ERROR
     return _perform(command, config, around)
 
@@ -108,14 +108,14 @@ def _perform(command: Any, config: Config, around: Launched) -> int:
                 from internsp.plan.longest import print_longest
 
                 wanted, host = command.longest, command.host_memory
-                printed(lambda: print_longest(config, size, wanted, host))
+                print_output(lambda: print_longest(config, size, wanted, host))
                 return 0
-            printed(lambda: print_plan(config, size, picture=command.picture))
+            print_output(lambda: print_plan(config, size, picture=command.picture))
             return 0
         return _train(config, command.output or Path("runs") / config.train.name, around.rank)
     except InternspError as error:
-        said = [f"internsp: {error}", *getattr(error, "__notes__", ())]
-        say("\n".join(said), sys.stderr)
+        lines = [f"internsp: {error}", *getattr(error, "__notes__", ())]
+        write_lines("\n".join(lines), sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -142,9 +142,9 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
         try:
             record(_run)(config, output)
         except Exception as error:
-            for number in stopped_ranks(os.getppid()):  # torchrun sees only who waited for it
-                said = f"rank {number} is stopped (SIGSTOP or a debugger)"
-                print(f"internsp: {said}", file=sys.stderr)
+            for number in stopped_ranks(os.getppid()):  # torchrun sees only the rank that waited
+                message = f"rank {number} is stopped (SIGSTOP or a debugger)"
+                print(f"internsp: {message}", file=sys.stderr)
             if getattr(error, "exit_status", 1) != USAGE_ERROR:
                 print(_where(output, rank), file=sys.stderr)
             raise
@@ -152,18 +152,18 @@ def _train(config: Config, output: Path, rank: int | None) -> int:
 
 
 def _where(output: Path, rank: int) -> str:
-    """Of a rank of torchrun's that fails: where it was, and which other ranks have ended before it.
+    """For a failing rank of torchrun: where it was, and which other ranks ended before it.
 
-    Of others only where all are on this machine.
+    Other ranks are listed only if all ranks are on this machine.
     """
     from internsp.cli.launch import advice
     from internsp.cli.lifetime import ended
-    from internsp.failure.rank_log import last_seen, path_of
+    from internsp.failure.rank_log import last_seen, log_path
 
     size, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     processes = {rank: os.getpid()}
     for other in range(int(size)) if size == local else ():
-        seen = last_seen(path_of(output, other))
+        seen = last_seen(log_path(output, other))
         if other != rank and seen is not None and ended(seen.process):
             processes = {other: seen.process, **processes}
     again = "torchrun does so by itself (--max-restarts), or by the same command"
@@ -171,7 +171,7 @@ def _where(output: Path, rank: int) -> str:
 
 
 def _run(config: Config, output: Path) -> None:
-    """One rank of a training run; imported late, so that mistakes are reported without torch."""
+    """Run one rank of a training; imported late, so that mistakes are reported without torch."""
     from internsp.cli.preflight import errors_in_words
     from internsp.train.run import train
 
@@ -180,7 +180,7 @@ def _run(config: Config, output: Path) -> None:
 
 
 def _unknown_command(words: Sequence[str]) -> str | None:
-    """What is wrong with the command's name, in one line."""
+    """What is wrong with the command's name, in one line; ``None`` if it is known."""
     if not words or words[0].startswith("-") or words[0] in _COMMANDS:
         return None
     *others, last = known = [*_COMMANDS, *plain.COMMANDS]
@@ -190,7 +190,7 @@ def _unknown_command(words: Sequence[str]) -> str | None:
 
 
 def _parse(words: list[str]) -> tuple[Any, list[str]]:
-    """The command with its options, and the words that belong to nothing."""
+    """Parse the command with its options; also returns the words that tyro does not know."""
     plain.plain_help()
     train, plan = (
         tyro.conf.subcommand(name, prefix_name=False, constructor=_with_sections(command))
@@ -210,7 +210,7 @@ def _parse(words: list[str]) -> tuple[Any, list[str]]:
 
 
 def _with_sections(command: type) -> Any:
-    """``command`` with one more field a section: a dict of only what was given, as text."""
+    """``command`` with one more field for each section: a dict of the given options, as text."""
     fields: list[Any] = [
         (name, _options(name), dataclasses.field(default_factory=dict))
         for name in sections()
@@ -223,7 +223,7 @@ def _with_sections(command: type) -> Any:
 def _options(section: str) -> Any:
     keys: dict[str, Any] = {}
     for key, schema in schemas(section).items():
-        if is_tables(schema):  # for a file alone
+        if is_tables(schema):  # tables can be given only in a file
             continue
         default = in_words(schema["default"]).replace('"', "")
         shown = tyro.conf.arg(
@@ -237,7 +237,7 @@ def _options(section: str) -> Any:
 
 
 def _metavar(schema: Schema) -> str:
-    schema = schema.get("anyOf", [schema])[0]  # what may be none is that first
+    schema = schema.get("anyOf", [schema])[0]  # of an optional value, the type comes first
     if "enum" in schema:
         return "{" + ",".join(schema["enum"]) + "}"
     if schema["type"] == "array":
@@ -248,7 +248,7 @@ def _metavar(schema: Schema) -> str:
 
 
 def _with_unknown(given: dict[str, Any], unknown: Sequence[str]) -> dict[str, Any]:
-    """Misspelt options become unknown keys, which the configuration reports with the rest."""
+    """Add misspelled options as unknown keys, which the configuration reports with the rest."""
     result = {name: dict(values) for name, values in given.items()}
     for word in unknown:
         section, dot, key = _name(word).partition(".")
@@ -258,7 +258,7 @@ def _with_unknown(given: dict[str, Any], unknown: Sequence[str]) -> dict[str, An
 
 
 def _stray(command: Any, unknown: Sequence[str]) -> list[Problem]:
-    """Problems of the words that are neither an option nor the value of a misspelt one."""
+    """Problems of words that are neither an option nor the value of a misspelled one."""
     problems = []
     own = [f.name for f in dataclasses.fields(command) if f.name not in (*sections(), "config")]
     full = {key: f"{name}.{key}" for name, cls in sections().items() for key in cls.model_fields}

@@ -1,4 +1,4 @@
-"""What a shell completes beside commands and options, which tyro writes: names of files."""
+"""Shell completion of file names, added to the script that tyro writes for options."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from internsp.errors import MachineError
 
 OPTIONS = ("--tyro-write-completion", "--tyro-print-completion")
-SHELLS = ("bash", "zsh")  # that tyro completes for without another package
+SHELLS = ("bash", "zsh")  # tyro completes for these without another package
 
-# tyro offers options alone where a command takes a file (CONFIG.toml, RUN) or a value.
+# tyro completes only options where a command takes a file (CONFIG.toml, RUN) or a value.
 _BASH_FILES = """
 _internsp_files() {
   local word="${COMP_WORDS[COMP_CWORD]}"
@@ -27,14 +27,14 @@ complete -F _internsp_files internsp
 """
 
 
-def asked(words: Sequence[str]) -> bool:
-    """Whether a command line asks for completion."""
+def requested(words: Sequence[str]) -> bool:
+    """Whether a command line asks for a completion script."""
     return words[:1] != [] and words[0] in OPTIONS
 
 
 def mistake(words: Sequence[str]) -> str | None:
-    """What is wrong with a command line that asks for completion, in one line."""
-    if not asked(words):
+    """What is wrong with a request for a completion script, in one line; ``None`` if nothing."""
+    if not requested(words):
         return None
     if len(words) > 1 and words[1] not in SHELLS:
         return f"{words[0]}: no completion for {words[1]}; there is one for {' and '.join(SHELLS)}"
@@ -45,15 +45,15 @@ def mistake(words: Sequence[str]) -> str | None:
 
 @contextmanager
 def with_files(words: Sequence[str]) -> Iterator[None]:
-    """Adds names of files to the script for bash that tyro writes within, ending the command.
+    """Append completion of file names to the bash script that tyro writes in the context.
 
     Raises:
-        SystemExit: of tyro's; 3: the script cannot be written.
+        SystemExit: as raised by tyro; 3 if the script cannot be written.
     """
     try:
         yield
     except SystemExit as end:
-        if asked(words) and words[1] == "bash" and not end.code:
+        if requested(words) and words[1] == "bash" and not end.code:
             if words[0] == OPTIONS[0]:
                 with Path(words[2]).open("a") as script:
                     script.write(_BASH_FILES)
@@ -61,7 +61,7 @@ def with_files(words: Sequence[str]) -> Iterator[None]:
                 print(_BASH_FILES)
         raise
     except OSError as error:
-        if not asked(words) or isinstance(error, BrokenPipeError):
+        if not requested(words) or isinstance(error, BrokenPipeError):
             raise
         print(f"internsp: {words[-1]}: {error.strerror}", file=sys.stderr)
         raise SystemExit(MachineError.exit_status) from error

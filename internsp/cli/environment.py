@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, srun) put into the environment, read and checked before torch."""
+"""Variables that a launcher (torchrun, srun) set, read and checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from internsp.config.errors import Problem
 
 _MOST_RANKS = 1 << 20
-_SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # of steps alone
+_SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # set in job steps only
 _OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", _SLURM_SIZE)
-"""What other launchers say of their number of processes."""
+"""Variables in which other launchers give their number of processes."""
 _REMEDY = "start with torchrun, which sets all of them, or unset them to start local processes"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """This process as a launcher sees it.
+    """What the launcher's variables say about this process.
 
     Attributes:
         rank: ``None``: no launcher started this process.
-        world_size: of the launcher; ``None``: it gives none.
-        problems: variables that are missing or make no sense.
-        variables: what torch must find in the environment besides, from what the launcher gives.
+        world_size: number of the launcher's ranks; ``None``: it gives none.
+        problems: variables that are missing or have no valid value.
+        variables: variables to add to the environment for torch.
     """
 
     rank: int | None
@@ -33,17 +33,18 @@ class Launched:
 
     @property
     def reports(self) -> bool:
-        """Whether this process tells about mistakes: one of a run does."""
+        """Whether this process prints mistakes: only one process of a run does."""
         return not self.rank
 
 
 def launched(environment: Mapping[str, str], joins: bool) -> Launched:
     """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    Where ``srun`` has started several tasks and ``RANK`` is not set, they come from its variables.
+    If ``srun`` started several tasks and ``RANK`` is not set, they are derived from Slurm's
+    variables.
 
     Args:
-        joins: the command would join the launcher's ranks; ``plan`` only takes their number.
+        joins: whether the command joins the launcher's ranks; ``plan`` only uses their number.
     """
     problems: list[Problem] = []
     added = _of_slurm(environment) if "RANK" not in environment else {}
@@ -77,10 +78,10 @@ def launched(environment: Mapping[str, str], joins: bool) -> Launched:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables, of a step of several tasks that ``srun`` has started; else none.
+    """torch's variables for a job step of several tasks that ``srun`` started; else empty.
 
-    A batch script is no step: what it calls starts local processes. The first node of the step has
-    rank 0, and the port follows from the job and the step, so that two on one node do not meet.
+    A batch script is no job step: commands in it start local processes. The first node of the step
+    has rank 0. The port depends on job and step, so that two steps on one node do not collide.
     """
     size = environment.get(_SLURM_SIZE, "1")
     if size in ("0", "1"):
@@ -95,12 +96,12 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environment.get("MASTER_ADDR", node),
         "MASTER_PORT": environment.get("MASTER_PORT", str(20000 + number % 10000)),
     }
-    # What srun does not say stays unset, and is told with the rest: never a run of one.
+    # A value that Slurm does not give stays unset and is reported: never start a run of one rank.
     return {name: value for name, value in found.items() if value}
 
 
 def _first_host(nodes: str) -> str:
-    """The first of a SLURM list: ``node[007-010,012],other`` is ``node007``."""
+    """The first host of a Slurm list: ``node[007-010,012],other`` is ``node007``."""
     first = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,]*))?", nodes)
     return "" if first is None else "".join(part or "" for part in first.groups())
 
@@ -108,11 +109,11 @@ def _first_host(nodes: str) -> str:
 def _number(
     environment: Mapping[str, str], name: str, least: int, most: int, problems: list[Problem]
 ) -> int | None:
-    """The variable's value; ``None``: not set, or (one more problem) no sense in it."""
+    """The variable's value; ``None`` if it is not set, or not valid (which adds a problem)."""
     text = environment.get(name)
     if text is None:
         return None
-    # As torch reads it, but for signs, blanks and other scripts' digits; no longer than a number.
+    # As torch reads it, but without signs, blanks and digits of other scripts; of limited length.
     if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
         return int(text)
     shown = text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,8 +1,8 @@
-"""Loaded by the fork server of local ranks, and by nothing else: importing it changes the process.
+"""Module that the fork server of local ranks imports, and nothing else: it changes the process.
 
-The server is the parent of the ranks (:mod:`internsp.cli.launch`). It ends with the launcher, and
-by nothing that is sent to the whole group of processes: a closed terminal, Ctrl-C, a service
-manager. Those are for the ranks, which save first, and whose exit statuses come through the server.
+The server is the parent of the ranks (:mod:`internsp.cli.launch`). It ends with the launcher, not
+by signals that reach the whole process group: a closed terminal, Ctrl-C, a service manager. Those
+signals are for the ranks, which save first, and whose exit statuses come through the server.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _launcher = int(os.environ[LAUNCHER_VARIABLE])  # not getppid(): it may have end
 
 
 def _leave_to_the_ranks(*_: object) -> None:
-    """Not SIG_IGN, which a rank would take for an ignore inherited from the user (nohup)."""
+    """Ignore a signal. A rank would take SIG_IGN for an ignore inherited from the user (nohup)."""
 
 
 def _end_with_launcher(*_: object) -> None:
-    """The kernel sends the signal when the launcher ends; one from elsewhere means nothing."""
+    """Handle the signal that the kernel sends when the launcher ends; ignore any other sender."""
     if os.getppid() != _launcher:
-        # The socket's folder, which the launcher can no longer remove; then the ranks, which the
-        # kernel ends with this process.
+        # Remove the socket's folder, which the launcher can no longer remove. The kernel then ends
+        # the ranks with this process.
         remove_socket_folder()
         os._exit(0)
 
@@ -34,8 +34,8 @@ def _end_with_launcher(*_: object) -> None:
 for _number in (*SIGNALS, SAVE):
     if signal.getsignal(_number) is not signal.SIG_IGN:
         signal.signal(_number, _leave_to_the_ranks)
-# Not one of SIGNALS, which may be ignored; a rank has it back as it was.
+# SIGUSR2 is not one of SIGNALS, which may be ignored; ranks restore its handler after the fork.
 _before = signal.signal(signal.SIGUSR2, _end_with_launcher)
 os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR2, _before))
 signal_at_parents_end(signal.SIGUSR2)
-_end_with_launcher()  # it may have ended before
+_end_with_launcher()  # the launcher may have ended already

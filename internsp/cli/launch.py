@@ -1,9 +1,9 @@
-"""Local processes for a run that no launcher started: one a rank, on this machine.
+"""Local processes for a run that no launcher started: one for each rank, on this machine.
 
-They come from a fork server, which has torch and the run's modules loaded once for all of them, and
-talk to the launcher through a pipe each. Nothing is written to a disk and no semaphore is made, so
-that nothing can stay behind, however the run ends; ranks and server end with the launcher
-(:mod:`internsp.cli.lifetime`). A failed run is not started again.
+They are forked by a fork server, which imports torch and the run's modules once for all of them,
+and each sends its messages to the launcher through a pipe. No file is written and no semaphore is
+created, so nothing can be left behind, however the run ends; ranks and server end with the launcher
+(:mod:`internsp.cli.lifetime`). A failed run is not restarted.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import torch.distributed as dist
 from internsp.cli.lifetime import FOLDER_VARIABLE, LAUNCHER_VARIABLE, end_with_launcher, is_stopped
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.failure.outcome import Failure, Fate, first_cause
-from internsp.failure.rank_log import last_seen, path_of
+from internsp.failure.outcome import Failure, RankOutcome, first_cause
+from internsp.failure.rank_log import last_seen, log_path
 from internsp.train.disk import steps_in
 from internsp.train.stop import SAVE, StopRequest, catch, restore, status_of
 
 GRACE_SECONDS = 60.0
 """Time for a step and a checkpoint after Ctrl-C; then, or at a second Ctrl-C, ranks are killed."""
 SETTLE_SECONDS = 4.0
-"""Time for the other ranks to fail in their turn once one has: a rank is named within five."""
+"""Time for other ranks to fail, too, after the first one: the error comes within five seconds."""
 _LOOK_SECONDS = 0.25
 
 Run = Callable[[Config, Path], None]
@@ -46,44 +46,46 @@ Run = Callable[[Config, Path], None]
 def start(run: Run, config: Config, output: Path, preload: Sequence[str] = ()) -> int:
     """Run ``run(config, output)`` in ``launch.processes`` local processes; blocks until all end.
 
-    Args:
-        run: a function at the top of a module (it is pickled by name).
-        preload: modules that ``run`` imports late: loaded once for all processes.
+    SIGUSR1 is forwarded to rank 0: the run saves and continues.
 
-    A SIGUSR1 is handed on to rank 0: the run saves and goes on.
+    Args:
+        run: a function at the top level of a module (it is pickled by name).
+        preload: modules that ``run`` imports late; the fork server imports them once.
 
     Returns:
         0, also after SIGTERM; 130 after Ctrl-C, 129 after SIGHUP; once every rank has stopped.
 
     Raises:
-        ChildError: a rank failed, or did not stop when asked; all have ended.
+        ChildError: a rank failed, or did not stop when requested; all ranks have ended.
     """
     modules = ["internsp.cli.fork_server", "torch", __name__, run.__module__, *preload]
     multiprocessing.set_forkserver_preload(modules)
     with _Signals() as signals, _environment(config):
-        # The ranks' store lives here, as under torchrun: it outlives any rank that fails.
+        # The ranks' store is in this process, as under torchrun: it outlives any rank that fails.
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks: list[_Rank] = []
         try:
             for number in range(config.launch.processes):
                 ranks.append(_Rank(number, config, run, output, store.port))
-            asked = _supervise(ranks, signals)
+            stop_signal = _supervise(ranks, signals)
         finally:
             for rank in ranks:
                 rank.kill()
-    fates = [rank.fate for rank in ranks]
-    cause = first_cause(fates)
+    outcomes = [rank.outcome for rank in ranks]
+    cause = first_cause(outcomes)
     if cause is not None and not signals.insisted:
-        if cause.exit_status != ConfigError.exit_status:  # what was given is to be mended first
+        if cause.exit_status != ConfigError.exit_status:  # else the configuration must be corrected
             processes = {rank: ranks[rank].pid for rank in cause.ranks}
             again = f"internsp train {output / 'config.toml'} --output {output} --resume auto"
             cause.add_note(advice(output, processes, again))
         raise cause
-    return status_of(asked or next((fate.stopped_by for fate in fates if fate.stopped_by), 0))
+    return status_of(
+        stop_signal or next((outcome.stopped_by for outcome in outcomes if outcome.stopped_by), 0)
+    )
 
 
 class _Rank:
-    """One local process, as the launcher sees it."""
+    """A local process, and what the launcher knows about it."""
 
     def __init__(self, number: int, config: Config, run: Run, output: Path, port: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -96,51 +98,51 @@ class _Rank:
             "LOCAL_WORLD_SIZE": config.launch.processes,
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
-            # The store of MASTER_PORT is there already: rank 0 starts none.
+            # The store of MASTER_PORT exists already: rank 0 must not create it.
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
         self.process = context.Process(
-            target=_live,
+            target=_rank_main,
             args=({k: str(v) for k, v in environment.items()}, ours, run, config, output),
             name=f"rank {number}",
         )
         self.process.start()
         self.pid = self.process.pid or 0
         ours.close()
-        self.fate = Fate(number)
-        self.ready = self.told = self.finished = False
+        self.outcome = RankOutcome(number)
+        self.ready = self.stop_sent = self.finished = False
 
     @property
     def alive(self) -> bool:
-        return self.fate.exit_status is None
+        return self.outcome.exit_status is None
 
-    def look(self) -> None:
-        """Take in what the rank has sent, and whether it has ended."""
-        ended = self.process.exitcode  # before reading: what it sent is then all in the pipe
+    def poll(self) -> None:
+        """Receive the rank's messages, and note whether it has ended."""
+        ended = self.process.exitcode  # read first: the pipe then has all messages of an ended rank
         with contextlib.suppress(EOFError, OSError):
             while self.pipe is not None and self.pipe.poll():
-                self._take(self.pipe.recv())
+                self._receive(self.pipe.recv())
         if ended is not None and self.pipe is not None:
-            self.fate.exit_status = ended
-            self.fate.silent = not ended and not self.finished
+            self.outcome.exit_status = ended
+            self.outcome.ended_early = not ended and not self.finished
             self.pipe.close()
             self.pipe = None
 
-    def _take(self, message: Failure | int | None) -> None:
+    def _receive(self, message: Failure | int | None) -> None:
         if message is None:
             self.ready = True
         elif isinstance(message, Failure):
-            self.fate.failure = message
+            self.outcome.failure = message
         else:
-            self.finished, self.fate.stopped_by = True, message
+            self.finished, self.outcome.stopped_by = True, message
 
-    def tell(self, number: int) -> None:
-        """Ask the rank to stop, once it can hear it; more than once is fine."""
-        self.told = self.told or self.hear(number)
+    def request_stop(self, number: int) -> None:
+        """Send the rank a stop signal when it is ready; more calls send no further signal."""
+        self.stop_sent = self.stop_sent or self.send_signal(number)
 
-    def hear(self, number: int) -> bool:
-        """Send the rank a signal, if it can hear it."""
+    def send_signal(self, number: int) -> bool:
+        """Send the rank a signal, if it is ready and runs; returns whether it did."""
         if not self.ready or not self.alive or self.process.pid is None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -148,25 +150,25 @@ class _Rank:
         return True
 
     def kill(self) -> None:
-        """End the process, if it has not ended, and wait until it has."""
+        """Kill the process if it has not ended, and wait for its end."""
         if self.alive:
-            self.fate.killed = True
+            self.outcome.killed = True
             self.process.kill()
             self.process.join()
-            self.look()
+            self.poll()
         self.process.close()
 
 
 def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
-    """Where the ranks that are the cause were last, where to look, and how to go on.
+    """For the ranks that caused a failure: where they were, their logs, and how to resume.
 
     Args:
-        processes: by rank; of another process a log says nothing of this run's end.
-        again: what goes on.
+        processes: process id by rank; the log of another process is not of this run.
+        again: the command to resume with.
     """
     lines = []
     for rank, process in processes.items():
-        path = path_of(output, rank)
+        path = log_path(output, rank)
         seen = last_seen(path)
         if seen is None or seen.process != process:
             lines.append(f"rank {rank} had not begun to train: it has no log yet")
@@ -181,57 +183,57 @@ def advice(output: Path, processes: Mapping[int, int], again: str) -> str:
 
 
 def _supervise(ranks: list[_Rank], signals: _Signals) -> int:
-    """Wait until all ranks have ended, or must be ended; the signal that asked for that, or 0."""
+    """Wait until all ranks have ended or must be killed; returns the stop signal, or 0."""
     failed_at = asked_at = math.inf
-    saves = 0  # requests that were handed on
+    saves = 0  # save requests sent to rank 0
     while alive := [rank for rank in ranks if rank.alive]:
         connection.wait([rank.process.sentinel for rank in alive], timeout=_LOOK_SECONDS)
         for rank in alive:
-            rank.look()
+            rank.poll()
         now = time.monotonic()
-        if saves < signals.saves and ranks[0].hear(SAVE):
+        if saves < signals.saves and ranks[0].send_signal(SAVE):
             saves = signals.saves
         if signals.number:
             asked_at = min(asked_at, now)
             for rank in alive:
-                rank.tell(signals.number)
-        if any(rank.fate.failed for rank in ranks):
+                rank.request_stop(signals.number)
+        if any(rank.outcome.failed for rank in ranks):
             failed_at = min(failed_at, now)
             for rank in alive:
-                rank.fate.stopped |= rank.alive and is_stopped(rank.process.pid or 0)
-            if all(rank.fate.stopped for rank in alive if rank.alive):
-                break  # nothing more will come from them
+                rank.outcome.stopped |= rank.alive and is_stopped(rank.process.pid or 0)
+            if all(rank.outcome.stopped for rank in alive if rank.alive):
+                break  # stopped processes send nothing more
         if signals.insisted or now > min(failed_at + SETTLE_SECONDS, asked_at + GRACE_SECONDS):
             break
     return signals.number
 
 
-def _live(
+def _rank_main(
     environment: dict[str, str], pipe: Connection, run: Run, config: Config, output: Path
 ) -> None:
-    """The life of one local process: says when it can hear a signal, and at the end how it went."""
+    """Main function of a local rank: reports when it is ready for signals, and how it ended."""
     with StopRequest() as stop:
         end_with_launcher()
         pipe.send(None)
         os.environ.update(environment)
         torch.set_num_threads(config.launch.threads)
-        # After any error every rank of a pipeline would log its whole schedule, line by line.
+        # Else every rank of a pipeline would log its whole schedule after any error, line by line.
         logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL + 1)
         try:
             run(config, output)
-        except BaseException as error:  # noqa: BLE001 - told by the launcher, once for all ranks
+        except BaseException as error:  # noqa: BLE001 - the launcher reports it once for all ranks
             pipe.send(Failure.of(error))
             raise SystemExit(1) from None
     pipe.send(stop.number)
 
 
 class _Signals:
-    """What the launcher has been asked: the first signal stops the run politely, the second kills.
+    """Signals that the launcher received: the first stop signal stops the run, the second kills it.
 
     Attributes:
-        number: the first signal; 0 while there is none.
-        insisted: there was a second one.
-        saves: how often it was asked for a checkpoint.
+        number: the first stop signal; 0 if none.
+        insisted: whether there was a second stop signal.
+        saves: number of save requests.
     """
 
     def __init__(self) -> None:
@@ -241,13 +243,13 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         main = threading.current_thread() is threading.main_thread()
-        self._before = catch(self._hear) if main else {}
+        self._before = catch(self._on_signal) if main else {}
         return self
 
     def __exit__(self, *_: object) -> None:
         restore(self._before)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self.saves += 1
             return
@@ -257,10 +259,10 @@ class _Signals:
 
 @contextmanager
 def _environment(config: Config) -> Iterator[None]:
-    """For the server and its ranks: what is read before any Python of theirs runs.
+    """Set environment variables for the server and its ranks, which are read before their code.
 
-    OpenMP reads its threads once. The folder is where multiprocessing puts the server's socket; it
-    goes with this process, or, if that is killed, with the server.
+    OpenMP reads its number of threads once. multiprocessing puts the server's socket into the
+    folder; this process removes the folder, or, if this process is killed, the server does.
     """
     values = {
         "OMP_NUM_THREADS": str(config.launch.threads),

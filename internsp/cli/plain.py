@@ -1,6 +1,6 @@
-"""The commands that train nothing: ``init``, ``generate``, ``export``, ``report``.
+"""The commands that do not train: ``init``, ``generate``, ``export``, ``report``.
 
-Their options are their own, and none of a configuration. Nothing here imports torch before the
+They have their own options and read no configuration file. torch is not imported before the
 command line is known to be right.
 """
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from internsp.errors import ConfigError, InternspError, MachineError
-from internsp.terminal import columns, draws, harmless, say
+from internsp.terminal import printable, shows_escapes, terminal_width, write_lines
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
@@ -34,10 +34,10 @@ class Init:
     two), or documented (every key)."""
 
     def perform(self) -> list[str]:
-        """Write the file; returns what to print.
+        """Write the file; returns the lines to print.
 
         Raises:
-            ConfigError: there is no such configuration, or a file of its name already.
+            ConfigError: there is no such configuration, or a file of that name exists.
             MachineError: the folder cannot be written.
         """
         known = {one.name.removesuffix(".toml"): one for one in _bundled()}
@@ -60,12 +60,12 @@ class Export:
     """Write a run's weights as a folder that transformers loads: safetensors, config, tokenizer."""
 
     run: RunFolder
-    """A run's folder, of which the newest checkpoint is taken, or a checkpoint's."""
+    """Folder of a run, whose newest checkpoint is used, or of a checkpoint."""
     to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """The folder to make."""
+    """The folder to create."""
 
     def perform(self) -> list[str]:
-        """Make the folder; returns what to print."""
+        """Create the folder; returns the lines to print."""
         from internsp.train.export import export
 
         try:
@@ -76,30 +76,30 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Continue a text by what a run has learned, on one process, whatever mesh has trained it."""
+    """Continue a text with the model of a run, on one process, whatever mesh it was trained on."""
 
     run: RunFolder
-    """A run's folder, of which the newest checkpoint is taken, or a checkpoint's."""
+    """Folder of a run, whose newest checkpoint is used, or of a checkpoint."""
     prompt: str = ""
-    """The text to continue; empty: the beginning of a document."""
+    """The text to continue; empty: begin a document."""
     tokens: int = 200
-    """Tokens at most; a document may end before."""
+    """Largest number of tokens; the document may end earlier."""
     temperature: float = 0.8
     """0: always the most likely token; above 1: more surprising ones."""
     top_k: int | None = None
-    """Draw among so many of the most likely tokens."""
+    """Sample only from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw among the most likely tokens that together have this probability, from 0 to 1."""
+    """Sample only from the most likely tokens that together have this probability, 0 to 1."""
     seed: int = 0
-    """Of the draw: the same seed gives the same text."""
+    """Seed of sampling: the same seed gives the same text."""
     device: str | None = None
-    """cpu, cuda, ...; none: as the run's configuration says."""
+    """cpu, cuda, ...; none: the device of the run's configuration."""
 
     def perform(self) -> list[str]:
-        """Write the text as it comes.
+        """Write the text to standard output while it is generated.
 
         Raises:
-            ConfigError: an option makes no sense, or there is no whole checkpoint.
+            ConfigError: an option is out of range, or there is no complete checkpoint.
         """
         wrong = {
             "tokens": self.tokens < 0,
@@ -108,12 +108,12 @@ class Generate:
             "top_p": self.top_p is not None and not 0 < self.top_p <= 1,
         }
         if mistakes := [name for name, found in wrong.items() if found]:
-            told = [f"--{name}: {getattr(self, name)} is out of range" for name in mistakes]
-            raise ConfigError("\n  ".join(told))
+            lines = [f"--{name}: {getattr(self, name)} is out of range" for name in mistakes]
+            raise ConfigError("\n  ".join(lines))
         from internsp.train.continuation import continuation
 
         continuation(
-            self.run, self.prompt, self.tokens, _say, temperature=self.temperature,
+            self.run, self.prompt, self.tokens, _write_text, temperature=self.temperature,
             top_k=self.top_k, top_p=self.top_p, seed=self.seed, device=self.device,
         )  # fmt: skip
         return [""]
@@ -121,22 +121,22 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Write a run's page again from its files, or one that has several runs side by side."""
+    """Write a run's page again from its files, or a page that compares several runs."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN")]
-    """Folders of runs; one alone gets its report.html anew."""
+    """Folders of runs; of a single one, report.html is written again."""
     to: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The page to write (of several runs; none: compare.html in the current folder)."""
+    """The page to write (for several runs; none: compare.html in the current folder)."""
 
     def perform(self) -> list[str]:
-        """Write the page; returns a table and the page's path.
+        """Write the page; returns a table and the page's path as lines to print.
 
         Raises:
-            ConfigError: what is given is not the folder of a run.
+            ConfigError: a given folder is not the folder of a run.
             MachineError: the page cannot be written.
         """
         from internsp.report.compare import differences, read_runs, table, write_comparison
-        from internsp.report.page import kept
+        from internsp.report.page import load_report
 
         if not self.runs:
             raise ConfigError("give the folder of a run, or several")
@@ -145,7 +145,7 @@ class Report:
         try:
             if len(runs) == 1:
                 path = path or self.runs[0] / "report.html"
-                kept(self.runs[0]).write(path)
+                load_report(self.runs[0]).write(path)
                 return [*_columns(table(runs)), f"wrote {path}"]
             path = write_comparison(runs, path or Path("compare.html"))
         except OSError as error:
@@ -162,60 +162,60 @@ def perform(name: str, words: Sequence[str]) -> int:
     """Run the command ``name`` with its arguments; returns its exit status.
 
     Raises:
-        SystemExit: from ``--help`` (0) and from a command line that has no sense (2).
+        SystemExit: from ``--help`` (0) and from a command line that tyro cannot parse (2).
     """
     plain_help()
-    with readable_in_part():
+    with end_on_broken_pipe():
         command = tyro.cli(
             COMMANDS[name], prog=f"internsp {name}", args=list(words), use_underscores=True
         )
     try:
         lines = command.perform()
-        printed(lambda: say("\n".join(lines), sys.stdout))
+        print_output(lambda: write_lines("\n".join(lines), sys.stdout))
     except InternspError as error:
-        say(f"internsp: {error}", sys.stderr)
+        write_lines(f"internsp: {error}", sys.stderr)
         return error.exit_status
     return 0
 
 
 def plain_help() -> None:
-    """Have tyro write no escape sequences where none are wanted: it looks at TERM alone."""
+    """Have tyro write no escape sequences where none are wanted; it looks only at TERM."""
     options = getattr(tyro, "_experimental_options", {})  # so named in its own documents
-    options["ansi_codes"] = draws(sys.stdout, os.environ)
+    options["ansi_codes"] = shows_escapes(sys.stdout, os.environ)
 
 
 @contextmanager
-def readable_in_part() -> Iterator[None]:
-    """Ends the command with status 0 where the reader of its output has gone (``| head``)."""
+def end_on_broken_pipe() -> Iterator[None]:
+    """A context that ends the command with status 0 if its output's reader is gone (``| head``)."""
     try:
         try:
             yield
         finally:  # after a SystemExit, too: --help
             sys.stdout.flush()
     except BrokenPipeError:
-        _silence()
+        _discard_stdout()
         raise SystemExit(0) from None
 
 
-def printed(write: Callable[[], None]) -> None:
-    """Write to standard output, whose disk may be full and whose reader may go."""
+def print_output(write: Callable[[], None]) -> None:
+    """Run ``write``, which prints, and handle a full disk or a closed pipe at standard output."""
     try:
-        with readable_in_part():
+        with end_on_broken_pipe():
             write()
     except OSError as error:
-        _silence()
+        _discard_stdout()
         raise MachineError(f"standard output: {error.strerror}") from error
 
 
-def _silence() -> None:
-    """What is still buffered goes nowhere, or Python would complain of it once more at its end."""
+def _discard_stdout() -> None:
+    """Discard buffered output, or Python would report the error again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their cells below each other; on a narrow terminal, a cell a line."""
+    """Rows aligned in columns; on a narrow terminal, one cell a line."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    if sum(widths) + 2 * len(widths) <= (columns(sys.stdout) or sys.maxsize):
+    if sum(widths) + 2 * len(widths) <= (terminal_width(sys.stdout) or sys.maxsize):
         cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
         return ["  ".join(row).rstrip() for row in cells]
     names, *content = rows
@@ -225,13 +225,13 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _say(text: str) -> None:
-    """Write at once, without an end of line; to a terminal, nothing that it would obey."""
-    shown = harmless(text) if sys.stdout.isatty() else text
-    printed(lambda: print(shown, end=""))
+def _write_text(text: str) -> None:
+    """Write at once, without a newline; control characters are not sent to a terminal."""
+    shown = printable(text) if sys.stdout.isatty() else text
+    print_output(lambda: print(shown, end=""))
 
 
 def _bundled() -> list[Any]:
-    """The configurations that come with the package."""
+    """The configuration files that come with the package."""
     folder = resources.files("internsp") / "bundled"
     return [one for one in folder.iterdir() if one.name.endswith(".toml")]

@@ -1,7 +1,7 @@
-"""What can be known of a run before its ranks start: folders, disks, memory, devices, text.
+"""Checks before the ranks of a run start: folders, disks, memory, devices, text.
 
-Each check gives its mistakes; all are told at once. What only a whole read of a large text could
-show is found by the ranks, with the same words.
+Each check yields its mistakes, and all are reported together. Mistakes in a large text that only
+reading all of it could show are found by the ranks, and reported with the same messages.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from internsp.config import Config
 from internsp.config.sizes import ITEM_BYTES, elements, human, moments
-from internsp.errors import LACKING, ConfigError, InternspError, MachineError
+from internsp.errors import MACHINE_ERRNOS, ConfigError, InternspError, MachineError
 
 _SMALL_TEXT = 4 << 20  # bytes that are read and tokenized whole
-_READ_SECONDS = 1.0  # for a look at larger ones
+_READ_SECONDS = 1.0  # for reading the beginning of larger texts
 _PROCESS_BYTES = 100 << 20  # what Python and torch take in a process, at the least
 _SCRATCH_BYTES = 1 << 16  # configuration, metrics, error files: what any run writes
 
-# What is wrong with a path that the user gave.
+# Errors that mean that a path given by the user is wrong.
 _UNFIT = {
     errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
     errno.ELOOP, errno.EBUSY,
@@ -32,17 +32,17 @@ _UNFIT = {
 
 
 def check_before_start(config: Config, output: Path) -> None:
-    """Look at everything that ``internsp train`` will need on this machine. Writes nothing.
+    """Check everything that ``internsp train`` will need on this machine. Writes nothing.
 
     Raises:
-        ConfigError: mistakes of what the user gave (and, with them, what the machine lacks).
+        ConfigError: mistakes in what the user gave (together with what the machine lacks).
         MachineError: the machine lacks something.
     """
     found: list[InternspError] = []
     for check in (_peer, _writers, _output, _temporary, _memory, _device, _text):
         try:
             found += check(config, output)
-        except InternspError as error:  # raised by what the run itself would call
+        except InternspError as error:  # raised by a function that the run itself would call
             found.append(error)
     if not found:
         return
@@ -51,11 +51,11 @@ def check_before_start(config: Config, output: Path) -> None:
 
 
 def check_joined(config: Config, output: Path, rank: int) -> None:
-    """As :func:`check_before_start`, in a rank of a launcher's, which reads the text itself.
+    """Like :func:`check_before_start`, in a rank of a launcher; does not read the text.
 
     Raises:
         ConfigError: the run's folder cannot be written (on rank 0, which writes it).
-        MachineError: the machine lacks the device, or room for a checkpoint.
+        MachineError: the machine lacks the device, or disk space for a checkpoint.
     """
     for error in device_mistakes(config, os.environ):
         raise error
@@ -81,14 +81,14 @@ def _writers(config: Config, output: Path) -> Iterator[InternspError]:
 
 
 def as_machine_error(error: OSError, what: str) -> InternspError:
-    """A failure of the file system in one sentence: a :class:`MachineError`, or a mistaken path."""
+    """A failure of the file system as a one-line :class:`MachineError`, or as a wrong path."""
     text = f"{what}: {error.strerror or error}"
-    return MachineError(text) if error.errno in LACKING else ConfigError(text)
+    return MachineError(text) if error.errno in MACHINE_ERRNOS else ConfigError(text)
 
 
 @contextmanager
 def errors_in_words() -> Iterator[None]:
-    """Failures of files and memory in a rank's run become errors that say so in one line."""
+    """A context that turns failures of files and memory in a rank into one-line errors."""
     try:
         yield
     except InternspError:
@@ -96,7 +96,7 @@ def errors_in_words() -> Iterator[None]:
     except MemoryError as error:
         raise MachineError("out of memory") from error
     except OSError as error:
-        if error.errno not in LACKING | _UNFIT or isinstance(error, ConnectionError):
+        if error.errno not in MACHINE_ERRNOS | _UNFIT or isinstance(error, ConnectionError):
             raise
         raise as_machine_error(error, error.filename or "a file of the run") from error
     except RuntimeError as error:
@@ -107,7 +107,7 @@ def errors_in_words() -> Iterator[None]:
 
 
 def _output(config: Config, output: Path) -> Iterator[InternspError]:
-    """The run's folder can be made and written, and nothing else lies where its files go."""
+    """Check that the run's folder can be created and written, and nothing is in its files' way."""
     path = Path(os.path.abspath(output))
     try:
         nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
@@ -142,7 +142,7 @@ def _in_the_way(path: Path) -> Iterator[InternspError]:
 
 
 def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]:
-    """One checkpoint fits: weights and the optimizer's moments."""
+    """Check that one checkpoint fits on the disk: weights and the optimizer's moments."""
     if not config.checkpoint.save:
         return
     item = ITEM_BYTES[config.train.dtype]
@@ -157,7 +157,7 @@ def _disk(config: Config, output: Path, folder: Path) -> Iterator[InternspError]
 
 
 def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
-    """The launcher and its ranks meet in a folder for temporary files."""
+    """Check the folder for temporary files, in which launcher and ranks create their sockets."""
     try:
         folder = Path(tempfile.gettempdir())
         _write_scratch(folder, _SCRATCH_BYTES)
@@ -168,7 +168,7 @@ def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
         )
         return
     longest = (107 if sys.platform == "linux" else 103) - len("/pymp-12345678/listener-12345678")
-    if len(os.fsencode(folder)) > longest:  # what a socket's address holds, less what goes into it
+    if len(os.fsencode(folder)) > longest:  # a socket's address is limited, and includes the name
         yield MachineError(
             f"the name of the folder for temporary files, {folder}, has more than {longest} bytes, "
             "so that processes cannot meet by sockets in it: set TMPDIR to a shorter one"
@@ -176,14 +176,14 @@ def _temporary(config: Config, output: Path) -> Iterator[InternspError]:
 
 
 def _write_scratch(folder: Path, nbytes: int) -> None:
-    """Write and remove a file without a name, so that nothing stays, however this ends."""
+    """Write and remove a file without a name, so that nothing remains, however this ends."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(nbytes))
         file.flush()
 
 
 def _memory(config: Config, output: Path) -> Iterator[InternspError]:
-    """Processes, weights and their gradients and moments fit this machine, where it computes."""
+    """Check that weights, gradients and moments fit into this machine, if it computes on a CPU."""
     here = memory_bytes()
     if here is None or config.parallel.device not in ("auto", "cpu"):
         return
@@ -198,7 +198,7 @@ def _memory(config: Config, output: Path) -> Iterator[InternspError]:
         return
     item = ITEM_BYTES[config.train.dtype]
     copies = count // (parallel.weight * parallel.pipeline)
-    # A copy of the weights and their gradient sums a replica; moments once (or more with ZeRO-1.5).
+    # Each replica has the weights and their gradients; moments exist once (more with ZeRO-1.5).
     weights = elements(config)
     needed = weights * (copies * (item + max(4, item)) + moments(config) * max(4, item))
     if needed > here:
@@ -209,7 +209,7 @@ def _memory(config: Config, output: Path) -> Iterator[InternspError]:
 
 
 def memory_bytes() -> int | None:
-    """Memory that this machine, or the container around this process, has; ``None``: unknown."""
+    """Memory of this machine, or of the container around this process; ``None`` if unknown."""
     try:
         here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -229,13 +229,15 @@ def _device(config: Config, output: Path) -> Iterator[InternspError]:
 
 
 def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[InternspError]:
-    """Whether the device that was asked for is there, one for each local process."""
+    """Check that the requested device exists, and that there is one for each local process."""
     wanted = config.parallel.device
     if config.train.memory_snapshot:
         from internsp import accelerator
         from internsp.train.modes import memory_mistake
 
-        if mistake := memory_mistake(accelerator.kind() if wanted == "auto" else wanted):
+        if mistake := memory_mistake(
+            accelerator.default_device_type() if wanted == "auto" else wanted
+        ):
             yield ConfigError(mistake)
     if wanted == "cpu":
         return
@@ -254,15 +256,15 @@ def device_mistakes(config: Config, environment: Mapping[str, str]) -> Iterator[
 
 
 def _devices(wanted: str) -> int:
-    """Devices of the type ``wanted``, or of whatever type is here (``"auto"``), the host's none."""
+    """Number of devices of the type ``wanted`` (``"auto"``: of any type), not counting the CPU."""
     from internsp import accelerator
 
-    here = accelerator.kind()
-    return accelerator.count(here if wanted == "auto" else wanted) if here != "cpu" else 0
+    here = accelerator.default_device_type()
+    return accelerator.device_count(here if wanted == "auto" else wanted) if here != "cpu" else 0
 
 
 def _text(config: Config, output: Path) -> Iterable[InternspError]:
-    """A small text is read as the ranks will; of a larger one the beginning, for a second."""
+    """Read a small text as the ranks will; of a larger one the beginning, for a second."""
     from internsp.data.batches import vocabulary_mistake
     from internsp.data.index import encoded, parts_of
     from internsp.data.tokenizer import load_tokenizer
@@ -279,7 +281,7 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
         from internsp.data.batches import DataSource
         from internsp.data.evaluation import evaluations
 
-        # Nothing is written before a run: it makes the indices that it wants.
+        # Nothing is written before a run: the run itself makes its indices.
         in_memory = data.model_copy(update={"index": "never"})
         if all(part.source == "stdlib" for part in trained):
             evaluations(in_memory, tokenizer, {})
@@ -296,12 +298,12 @@ def _text(config: Config, output: Path) -> Iterable[InternspError]:
 
 
 def _size_of(paths: Iterable[str]) -> int:
-    """Bytes of the files in and below ``paths``; counting ends where they are many."""
+    """Bytes of the files in and below ``paths``; stops counting above ``_SMALL_TEXT``."""
     total = 0
     for path in map(Path, paths):
         files = path.rglob("*") if path.is_dir() else [path]
         for file in files:
-            with suppress(OSError):  # told when it is read
+            with suppress(OSError):  # reported when it is read
                 total += file.stat().st_size
             if total > _SMALL_TEXT:
                 return total

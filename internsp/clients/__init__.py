@@ -1,1 +1,1 @@
-"""Other programs' loops over a parallel model; each module needs an optional package of its own."""
+"""Training loops of other programs; each module needs an optional package."""

@@ -1,4 +1,4 @@
-"""A causal model of ``transformers`` as ``internsp train`` calls a model (extra ``[hf]``)."""
+"""A causal LM of ``transformers`` with the interface of the zoo's models (extra ``[hf]``)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _PROBE = 4  # tokens of each of two documents
 
 
 class HFCausalLM(nn.Module):
-    """The model itself is ``model``, unmodified; its parameters' names begin so.
+    """A causal LM of ``transformers`` as the attribute ``model``, unmodified.
 
-    Auxiliary losses that a model adds to its own loss (a mixture's router) are left out.
+    The names of its parameters start with ``model.``. Auxiliary losses that the model adds to its
+    own loss (a router's, for example) are left out.
 
     Args:
-        folder: with ``config.json``; its weights (``*.safetensors``) are read on ``"cpu"``. Where
-            there are none the model's own initialization is used, from ``seed``, the same on every
-            rank and mesh.
-        device: ``"cpu"`` holds the whole model with its values, ``"meta"`` its shapes alone.
-        weights: whether the model is to have those of the folder. They are left to
-            :func:`internsp.load_weights` (:attr:`unread`) where the folder has every parameter
-            under its own name, in its own shape; else they are read whole here.
+        folder: folder with ``config.json``; with the device ``"cpu"`` its weights
+            (``*.safetensors``) are read. Without weights the model's own initialization is used,
+            from ``seed``, the same on every rank and mesh.
+        device: ``"cpu"`` makes the full model with its values, ``"meta"`` only its shapes.
+        weights: whether to use the folder's weights. They are left to
+            :func:`internsp.load_weights` (:attr:`unread`) if the folder has every parameter under
+            its own name and in its own shape; otherwise they are read in full here.
 
     Attributes:
-        unread: the folder from which the model, on the meta device, is to be loaded; or None.
+        unread: the folder from which the model, on the meta device, must be loaded; or ``None``.
 
     Raises:
-        ConfigError: transformers cannot make a causal model of the folder.
+        ConfigError: transformers cannot make a causal LM from the folder.
         MissingDependencyError: transformers is not installed.
     """
 
@@ -69,7 +70,7 @@ class HFCausalLM(nn.Module):
                 self.model = build("meta")
                 why = _not_streamed(self.model, path, dtype)
                 if why:
-                    _LOG.warning("every process reads the whole model: %s", why)
+                    _LOG.warning("every process reads the full model: %s", why)
                     self.model = AutoModelForCausalLM.from_pretrained(
                         path, config=config, dtype=dtype, use_safetensors=True,
                         local_files_only=True,
@@ -87,43 +88,43 @@ class HFCausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, *, layout: SequenceLayout, labels: Tensor, loss_chunk: int = 1024
     ) -> tuple[Tensor, Tensor]:
-        """The summed token loss of this rank's positions and its count, as the zoo's models.
+        """The summed token loss of this rank's positions and their count, as from zoo models.
 
-        The logits exist chunk by chunk, where the class's head can be run so; else whole.
+        Logits are computed in chunks if the class's head allows it, else all at once.
         """
-        # Under a sequence degree the model cuts its inputs itself (`internsp.hf`); its logits are
-        # this rank's in training, and all in evaluation.
+        # With a sequence degree the model splits its inputs itself (`internsp.hf`); its logits are
+        # this rank's in training, and those of all positions in evaluation.
         dealt = {"layout": layout} if layout.size > 1 else {}
-        given = self._given(layout.all_ids, layout.all_positions, **dealt)
+        given = self._inputs(layout.all_ids, layout.all_positions, **dealt)
         options: dict[str, Any] = {"chunk_tokens": loss_chunk, "layout": layout}
 
-        def mine(values: Tensor) -> Tensor:
+        def own_rows(values: Tensor) -> Tensor:
             return layout.own(values) if values.shape[1] == layout.length else values
 
         def loss(hidden: Tensor, head: Any) -> Tensor:
-            return token_loss(mine(hidden), head, labels, **options)[0]
+            return token_loss(own_rows(hidden), head, labels, **options)[0]
 
         if self._head is not None:
-            with self._head.taking(loss):
+            with self._head.ending_in(loss):
                 output = self.model(**given)
             if LOSS in output:
                 return output[LOSS], (labels != IGNORE_INDEX).sum()
         else:
             output = self.model(**given)
-        return token_loss(mine(output.logits), _same, labels, **options)
+        return token_loss(own_rows(output.logits), _identity, labels, **options)
 
-    def _given(self, ids: Tensor, positions: Tensor, **dealt: SequenceLayout) -> dict[str, Any]:
-        # Documents begin where positions do: transformers masks its attention by them.
+    def _inputs(self, ids: Tensor, positions: Tensor, **dealt: SequenceLayout) -> dict[str, Any]:
+        # Documents begin where positions restart: transformers derives its attention mask from it.
         given = {"position_ids": positions} if self._takes_positions else {}
         return {"input_ids": ids, "use_cache": False, **given, **dealt}
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = self.model(**self._given(ids, positions)).logits
+        logits: Tensor = self.model(**self._inputs(ids, positions)).logits
         return logits
 
     @torch.no_grad()
-    def require_documents_apart(self, device: torch.device) -> None:
-        """Try whether a token changes the logits of another document of its row. Collective.
+    def check_documents_separate(self, device: torch.device) -> None:
+        """Check that a token does not change the logits of another document in its row. Collective.
 
         Raises:
             StructureError: it does, or the model takes no ``position_ids``.
@@ -138,12 +139,12 @@ class HFCausalLM(nn.Module):
             one, two = (self._logits(x, positions)[:, _PROBE:].float() for x in (ids, other))
         finally:
             self.train(was)
-        apart = float((one - two).abs().max())
+        difference = float((one - two).abs().max())
         bound = 4 * torch.finfo(self.model.dtype).eps * float(one.abs().max())
-        if not self._takes_positions or not apart <= bound:
+        if not self._takes_positions or not difference <= bound:
             raise StructureError(
                 f"{type(self.model).__name__} does not keep packed documents apart (a token of one "
-                f"changes the logits of the next by {apart:.1e}): set data.pack = false"
+                f"changes the logits of the next by {difference:.1e}): set data.pack = false"
             )
 
     def generate(
@@ -156,17 +157,17 @@ class HFCausalLM(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        told: Callable[[int], None] | None = None,
+        on_token: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """The model's own generation: ``prompt`` ``[n]`` and at most ``tokens`` more.
+        """Generate with the model's own method: ``prompt`` ``[n]`` and at most ``tokens`` more.
 
         Args:
-            told: called with each token as soon as it is there.
+            on_token: called with each token as soon as it is generated.
         """
         self.eval()
-        if not tokens:  # which transformers refuses
+        if not tokens:  # transformers refuses 0
             return prompt
-        # No limit is 0: transformers takes None for its own of 50.
+        # 0 means no limit; for None transformers would use its default of 50.
         sampling = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
         given = sampling if temperature else {}
         with torch.random.fork_rng(devices=[]):
@@ -174,17 +175,17 @@ class HFCausalLM(nn.Module):
             ids: Tensor = self.model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None],
                 do_sample=bool(temperature), max_new_tokens=tokens, eos_token_id=stop_id,
-                pad_token_id=stop_id, streamer=None if told is None else _Streamer(told),
+                pad_token_id=stop_id, streamer=None if on_token is None else _Streamer(on_token),
                 **{name: value for name, value in given.items() if value is not None},
             )[0]  # fmt: skip
         return ids
 
 
 @contextmanager
-def one_document_a_row() -> Iterator[None]:
-    """Inside, transformers looks for no documents: on tensors without values it cannot.
+def skip_packing_detection() -> Iterator[None]:
+    """A context in which transformers does not look for packed documents in a batch.
 
-    It would make a mask of ``[S, S]`` for what may be there.
+    On tensors without values it cannot detect them, and would make a mask of ``[S, S]`` instead.
     """
     from transformers import masking_utils
 
@@ -193,23 +194,23 @@ def one_document_a_row() -> Iterator[None]:
 
 
 class _Streamer:
-    """What transformers' generation hands tokens to: the prompt, then one at a time."""
+    """Receives tokens from transformers' generation: the prompt, then one token at a time."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self._told, self._prompt = told, True
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self._on_token, self._prompt = on_token, True
 
     def put(self, value: Tensor) -> None:
-        """The prompt, or the next token."""
+        """Take the prompt, or the next token."""
         if not self._prompt:
-            self._told(int(value))
+            self._on_token(int(value))
         self._prompt = False
 
     def end(self) -> None:
-        """The last token has been put."""
+        """Do nothing: all tokens were passed on."""
 
 
 def _not_streamed(model: Any, path: Path, dtype: torch.dtype) -> str:
-    """Why the folder's weights are not the model's, one by one; empty where they are."""
+    """Why the folder's weights cannot be loaded one by one by their names; empty if they can."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if getattr(model.config, "quantization_config", None) is not None:
@@ -228,8 +229,8 @@ def _not_streamed(model: Any, path: Path, dtype: torch.dtype) -> str:
         if any(stored[n] != list(member.shape) for n in alike):
             return f"{name} has another shape in {path}"
     more = stored.keys() - {name for name, _ in members}
-    return f"{path} has {sorted(more)[0]} beside the model's own" if more else ""
+    return f"{path} has {sorted(more)[0]} in addition to the model's own" if more else ""
 
 
-def _same(logits: Tensor) -> Tensor:
+def _identity(logits: Tensor) -> Tensor:
     return logits

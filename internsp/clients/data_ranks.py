@@ -1,6 +1,6 @@
-"""What accelerate does for each process, done for each data rank (extra ``[hf]``).
+"""accelerate's batches and gathers, for each data rank instead of each process (extra ``[hf]``).
 
-The ranks of a sequence group need the same batch, and an evaluation must take theirs once.
+The ranks of a sequence group need the same batch, and an evaluation must count its rows once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from internsp.mesh import ParallelMesh
 
 
 class DataRanks:
-    """Takes the place of two of an ``Accelerator``'s methods.
+    """Replaces two methods of an ``Accelerator``.
 
     Args:
-        seed: shuffles a data set alike on all ranks, whatever they have drawn since.
+        seed: seed for shuffling, the same on all ranks, whatever random numbers they have drawn.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, mesh: ParallelMesh, seed: int) -> None:
         self.accelerator, self.mesh, self.seed = accelerator, mesh, seed
-        # A group's ranks count up; data ranks do not where a DeviceMesh has another order.
+        # Ranks ascend in a group; data ranks do not if a DeviceMesh has another order.
         grid = mesh.shape.grid[mesh.pipeline_rank].view(mesh.data, mesh.sequence)
         ranks = grid[:, mesh.sequence_rank].tolist()
-        self.places = [dist.get_group_rank(mesh.data_group, rank) for rank in ranks]
+        self.order = [dist.get_group_rank(mesh.data_group, rank) for rank in ranks]
         accelerator.prepare_data_loader = self._prepare_data_loader
         accelerator.gather = self._gather
 
     def _prepare_data_loader(self, loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
-        """``Accelerator.prepare_data_loader``, whose processes are data ranks here."""
+        """``Accelerator.prepare_data_loader`` with data ranks as processes."""
         own = self.accelerator
         made: DataLoader[Any] = prepare_data_loader(
             loader,
@@ -46,7 +46,7 @@ class DataRanks:
             split_batches=own.split_batches,
             put_on_device=own.device_placement,
             rng_types=own.rng_types.copy(),
-            dispatch_batches=False,  # its messages are between processes
+            dispatch_batches=False,  # it would send batches to processes, not to data ranks
             even_batches=own.even_batches,
             use_seedable_sampler=True,
             data_seed=self.seed,
@@ -58,19 +58,19 @@ class DataRanks:
 
     def _gather(self, data: Any) -> Any:
         """``Accelerator.gather``: the rows of each data rank once, in their order. Collective."""
-        return recursively_apply(self._gathered, data, error_on_other_type=True)
+        return recursively_apply(self._gather_tensor, data, error_on_other_type=True)
 
-    def _gathered(self, mine: Tensor) -> Tensor:
+    def _gather_tensor(self, mine: Tensor) -> Tensor:
         mine = (mine[None] if mine.ndim == 0 else mine).contiguous()
-        parts = [torch.empty_like(mine) for _ in self.places]
+        parts = [torch.empty_like(mine) for _ in self.order]
         dist.all_gather(parts, mine, group=self.mesh.data_group)
-        return torch.cat([parts[place] for place in self.places])
+        return torch.cat([parts[place] for place in self.order])
 
     def require_countable(self, dataset: Any) -> None:
-        """Rows that fill an evaluation's last batch are dropped again by a length.
+        """Check that a data set has a length, by which rows that pad its last batch are dropped.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: it has none.
         """
         if self.mesh.data > 1 and isinstance(dataset, IterableDataset):
             raise ConfigError(

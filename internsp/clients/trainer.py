@@ -1,8 +1,8 @@
-"""``transformers.Trainer`` over a parallel model (extra ``[hf]``; the Trainer needs accelerate).
+"""``transformers.Trainer`` for a parallel model (extra ``[hf]``; the Trainer needs accelerate).
 
-What differs is only what internsp owns: the model stays as ``parallelize`` left it (no DDP, no
-move, no cast), the optimizer is a :class:`internsp.ZeroOptimizer` of the class and the parameter
-groups that the Trainer's arguments ask for, and a checkpoint is written by all ranks.
+It differs only in what internsp owns: the model stays as ``parallelize`` left it (no DDP, no move,
+no cast), the optimizer is a :class:`internsp.ZeroOptimizer` with the class and parameter groups of
+the Trainer's arguments, and all ranks write a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from internsp.clients.data_ranks import DataRanks
 from internsp.errors import ConfigError
-from internsp.hf.examine import outermost
+from internsp.hf.examine import find_pretrained_model
 from internsp.optim import ZeroOptimizer
 from internsp.train.checkpoint import random_states, set_random, state_key
 from internsp.train.state_folder import load_state, save_state
@@ -33,34 +33,34 @@ _PYTHON, _NUMPY = "random.python", "random.numpy"
 
 
 class Trainer(transformers.Trainer):
-    """The Trainer for a model that :func:`internsp.parallelize` has cut. All ranks make one.
+    """The Trainer for a model that :func:`internsp.parallelize` has sharded. All ranks make one.
 
     A class that itself derives from the Trainer (trl's, your own) is made parallel by
     ``class Parallel(internsp.clients.trainer.Trainer, Theirs): ...``.
 
-    Each data rank has batches of its own, as under DDP, which the ranks of a sequence group share.
-    A step's gradient is the mean over data ranks of what ``compute_loss`` returns. With
-    ``average_tokens_across_devices`` (the Trainer's default) that is the mean over all valid tokens
-    of all ranks and micro-batches, as one process has it. A step whose gradients are not finite is
+    Each data rank has its own batches, as under DDP; the ranks of a sequence group share them. A
+    step's gradient is the mean over data ranks of what ``compute_loss`` returns. With
+    ``average_tokens_across_devices`` (the Trainer's default) this is the mean over all valid tokens
+    of all ranks and micro-batches, as on one process. A step with gradients that are not finite is
     skipped (:class:`internsp.ZeroOptimizer`).
 
-    A checkpoint holds the whole model for ``from_pretrained`` (of a PEFT model its adapter),
-    and in the folder ``optimizer`` what training needs besides: the optimizer's state, the
-    schedule and random states, in the form of ``internsp train`` (``docs/checkpoints.md``). Any
-    mesh can go on with both. Nothing of it is a pickle.
+    A checkpoint has the full model for ``from_pretrained`` (of a PEFT model its adapter), and in
+    the folder ``optimizer`` the rest of the training state: optimizer, schedule and random states,
+    in the format of ``internsp train`` (``docs/checkpoints.md``). Training can resume from it on
+    any mesh. Nothing in it is a pickle.
 
     Args:
         model: as :func:`internsp.parallelize` left it.
         args: as for the Trainer. ``bf16`` is autocast; ``compute_dtype = "bfloat16"`` in
             :class:`internsp.WeightParallelConfig` also halves the traffic.
         communicator: what ``parallelize`` returned.
-        options: everything else that the Trainer takes.
+        options: all other arguments of the Trainer.
 
     Raises:
-        ConfigError: an argument cannot be followed here; all of them are listed.
+        ConfigError: arguments that are not supported here; all of them are listed.
     """
 
-    optimizer: Any  # a ZeroOptimizer, while training in accelerate's wrapper
+    optimizer: Any  # a ZeroOptimizer; during training in accelerate's wrapper
 
     def __init__(
         self,
@@ -75,20 +75,20 @@ class Trainer(transformers.Trainer):
         self._data_ranks: DataRanks | None = None
         super().__init__(model=model, args=args, **options)
 
-    # The model is where it belongs: nothing moves, casts or wraps it.
+    # The model stays as it is: nothing moves, casts or wraps it.
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's; what accelerate would do to the model and its gradients is done here."""
+        """As the Trainer, but without accelerate's changes to the model and its gradients."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_model = self._as_it_is
+        self.accelerator.prepare_model = self._keep_model
         self.accelerator.backward = self._backward
         mesh, seed = self._communicator.mesh, self.args.data_seed
         if mesh.sequence > 1:
             seed = self.args.seed if seed is None else seed
             self._data_ranks = DataRanks(self.accelerator, mesh, seed)
 
-    def _as_it_is(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        if model not in self.accelerator._models:  # where evaluation looks for prepared ones
+    def _keep_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        if model not in self.accelerator._models:  # evaluation looks for prepared models here
             self.accelerator._models.append(model)
         return model
 
@@ -98,22 +98,22 @@ class Trainer(transformers.Trainer):
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
-        """Accelerate's, which would have put it around the model's forward."""
+        """Accelerate's autocast, which it would otherwise have put around the model's forward."""
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 
-    # Batches: one for the ranks of a sequence group.
+    # Batches: the ranks of a sequence group share one.
 
     def get_tp_size(self) -> int:
-        """How many ranks have the same batch, by the Trainer's name for it."""
+        """Number of ranks with the same batch, by the Trainer's name for it."""
         return self._communicator.mesh.sequence
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """A rank's own: the Trainer adds those of all ranks."""
+        """Operations of this rank: the Trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.get_tp_size()
 
     def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Tensor | int | None:
-        # The Trainer divides by get_tp_size() what it has counted on every rank.
+        # The Trainer divides by get_tp_size() what it counted on every rank.
         count = super()._get_num_items_in_batch(*args, **options)
         return count * self.get_tp_size() if isinstance(count, Tensor) else count
 
@@ -127,9 +127,9 @@ class Trainer(transformers.Trainer):
     # One step.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """A :class:`internsp.ZeroOptimizer` of the Trainer's class, settings and groups."""
+        """Make a :class:`internsp.ZeroOptimizer` of the Trainer's class, settings and groups."""
         if self.optimizer is None:
-            plain = super().create_optimizer(model)  # without any state yet
+            plain = super().create_optimizer(model)  # has no state yet
             _, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
                 self.args, self.model
             )
@@ -146,23 +146,23 @@ class Trainer(transformers.Trainer):
         return zero
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
-        """The Trainer's; replicas exchange gradients after the last micro-batch of a step only."""
+        """As the Trainer; replicas all-reduce gradients only after a step's last micro-batch."""
         last = self.accelerator.sync_gradients
         with nullcontext() if last else self._communicator.no_replica_sync():
             loss: Tensor = super().training_step(*args, **options)
         return loss
 
     def _backward(self, loss: Tensor, **options: Any) -> None:
-        # The Trainer counts on DDP's mean over ranks, and multiplies its loss for that; here
-        # gradients are sums (DESIGN 6). What it logs keeps its size. Of a sequence group each rank
-        # has the loss, and its own share of the gradient.
+        # The Trainer expects DDP's mean over ranks, and multiplies its loss to compensate for it;
+        # here gradients are sums (DESIGN 6). The logged loss is unchanged. Each rank of a sequence
+        # group has the loss, and its own part of the gradient.
         (loss / self._communicator.mesh.data).backward(**options)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        return None  # in the optimizer's step: no rank has the gradient before
+        return None  # clipped in the optimizer's step: before it, no rank has the full gradient
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        # Asked in each step, with clipping or without: the last word before the optimizer's.
+        # Called in each step, with clipping or without, right before the optimizer's step.
         self._zero.max_grad_norm = self.args.max_grad_norm or None
 
     def _maybe_log_save_evaluate(
@@ -173,8 +173,8 @@ class Trainer(transformers.Trainer):
     # Checkpoints.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The whole model for ``from_pretrained``, on the first rank. Collective."""
-        adapter = hasattr(self.model, "peft_config")  # saved alone: nothing frozen is gathered
+        """Save the full model for ``from_pretrained``, on the first rank. Collective."""
+        adapter = hasattr(self.model, "peft_config")  # saved alone: frozen weights stay sharded
         options = StateDictOptions(
             full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter
         )
@@ -217,7 +217,7 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(values["scheduler"])
 
     def _save_rng_state(self, output_dir: str) -> None:
-        pass  # with the optimizer's
+        pass  # saved with the optimizer's state
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / _STATE).is_dir():
@@ -240,7 +240,7 @@ class Trainer(transformers.Trainer):
                 set_random(name, value)
 
     def _random_states(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """This rank's, of all generators that the Trainer saves: as tensors, and what is none."""
+        """This rank's states of all generators that the Trainer saves: tensors, other values."""
         mesh = self._communicator.mesh
         version, numbers, gauss = random.getstate()
         kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the Trainer's
@@ -253,7 +253,7 @@ class Trainer(transformers.Trainer):
 
 
 def _flat(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State by parameter as tensors and other values by one name, as a checkpoint has them."""
+    """Optimizer state by parameter, as (tensors, other values) by their names in a checkpoint."""
     entries = {
         state_key(name, kind): value
         for name, entry in state["state"].items()
@@ -269,8 +269,10 @@ def _require_supported(
     communicator: ISPCommunicator,
     options: dict[str, Any],
 ) -> None:
-    """Raises:
-    ConfigError: see :class:`Trainer`.
+    """Check that the Trainer's arguments are supported.
+
+    Raises:
+        ConfigError: see :class:`Trainer`.
     """
     mesh = communicator.mesh
     before = "do it to the model before parallelize()"
@@ -304,7 +306,7 @@ def _require_supported(
         ),
     }  # fmt: skip
     if mesh.sequence > 1:
-        wrong |= _where_sequences_are_cut(model, args, options)
+        wrong |= _sequence_parallel_limits(model, args, options)
     lines = [line for line, applies in wrong.items() if applies]
     if lines:
         raise ConfigError(
@@ -312,14 +314,14 @@ def _require_supported(
         )
 
 
-def _where_sequences_are_cut(
+def _sequence_parallel_limits(
     model: nn.Module, args: transformers.TrainingArguments, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a sequence degree above 1 excludes, and whether it is asked for."""
+    """Arguments that a sequence degree above 1 excludes, and whether each is used."""
     config, logits = args.accelerator_config, "in training a rank has the logits of its positions"
     return {
         "sequence > 1: the Trainer's batches are cut by models of transformers only":
-            outermost(model) is None,
+            find_pretrained_model(model) is None,
         f"label_smoothing_factor: {logits}": args.label_smoothing_factor,
         f"compute_loss_func: {logits}; override compute_loss":
             options.get("compute_loss_func"),

@@ -1,7 +1,15 @@
-"""The configuration of a run: its sections, reading them from a file, what cannot go together."""
+"""The configuration of a run: its sections, reading them from a file, and checks across them."""
 
 from internsp.config.checks import AVERAGE, HELD_OUT
-from internsp.config.load import Config, collect, documented, load_config, report, schemas, sections
+from internsp.config.load import (
+    Config,
+    documented,
+    load_config,
+    read_config,
+    report,
+    schemas,
+    sections,
+)
 from internsp.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -41,7 +49,7 @@ __all__ = [
     "Section",
     "TrainConfig",
     "WeightParallelConfig",
-    "collect",
+    "read_config",
     "documented",
     "load_config",
     "report",

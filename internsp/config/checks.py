@@ -1,4 +1,4 @@
-"""Values that are right alone and impossible together. Each check names the keys it is about."""
+"""Checks of values that are valid alone but not together. Each check names the keys involved."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from internsp.config import Config, DataConfig, DocumentsConfig
 
 HELD_OUT, AVERAGE = "held-out", "average"
-"""What evaluations are called that no table names."""
+"""Names of evaluations that no table defines."""
 
-_MOST_PATHS = 10  # of those that are wrong
-# Of the section model: what only the zoo's models read.
+_MOST_PATHS = 10  # number of wrong paths that are listed
+# Keys of the section model that only the zoo's models read.
 _OF_THE_ZOO = (
     "rope_theta", "norm_eps", "qkv_bias", "bias", "norm", "attention", "init_std", "dropout",
     "embedding_dropout",
@@ -26,7 +26,7 @@ _OF_THE_ZOO = (
 
 
 def combinations(config: Config) -> Iterator[Problem]:
-    """What no machine and no number of ranks could make right."""
+    """Mistakes that do not depend on the machine or the number of ranks."""
     yield from _model(config)
     yield from _data(config)
     yield from _memory_and_order(config)
@@ -38,7 +38,7 @@ def combinations(config: Config) -> Iterator[Problem]:
 
 
 def machine(config: Config, world_size: int) -> Iterator[Problem]:
-    """What is wrong for ``world_size`` ranks, or for the files that are here."""
+    """Mistakes for ``world_size`` ranks, or with the files on this machine."""
     yield from _degrees(config, world_size)
     yield from too_large(config, world_size)
     yield from _files(config)
@@ -70,7 +70,7 @@ def _hf(config: Config) -> Iterator[Problem]:
         yield Problem(("model.path", "model.family"), text)
     for key in _OF_THE_ZOO:
         if getattr(model, key) != fields[key].default:
-            text = 'of the model zoo alone; with family = "hf" config.json says it'
+            text = 'only for the model zoo; with family = "hf" config.json has it'
             yield Problem((f"model.{key}", "model.family"), text)
     if config.parallel.pipeline > 1:
         text = f'{config.parallel.pipeline} is not supported with model.family = "hf"; use 1'
@@ -81,7 +81,7 @@ def _hf(config: Config) -> Iterator[Problem]:
 
 
 def _folder(config: Config) -> Iterator[Problem]:
-    """The folder of a model of transformers: readable, and not contradicted."""
+    """Check that the folder of a transformers model is readable and agrees with the section."""
     model = config.model
     if model.path is None:
         return
@@ -91,7 +91,7 @@ def _folder(config: Config) -> Iterator[Problem]:
         return
     for key, names in hf_folder.missing(found).items():
         if key not in model.model_fields_set:
-            text = f"{hf_folder.FILE} does not say {names}: set model.{key}"
+            text = f"{hf_folder.FILE} has no {names}: set model.{key}"
             yield Problem(("model.path",), text)
     for key, value in found.items():
         if getattr(model, key) != value:
@@ -108,7 +108,7 @@ def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.mixture and (data.source != "stdlib" or data.paths):
         keys = ("data.source" if data.source != "stdlib" else "data.paths", "data.mixture")
-        yield Problem(keys, "unused with data.mixture, whose tables say it; leave it out")
+        yield Problem(keys, "unused with data.mixture, whose tables have it; leave it out")
     elif data.mixture:
         yield from _mixture(data)
     else:
@@ -119,14 +119,15 @@ def _data(config: Config) -> Iterator[Problem]:
         text = f"bytes need 257 ids (256 and the end of a document), got {config.model.vocab_size}"
         yield Problem(("model.vocab_size", "data.tokenizer"), text)
     if data.sequence_length < config.parallel.sequence:
-        text = f"{data.sequence_length} tokens cannot be cut over {config.parallel.sequence} ranks"
+        ranks = config.parallel.sequence
+        text = f"{data.sequence_length} tokens cannot be split over {ranks} ranks"
         yield Problem(("data.sequence_length", "parallel.sequence"), text)
 
 
 def documents_mistakes(
     given: DocumentsConfig, prefix: str, tokenizer: str
 ) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of where documents come from."""
+    """(key, mistake) for where documents come from."""
     if given.source == "stdlib" and given.paths:
         text = f'unused with {prefix}source = "stdlib"; set {prefix}source to "text", "jsonl" or '
         yield "paths", f'{text}"parquet"'
@@ -161,7 +162,7 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         text = "there are not two texts to average: give tables [[data.evaluation]]"
         yield Problem(("train.eval_average", "data.evaluation", "data.held_out"), text)
     if train.early_stop and not data.held_out and not train.eval_average:
-        text = "goes by the held-out loss, and there is none: set data.held_out, or eval_average"
+        text = "uses the held-out loss, and there is none: set data.held_out, or eval_average"
         yield Problem(("train.early_stop", "data.held_out", "train.eval_average"), text)
 
 
@@ -178,7 +179,7 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
 
 def _memory_and_order(config: Config) -> Iterator[Problem]:
     weights, again, model = config.weight_parallel, config.activation_checkpoint, config.model
-    # WP-13: a gather cannot start in the middle of a compiled region.
+    # WP-13: an all-gather cannot start inside a compiled region.
     if weights.compile and weights.granularity == "module":
         text = 'gathers module by module; a compiled block needs "block"'
         yield Problem(("weight_parallel.granularity", "weight_parallel.compile"), text)
@@ -202,20 +203,20 @@ def _memory_and_order(config: Config) -> Iterator[Problem]:
         text = "float16 has no range for scales; use bfloat16 or float32"
         kinds = ("weight_parallel.quantize", "weight_parallel.compute_dtype", "train.dtype")
         yield Problem(kinds, text)
-    if any(rule.said().get("ignore") for rule in weights.plan):
+    if any(rule.options().get("ignore") for rule in weights.plan):
         text = "ignore = true is for a loop of your own; internsp train steps all parameters"
         yield Problem(("weight_parallel.plan",), text)
     if isinstance(weights.keep_unsharded, int) and weights.keep_unsharded > model.layers:
         text = f'there are {model.layers} blocks (model.layers); a size has a unit, as "2 GiB"'
         yield Problem(("weight_parallel.keep_unsharded", "model.layers"), text)
     if model.tie_embeddings and weights.embedding_cut == "hidden":
-        text = 'a tied head is cut by vocabulary; use "vocabulary" or untie the embeddings'
+        text = 'a tied head is sharded by vocabulary; use "vocabulary" or untie the embeddings'
         yield Problem(("weight_parallel.embedding_cut", "model.tie_embeddings"), text)
     if again.offload is not None and again.mode == "none":
-        text = 'no block recomputes, so that none is known to keep anything; set mode to "full"'
+        text = 'no block recomputes, so there is no saved input to offload; set mode to "full"'
         yield Problem(("activation_checkpoint.offload", "activation_checkpoint.mode"), text)
     if again.tiles != 1 and weights.compile:
-        text = "a compiled block computes as a whole; set tiles = 1, or compile = false"
+        text = "a compiled block cannot compute in tiles; set tiles = 1, or compile = false"
         yield Problem(("activation_checkpoint.tiles", "weight_parallel.compile"), text)
     if again.tiled and again.tiles == 1:
         text = "unused with one tile; set activation_checkpoint.tiles"
@@ -270,7 +271,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     if name not in OPTIMIZERS:
         for key in ("betas", "eps", "momentum"):
             if unused[key] and getattr(optimizer, key) != fields[key].default:
-                text = "of adamw and sgd alone; a class takes it in optimizer.options"
+                text = "only for adamw and sgd; for a class set it in optimizer.options"
                 yield Problem((f"optimizer.{key}", "optimizer.name"), text)
     yield from _rest(config)
     if optimizer.decay_steps is not None and optimizer.schedule != "wsd":
@@ -346,7 +347,7 @@ def _report(config: Config) -> Iterator[Problem]:
 
 
 def _ring(config: Config) -> Iterator[Problem]:
-    """How keys and values travel needs a ring, and a double one two rings."""
+    """Check that ring options have a ring, and that a double ring has two."""
     weights, ring = config.weight_parallel, config.degrees()["ring"]
     form, inner = weights.ring_form, weights.inner_ring
     keys = ("weight_parallel.ring_form", "parallel.ring")
@@ -355,7 +356,7 @@ def _ring(config: Config) -> Iterator[Problem]:
     elif form == "double":
         choices = [n for n in range(2, ring) if ring % n == 0]
         if inner not in choices:
-            text = f"{inner} makes no rings of rings of the {ring} ranks"
+            text = f"{inner} does not split into smaller rings the {ring} ranks"
             remedy = f"choose one of {choices}" if choices else 'use ring_form = "ring"'
             yield Problem(("weight_parallel.inner_ring", "parallel.ring"), f"{text}; {remedy}")
     elif inner > 1:
@@ -364,9 +365,9 @@ def _ring(config: Config) -> Iterator[Problem]:
 
 
 def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
-    """Sequence x data x pipeline and weight x replica x pipeline are factorings of the ranks."""
+    """Check that both factorings (sequence or weight x replica, x pipeline) fit the ranks."""
     parallel, train = config.parallel, config.train
-    # The remedy for a wrong world differs with who chose it, but the keys are the same.
+    # The keys of a wrong world size are the same, whoever chose it; the remedy differs.
     world = f"{world_size} rank" + ("" if world_size == 1 else "s")
     if world_size % parallel.pipeline:
         text = f"{parallel.pipeline} does not divide the {world} (launch.processes, or torchrun's)"
@@ -390,8 +391,8 @@ def _degrees(config: Config, world_size: int) -> Iterator[Problem]:
         keys = ("parallel.zero", "parallel.weight", "launch.processes")
         yield Problem(keys, f"{text} ({world} / weight = {parallel.weight})")
     own = parallel.weight if parallel.expert_weight is None else parallel.expert_weight
-    asked = parallel.expert > 1 or parallel.expert_weight is not None
-    if asked and world_size % (own * parallel.expert):
+    with_experts = parallel.expert > 1 or parallel.expert_weight is not None
+    if with_experts and world_size % (own * parallel.expert):
         text = f"{own} x expert = {parallel.expert} does not divide the {world}"
         lead = "parallel.weight" if parallel.expert_weight is None else "parallel.expert_weight"
         yield Problem((lead, "parallel.expert", "launch.processes"), text)
@@ -433,11 +434,11 @@ def _unfit_text(path: str) -> str | None:
 
 
 def _missing(path: str, what: str) -> str | None:
-    """Why ``path`` cannot be found, if it cannot: it is missing, or on a way that is closed."""
+    """Why ``path`` cannot be found; ``None`` if it can."""
     try:
         Path(path).stat()
     except FileNotFoundError:
         return f"no such {what}: {path}"
-    except OSError as error:  # no permission on the way, a name too long, links in a circle
+    except OSError as error:  # no permission for a folder above, a long name, links in a circle
         return f"cannot be read: {path}: {error.strerror}"
     return None

@@ -1,4 +1,4 @@
-"""Mistakes in a configuration, in plain words: what is wrong, where, and the nearest right name."""
+"""Mistakes in a configuration, in plain words: what is wrong, where, and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from internsp.config.sections import FOLDER_NAME
 
 Names = Mapping[str, tuple[str, ...]]
 Schema = Mapping[str, Any]
-"""What pydantic's JSON schema says of a key: type, choices, default, description."""
+"""The JSON schema of a key, from pydantic: type, choices, default, description."""
 
-LARGEST_FILE = 1 << 20  # bytes; a configuration of every key takes 10 thousand
+LARGEST_FILE = 1 << 20  # bytes; a configuration with every key takes 10 thousand
 _ITS_KEYS = "; its keys: "
-_LONGEST_WORD = 80  # of a name that a message shows
-_MOST_ITEMS = 8  # of a list that a message shows
+_LONGEST_WORD = 80  # characters of a name that a message shows
+_MOST_ITEMS = 8  # entries of a list that a message shows
 
-# What other projects call a key of ours; spelling alone would not find it.
+# Names of our keys in other projects, which similar spelling alone would not find.
 ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "clip_grad_norm": "optimizer.max_grad_norm",
@@ -49,7 +49,7 @@ ELSEWHERE = {
     "drop_rate": "model.dropout",
     "embd_pdrop": "model.embedding_dropout",
 }
-# What is not there, whatever it is called.
+# Options that do not exist here, by their names elsewhere.
 _ATTENTION = (
     "there is none: attention kernels draw masks of their own, which would differ from mesh to "
     "mesh; model.dropout drops of what attention adds"
@@ -60,24 +60,24 @@ ABSENT = dict.fromkeys(("attention_dropout", "attn_dropout", "attn_pdrop", "attn
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. ``keys`` are the ``section.key`` names it is about, the first one leading."""
+    """A mistake. ``keys`` are the ``section.key`` names that it concerns, the main one first."""
 
     keys: tuple[str, ...]
     text: str
     prefix: str = ""
 
     def __str__(self) -> str:
-        told = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
-        # One line, whatever a key or a value holds (a quoted key may be any text).
-        if told.isprintable():
-            return told
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in told)
+        shown = f"{self.prefix}{self.keys[0]}: {self.text}" if self.keys else self.text
+        # One line, whatever a key or a value contains (a quoted key may be any text).
+        if shown.isprintable():
+            return shown
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
 
 
 def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """The parsed file, or ``None`` and one more problem."""
+    """Parse the file; ``None`` and one more problem if that fails."""
     try:
-        with path.open("rb") as file:  # which may be a pipe, or a device without an end
+        with path.open("rb") as file:  # the path may be a pipe, or a device without an end
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
             problems.append(Problem((), f"more than {LARGEST_FILE} bytes: not a configuration"))
@@ -99,7 +99,7 @@ def read_toml(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
 
 
 def _nearest_file(path: Path) -> str:
-    """A hint at a file of the same folder with a similar name."""
+    """A hint at a file in the same folder with a similar name."""
     siblings = []
     with suppress(OSError):
         siblings = [p.name for p in path.parent.iterdir() if p.suffix == ".toml"]
@@ -116,7 +116,7 @@ def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Probl
     elsewhere = ELSEWHERE.get(word) or next((f for f, k in full.items() if k == word), None)
     near = nearest(key, names[section])
     if elsewhere is None and near is None:
-        # Only names of a whole other key can be meant now; be strict, the choice is wide.
+        # Only the name of another key can be meant now; be strict, since there are many.
         found = difflib.get_close_matches(word, list(full.values()), n=1, cutoff=0.75)
         elsewhere = next((f for f, k in full.items() if found and k == found[0]), None)
     right = elsewhere or (f"{section}.{near}" if near else None)
@@ -126,20 +126,20 @@ def nearest_key(section: str, key: str, names: Names, prefix: str = "") -> Probl
 
 
 def listed_once(problems: Iterable[Problem]) -> list[Problem]:
-    """The same problems; the keys of a section are told with the first of its unknown ones."""
-    told: set[str] = set()
+    """The same problems, listing the keys of a section only at its first unknown key."""
+    listed: set[str] = set()
     found = []
     for problem in problems:
         text, mark, names = problem.text.partition(_ITS_KEYS)
-        found.append(replace(problem, text=text) if mark and names in told else problem)
-        told.add(names)
+        found.append(replace(problem, text=text) if mark and names in listed else problem)
+        listed.add(names)
     return found
 
 
 def nearest_section(
     written: str, keys: tuple[str, ...], names: Names, prefix: str = ""
 ) -> tuple[str, Problem]:
-    """The section that ``written`` means (or ``""``) and the problem of its being unknown."""
+    """The section that ``written`` most likely means (or ``""``), and the problem to report."""
     near = nearest(written, tuple(names))
     if near is None and keys:
         near = next((s for s, own in names.items() if set(keys) <= set(own)), None)
@@ -156,7 +156,7 @@ def nearest_section(
 
 
 def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
-    """The problem of a value at the top of the file, where only sections may stand."""
+    """The problem of a value at the top level of the file, where only sections are allowed."""
     if written in names:
         return Problem((written,), f"is a section: write [{written}] and its keys below", prefix)
     owner = ELSEWHERE.get(written) or next(
@@ -165,7 +165,7 @@ def not_a_section(written: str, names: Names, prefix: str = "") -> Problem:
     near = nearest(written, [f"{s}.{k}" for s, keys in names.items() for k in keys])
     right = owner or near
     hint = f"; did you mean {prefix}{right}?" if right else ""
-    text = "unknown option" if prefix else "stands outside any section"
+    text = "unknown option" if prefix else "is outside any section"
     return Problem((_short(written),), text + hint, prefix)
 
 
@@ -192,7 +192,7 @@ def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
         if context["pattern"] == FOLDER_NAME:
             return f"must be usable as the name of a folder, {got}"
         return f"must be a text without a NUL character, {got}"
-    if kind == "value_error":  # of what says itself what it expects
+    if kind == "value_error":  # its message already has what is expected
         near = None
         if isinstance(value, str):
             near = meant_size(value) or nearest(value, ("all", "none"))
@@ -207,11 +207,12 @@ def describe_error(schema: Schema, value: Any, detail: ErrorDetails) -> str:
 def describe_table_error(
     name: str, values: Any, detail: ErrorDetails, keys: Mapping[str, Schema]
 ) -> str:
-    """One of pydantic's errors of a list of tables, with the table's number and key.
+    """One of pydantic's errors in a list of tables, with the table's number and key.
 
     Args:
-        name, values: of the list; ``"section.key"``.
-        keys: what each key of a table is.
+        name: ``"section.key"`` of the list.
+        values: the list.
+        keys: schema of each key of a table.
     """
     place = detail["loc"][1:]
     if isinstance(values, Mapping):
@@ -231,19 +232,19 @@ def describe_table_error(
 
 
 def is_tables(schema: Schema) -> bool:
-    """Whether a key holds tables, which a file alone can give."""
+    """Whether a key holds tables, which can be given only in a file."""
     return "$ref" in schema.get("items", {})
 
 
 def expected(schema: Schema, plural: bool = False) -> str:
-    """What a value of ``schema`` is, in plain words."""
+    """What a value of ``schema`` must be, in plain words."""
     if "$ref" in schema:
         return "tables" if plural else "a table"
     if "anyOf" in schema:
         return " or ".join(expected(one, plural) for one in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(in_words(choice) for choice in schema["enum"])
-    if "const" in schema:  # the only choice, beside "none" or numbers
+    if "const" in schema:  # the only choice, in addition to "none" or numbers
         return in_words(schema["const"])
     if schema["type"] == "array":
         count = f"{schema['minItems']} " if "minItems" in schema else ""
@@ -255,17 +256,17 @@ def expected(schema: Schema, plural: bool = False) -> str:
 
 
 def items_of(schema: Schema) -> Sequence[Schema]:
-    """The entries of a list: one of any number, or each of a fixed number."""
+    """Schemas of a list's entries: one for any number of entries, or one for each."""
     return schema.get("prefixItems") or [schema["items"]]
 
 
 def choices_of(schema: Schema) -> tuple[str, ...]:
-    """The texts that a key admits where it admits only some, else nothing."""
+    """The texts that a key allows, if it allows only some; else empty."""
     return next((tuple(s["enum"]) for s in (schema, *schema.get("anyOf", ())) if "enum" in s), ())
 
 
 def in_words(value: Any) -> str:
-    """A value as one would write it in TOML, shortened."""
+    """A value as it is written in TOML, shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     value = "none" if value is None else value
@@ -275,7 +276,7 @@ def in_words(value: Any) -> str:
         shown = [in_words(v) for v in value[:_MOST_ITEMS]]
         more = [f"... {len(value) - _MOST_ITEMS} more"] if len(value) > _MOST_ITEMS else []
         return f"[{', '.join([*shown, *more])}]"
-    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print long ones
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print huge ones
         return f"a number of about {int(value.bit_length() * math.log10(2))} digits"
     return "a section" if isinstance(value, Mapping) else str(value)
 

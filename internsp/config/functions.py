@@ -1,6 +1,6 @@
-"""Functions in a configuration: given as they are, or by place: ``"package.module:function"``.
+"""Functions in a configuration: the object, or its import path ``"package.module:function"``.
 
-And an optimizer's class, with its arguments.
+Also an optimizer's class, with its arguments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from internsp.errors import ConfigError
 
-_PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
-"""Those that have names."""
+"""Optimizers that have names in the configuration."""
 
 
 def checked_optimizer(name: str) -> str:
-    """``name`` if it is an optimizer's, or a place; nothing is imported yet."""
-    if name in OPTIMIZERS or _PLACE.fullmatch(name):
+    """``name`` if it is a named optimizer or an import path; nothing is imported yet."""
+    if name in OPTIMIZERS or _IMPORT_PATH.fullmatch(name):
         return name
     near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
@@ -36,7 +36,7 @@ def checked_option(text: str) -> str:
 
 
 def options(texts: Iterable[str]) -> dict[str, Any]:
-    """The arguments that ``texts`` give, by name."""
+    """The arguments in ``texts``, by name."""
     found: dict[str, Any] = {}
     for text in texts:
         try:
@@ -50,14 +50,14 @@ def options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def checked(value: Any) -> Any:
-    """``value`` if it is a function or has the form of a place; nothing is imported yet."""
-    if callable(value) or (isinstance(value, str) and _PLACE.fullmatch(value)):
+    """``value`` if it is a function or has the form of an import path; nothing is imported yet."""
+    if callable(value) or (isinstance(value, str) and _IMPORT_PATH.fullmatch(value)):
         return value
-    raise ValueError('give a function, or its place as "package.module:function"')
+    raise ValueError('give a function, or its import path "package.module:function"')
 
 
-def place_of(function: Callable[..., Any] | str) -> str:
-    """Its place: what is compared between ranks, printed and saved."""
+def import_path(function: Callable[..., Any] | str) -> str:
+    """Import path of a function: what is compared between ranks, printed and saved."""
     if isinstance(function, str):
         return function
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -65,13 +65,13 @@ def place_of(function: Callable[..., Any] | str) -> str:
 
 
 def resolve(given: Callable[..., Any] | str, key: str) -> Callable[..., Any]:
-    """The function itself.
+    """The function itself, imported if needed.
 
     Args:
-        key: of the configuration, for the error.
+        key: key of the configuration, for the error message.
 
     Raises:
-        ConfigError: there is none at that place.
+        ConfigError: there is no function at that import path.
     """
     if not isinstance(given, str):
         return given

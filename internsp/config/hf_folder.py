@@ -1,7 +1,7 @@
-"""What the ``config.json`` of a model's folder says of its sizes, read without transformers.
+"""Model sizes from the ``config.json`` of a model's folder, read without transformers.
 
-A folder is a model of transformers itself (family ``hf``), or gives one of the model zoo its sizes
-and weights: then it is a Llama, or an InternLM2 as its authors publish it.
+The folder is a model of transformers itself (family ``hf``), or gives a model of the zoo its sizes
+and weights. For the zoo it is a Llama, or an InternLM2 as its authors publish it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 FILE = "config.json"
 
-# By key of the section model: what families call it, the usual name first.
+# By key of the section model: its names in families of transformers, the usual one first.
 _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -25,17 +25,17 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tie_embeddings": ("tie_word_embeddings",),
 }
 _NEEDED = ("vocab_size", "hidden_size", "layers", "heads")
-# What the zoo's families are called there.
+# Values of model_type that the zoo's families can read.
 _ZOO = {"llama": ("llama",), "internlm2": ("llama", "internlm2")}
 
 
 def sizes(folder: str, family: str) -> tuple[dict[str, Any], str | None]:
-    """Keys of the section ``model`` that the folder's ``config.json`` decides, and what is wrong.
+    """Values of keys of ``[model]`` from the folder's ``config.json``, and what is wrong with it.
 
-    Sizes that it does not name are left out: :func:`missing` lists them.
+    Sizes that the file does not have are left out: :func:`missing` lists them.
 
     Args:
-        family: of the section.
+        family: ``model.family``.
     """
     content, mistake = _read(Path(folder) / FILE)
     if mistake is not None:
@@ -54,7 +54,7 @@ def sizes(folder: str, family: str) -> tuple[dict[str, Any], str | None]:
 
 
 def kind(folder: str) -> str:
-    """``model_type`` of the folder, which was read before."""
+    """``model_type`` of a folder, which :func:`sizes` has checked."""
     return str(_read(Path(folder) / FILE)[0].get("model_type"))
 
 
@@ -69,13 +69,13 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding, from both places where transformers has had them."""
+    """Settings of the rotary embedding, from both keys that transformers has used for them."""
     parts = (content.get("rope_parameters"), content.get("rope_scaling"))
     return {k: v for part in parts if isinstance(part, dict) for k, v in part.items()}
 
 
 def _of_zoo(content: dict[str, Any]) -> dict[str, Any]:
-    """What only the zoo's families read; transformers' default where it says nothing."""
+    """Keys that only the zoo's families read; transformers' defaults for missing ones."""
     return {
         **_numbers(content),
         "qkv_bias": bool(content.get("attention_bias")),
@@ -84,7 +84,7 @@ def _of_zoo(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(content: dict[str, Any]) -> dict[str, float]:
-    """Those that make sense."""
+    """The numbers that are in a sensible range."""
     theta = _rope(content).get("rope_theta", content.get("rope_theta", 10000.0))
     found = {
         "rope_theta": _number(theta, 1, 1e15),
@@ -99,7 +99,7 @@ def _number(value: Any, least: float, most: float) -> float | None:
 
 
 def _not_of_zoo(content: dict[str, Any], family: str) -> str | None:
-    """Why a folder is no model of the zoo's family."""
+    """Why the folder is no model of this family of the zoo; ``None`` if it is."""
     rope, kinds = _rope(content), _ZOO[family]
     turn = rope.get("rope_type", rope.get("type", "default"))
     wrong = {
@@ -110,7 +110,7 @@ def _not_of_zoo(content: dict[str, Any], family: str) -> str | None:
         f"its rotary embedding is scaled ({turn})":
             turn != "default" and rope.get("factor") != 1.0,
         "its weights are quantized": content.get("quantization_config") is not None,
-        "it has biases in its feed forward alone, or (bias) beside it alone": (
+        "it has biases only in its feed forward, or only elsewhere (bias)": (
             (content.get("mlp_bias") and not content.get("attention_bias")) or content.get("bias")
         ),
         "it does not say intermediate_size": not isinstance(content.get("intermediate_size"), int),
@@ -121,11 +121,11 @@ def _not_of_zoo(content: dict[str, Any], family: str) -> str | None:
 
 
 def _first(parts: list[dict[str, Any]], names: tuple[str, ...]) -> int | bool | None:
-    """The first that is one sensible number: a list has one for each layer, a null says nothing."""
+    """The first value that is a sensible number: not a list (one for each layer) or a null."""
     found = (part[name] for part in parts for name in names if name in part)
     return next((v for v in found if isinstance(v, int) and (v is False or 1 <= v < 1 << 24)), None)
 
 
 def missing(found: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of ``model`` that must be given, because ``config.json`` has no such name."""
+    """Keys of ``[model]`` that the user must set because ``config.json`` lacks them."""
     return {key: " or ".join(_NAMES[key]) for key in _NEEDED if key not in found}

@@ -1,4 +1,4 @@
-"""How many blocks stay unsharded: ``weight_parallel.keep_unsharded``, and the sizes it may name."""
+"""Values of ``weight_parallel.keep_unsharded``: how many blocks stay unsharded, or which size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 
 LARGEST = 1 << 50
-"""Bytes that a size may name."""
+"""Largest size that may be given, in bytes."""
 MOST_BLOCKS = 1_000_000_000
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,6})?) ?([A-Za-z]{1,5})")
@@ -22,7 +22,7 @@ def size_in_bytes(text: str) -> int | None:
 
 
 def meant_size(text: str) -> str | None:
-    """The size that a text with a unit of other letters (``2gb``, ``512 M``) most likely means."""
+    """The size that a text with a misspelled unit (``2gb``, ``512 M``) most likely means."""
     found = _SIZE.fullmatch(text)
     if found is None or found[2] in UNITS:
         return None
@@ -31,16 +31,16 @@ def meant_size(text: str) -> str | None:
 
 
 def checked(value: object) -> object:
-    """The value of ``keep_unsharded`` as the configuration holds it.
+    """Check a value of ``keep_unsharded`` and return it as the configuration stores it.
 
     Returns:
         ``None``, ``"all"``, a number of blocks, or a size as text.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is none of these.
     """
     if isinstance(value, str) and re.fullmatch("[0-9]{1,20}", value):
-        value = int(value)  # as a command line gives it
+        value = int(value)  # from a command line
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 <= value <= MOST_BLOCKS:
             raise ValueError(

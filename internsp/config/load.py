@@ -1,7 +1,7 @@
 """The configuration of a run: all sections, and reading them from a TOML file and overrides.
 
-Every mistake of the file and the overrides is found before any is reported. Nothing here imports
-torch, so that ``internsp --help`` and a report of mistakes are immediate.
+All mistakes in the file and the overrides are found before any is reported. Nothing here imports
+torch, so that ``internsp --help`` and reports of mistakes are fast.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from internsp.config.sections import (
 )
 from internsp.errors import ConfigError
 
-_MOST_UNKNOWN = 30  # names for which the nearest right one is looked for
+_MOST_UNKNOWN = 30  # number of unknown names for which the nearest valid name is searched
 
 
 class Config(Section):
-    """All sections. Impossible combinations raise when it is made; :meth:`check` adds the mesh."""
+    """All sections. Invalid combinations raise at construction; :meth:`check` adds the mesh."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -69,27 +69,29 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
-    def _possible(self) -> Config:
+    def _check_combinations(self) -> Config:
         mistakes = [str(problem) for problem in combinations(self)]
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
 
     def degrees(self) -> dict[str, Any]:
-        """Arguments of ``MeshShape`` and ``ParallelMesh.create``."""
-        own = self.model.family != "hf"  # models of transformers share heads alone
+        """Arguments for ``MeshShape`` and ``ParallelMesh.create``."""
+        own = (
+            self.model.family != "hf"
+        )  # models of transformers split only heads
         return self.parallel.degrees(self.model.heads if own else self.parallel.sequence)
 
     def check(self, world_size: int) -> list[str]:
-        """Every mistake that only ``world_size`` ranks and the file system show, one a line."""
+        """All mistakes that depend on ``world_size`` ranks and on the file system, one a line."""
         return [str(problem) for problem in machine(self, world_size)]
 
     def to_toml(self) -> str:
-        """The whole configuration as TOML; :func:`load_config` of it gives an equal one."""
+        """The full configuration as TOML; :func:`load_config` of it gives an equal one."""
         dumped = self.model_dump()
         for values in dumped.values():
             values.update({k: "none" for k, v in values.items() if v is None})
-            for key, tables in values.items():  # [[optimizer.groups]]: what is unset is left out
+            for key, tables in values.items():  # [[optimizer.groups]]: unset keys are left out
                 if isinstance(tables, list | tuple) and all(isinstance(t, dict) for t in tables):
                     values[key] = [
                         {k: v for k, v in table.items() if v is not None} for table in tables
@@ -105,14 +107,14 @@ def sections() -> Mapping[str, type[Section]]:
 
 @cache
 def schemas(section: str) -> Mapping[str, Schema]:
-    """What each key of a section is, in the order of the file."""
+    """JSON schema of each key of a section, in the order of the file."""
     properties: Mapping[str, Schema] = sections()[section].model_json_schema()["properties"]
     return properties
 
 
 @cache
 def table_keys(key: str) -> Mapping[str, Schema]:
-    """What each key of a table of ``key`` (``"section.key"``) is."""
+    """JSON schema of each key of the tables at ``key`` (``"section.key"``)."""
     tables: dict[str, type[Section]] = {
         "weight_parallel.plan": PlanRule, "optimizer.groups": ParameterGroup,
         "data.mixture": MixturePart, "data.evaluation": EvaluationText,
@@ -132,18 +134,18 @@ def load_config(
     *,
     world_size: int | None = None,
 ) -> Config:
-    """Read a TOML file, lay ``overrides`` over it and check everything together.
+    """Read a TOML file, apply ``overrides`` and check everything together.
 
     Args:
-        path: the file; a section or key that it leaves out has its default.
+        path: the file; sections and keys that it leaves out have their defaults.
         overrides: ``{"train": {"steps": 10}}`` or ``{"train.steps": 10}``; texts are converted
             to the key's type, as on the command line.
         world_size: number of ranks to check degrees against; ``None``: ``launch.processes``.
 
     Raises:
-        ConfigError: its message lists every mistake of the file and the overrides, one a line.
+        ConfigError: lists all mistakes in the file and the overrides, one a line.
     """
-    config, problems = collect(path, overrides, world_size=world_size)
+    config, problems = read_config(path, overrides, world_size=world_size)
     if config is None:
         raise ConfigError(report(path, problems))
     return config
@@ -156,29 +158,29 @@ def report(path: str | Path | Mapping[str, Any], problems: list[Problem]) -> str
     return "\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems)])
 
 
-def collect(
+def read_config(
     path: str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
     *,
     world_size: int | None = None,
 ) -> tuple[Config | None, list[Problem]]:
-    """As :func:`load_config`, but returns the mistakes; the config is ``None`` if there are any."""
+    """Like :func:`load_config`, but returns mistakes; the config is ``None`` if there are any."""
     problems: list[Problem] = []
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     data = path if isinstance(path, Mapping) else read_toml(Path(path), problems)
-    for section, key, value in _known(data or {}, problems, ""):
+    for section, key, value in _known_keys(data or {}, problems, ""):
         values[section][key] = value
-    for section, key, value in _known(_nested(overrides or {}), problems, "--"):
-        right, mistakes = _right(section, {key: value}, "--")
+    for section, key, value in _known_keys(_nested(overrides or {}), problems, "--"):
+        right, mistakes = _valid_values(section, {key: value}, "--")
         values[section].pop(key, None)
         values[section].update(right)
         problems += mistakes
     made: dict[str, Any] = {}
     for name, cls in sections().items():
-        right, mistakes = _right(name, values[name], "")
+        right, mistakes = _valid_values(name, values[name], "")
         made[name] = cls.model_validate(right) if right else cls()
         problems += mistakes
-    # A combination is judged only where all its keys are right, lest one mistake shows as two.
+    # Combinations are checked only if all their keys are valid, or one mistake would show as two.
     wrong = {key for problem in problems for key in problem.keys}
     draft = Config.model_construct(None, **made)
     size = draft.launch.processes if world_size is None else world_size
@@ -202,10 +204,10 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _known(
+def _known_keys(
     data: Mapping[str, Any], problems: list[Problem], prefix: str
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield (section, key, value) of the known keys; unknown ones go to ``problems``."""
+    """Yield (section, key, value) of the known keys; add unknown ones to ``problems``."""
     names = {name: tuple(cls.model_fields) for name, cls in sections().items()}
     for written, content in data.items():
         if len(problems) > _MOST_UNKNOWN:
@@ -216,7 +218,7 @@ def _known(
             continue
         section = written
         if written not in names:
-            # The keys below a misspelled section are still read as those of the nearest one.
+            # Keys below a misspelled section are still read as keys of the nearest section.
             section, problem = nearest_section(written, tuple(content), names, prefix)
             problems.append(problem)
             if prefix:  # the problem of an option already names section and key
@@ -230,14 +232,14 @@ def _known(
                 problems.append(nearest_key(section, key, names, prefix))
 
 
-def _right(
+def _valid_values(
     name: str, values: Mapping[str, Any], prefix: str
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The values of a section that are right, in their own types, and the others' problems."""
+    """The valid values of a section, converted to their types, and problems of the others."""
     if not values:
         return {}, []
     cls = sections()[name]
-    # Overrides are often texts, which take the type of the key; a file says what it means.
+    # Overrides are often texts, which are converted to the key's type; a file has types already.
     texts = prefix and all(isinstance(value, (str, tuple)) for value in values.values())
     try:
         made = cls.model_validate(values, strict=False if texts else None)
@@ -247,7 +249,7 @@ def _right(
         for detail in error.errors(include_url=False):
             key = str(detail["loc"][0])
             schema = schemas(name)[key]
-            if is_tables(schema):  # each mistake of each table
+            if is_tables(schema):  # report every mistake of every table
                 text = describe_table_error(
                     f"{name}.{key}", values[key], detail, table_keys(f"{name}.{key}")
                 )
@@ -261,9 +263,9 @@ def _right(
 
 
 def documented() -> str:
-    """A TOML file of every key with its default, below a comment that says what it is.
+    """A TOML file of every key with its default, each below a comment that describes it.
 
-    ``configs/documented.toml`` is this text; a test keeps it so.
+    A test checks that ``configs/documented.toml`` is this text.
     """
     lines = ["# Every key with its default. A config names only what differs."]
     for name, cls in sections().items():
@@ -279,7 +281,7 @@ def documented() -> str:
 
 
 def _in_table(item: tuple[str, Schema]) -> str:
-    """A key of a table, in a line of comment."""
+    """A comment line for a key of a table."""
     key, schema = item
     choices = " | ".join(choices_of(schema))
     return f"#   {key}: {schema['description']}{f' ({choices})' if choices else ''}"

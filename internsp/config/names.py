@@ -1,7 +1,7 @@
-"""Names: patterns of dotted ones (modules, parameters, blocks), and the nearest to a wrong one.
+"""Patterns of dotted names (of modules, parameters, blocks), and the nearest name to a wrong one.
 
-There is one language of patterns, wherever the configuration has some. A pattern is anchored: it
-matches a whole name, part by part, as paths do::
+All patterns in the configuration have the same syntax. A pattern is anchored: it must match a full
+name, part by part, as paths do::
 
     *        any text within one part            layers.*        layers.3, not layers.3.mlp
     ?        one character within one part       layers.1?       layers.10, not layers.1
@@ -18,20 +18,20 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 MOST_NUMBERS = 10_000
-"""Of one ``{a-b}``."""
+"""Largest number of values of one ``{a-b}``."""
 _TOKEN = re.compile(r"\*|\?|\{\*\}|\{([0-9]{1,9})-([0-9]{1,9})\}|[^*?{}]")
 
 
-_LONGEST_WORD = 80  # in which a nearest name is looked for
+_LONGEST_WORD = 80  # characters of a name for which the nearest one is searched
 
 
 def plain(word: str) -> str:
-    """``word`` as names are compared with it."""
+    """``word`` normalized for comparison with names."""
     return word[:_LONGEST_WORD].replace("-", "_").lower()
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:
-    """The one of ``words`` that ``word`` most likely means, if any is near."""
+    """The one of ``words`` that ``word`` most likely means; ``None`` if none is similar."""
     meant = plain(word)
     if meant in words:
         return meant
@@ -40,14 +40,14 @@ def nearest(word: str, words: Sequence[str]) -> str | None:
 
 
 def below(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` matches a parameter's name, or that of a module above it."""
+    """Whether ``pattern`` matches a parameter's name, or the name of a module that contains it."""
     return matches(name, pattern) or matches(name, f"{pattern}.**")
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether ``pattern``, of which :func:`mistake` finds nothing, matches all of ``name``."""
+    """Whether a valid ``pattern`` (see :func:`mistake`) matches all of ``name``."""
     parts = name.split(".")
-    reached = {0}  # parts of the name that the pattern's parts so far may have taken
+    reached = {0}  # numbers of name parts that the pattern's parts so far may have matched
     for part in pattern.split("."):
         if part == "**":
             reached = set(range(min(reached), len(parts) + 1))
@@ -66,7 +66,7 @@ def within(name: str, pattern: str) -> bool:
 
 
 def mistake(pattern: str) -> str | None:
-    """What is wrong with ``pattern``, if anything is."""
+    """What is wrong with ``pattern``; ``None`` if nothing is."""
     for part in pattern.split("."):
         if not part:
             return "has an empty part between its dots"
@@ -83,10 +83,10 @@ def mistake(pattern: str) -> str | None:
 
 
 def checked(pattern: str) -> str:
-    """``pattern`` itself.
+    """``pattern`` itself, if it is valid.
 
     Raises:
-        ValueError: it has a :func:`mistake`.
+        ValueError: :func:`mistake` finds something wrong.
     """
     if (wrong := mistake(pattern)) is not None:
         raise ValueError(f"{pattern!r} {wrong}")
@@ -107,5 +107,5 @@ def _translated(token: re.Match[str]) -> str:
     numbers = "[0-9]+"
     if token[1]:
         numbers = "|".join(map(str, range(int(token[1]), int(token[2]) + 1)))
-    # A number is taken whole: {0-3} is not the 3 of 13.
+    # A number is matched in full: {0-3} does not match the 3 of 13.
     return f"(?<![0-9])(?:{numbers})(?![0-9])"

@@ -1,8 +1,8 @@
-"""What each key of the configuration means to a run that goes on from a checkpoint.
+"""Whether a run may resume from a checkpoint with other values of configuration keys.
 
-A key is *taken over* (its value now is used from now on, and printed where it differs), *fixed* (a
-checkpoint with another value is refused, with both values) or *free* (of no bearing on what is
-learned). Every key of every section has its rule here; nothing here imports torch.
+Each key of every section has a rule here. *Taken over*: the current value is used from now on, and
+printed if it differs. *Fixed*: a checkpoint with another value is refused, with both values.
+*Free*: the key does not affect what is learned. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from internsp.errors import ConfigError
 
 
 class Rule(Enum):
-    """See the module."""
+    """What happens if a key's value differs; see the module's docstring."""
 
     TAKEN = "taken over"
     FIXED = "fixed"
     FREE = "free"
 
 
-_SAID: dict[str, dict[Rule, str]] = {
-    # norm and attention choose between implementations of the same function. A folder may have
-    # moved, and its weights are the checkpoint's now; its sizes are compared.
+_KEYS: dict[str, dict[Rule, str]] = {
+    # norm and attention choose between implementations of the same function. path: a folder may
+    # have moved, and its weights are in the checkpoint now; its sizes are compared.
     "model": {
         Rule.FIXED: "family vocab_size hidden_size layers heads kv_heads head_dim "
         "intermediate_size rope_theta norm_eps tie_embeddings qkv_bias bias init_std",
         Rule.TAKEN: "dropout embedding_dropout",
         Rule.FREE: "norm attention path",
     },
-    # A file may have moved: what it holds is compared by the digest of its tokens, which that of a
-    # mixture's weights joins.
+    # Files may have moved: their content is compared by the digest of its tokens, which includes a
+    # mixture's weights.
     "data": {
         Rule.FIXED: "sequence_length pack held_out",
         Rule.FREE: "source paths text_field format messages_field prompt_field completion_field "
@@ -47,7 +47,7 @@ _SAID: dict[str, dict[Rule, str]] = {
         Rule.FREE: "device timeout_seconds",
     },
     "pipeline": {Rule.TAKEN: "chunks schedule"},
-    # What is cut decides what weight decay leaves out.
+    # Fixed keys decide which parameters are sharded, and so which have no weight decay.
     "weight_parallel": {
         Rule.FIXED: "experts min_shard_elements embedding_cut reduction plan",
         Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype "
@@ -58,13 +58,13 @@ _SAID: dict[str, dict[Rule, str]] = {
         "ring_form inner_ring compare_ranks grad_dtype offload",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
-    # The loss scale itself goes on from the checkpoint: its first value was used long ago.
+    # The loss scale itself is restored from the checkpoint; its initial value no longer matters.
     "optimizer": {
         Rule.FIXED: "name options rest whole_matrix loss_scale_init",
         Rule.TAKEN: "lr rest_lr betas eps weight_decay momentum groups max_grad_norm schedule "
         "warmup_steps decay_steps min_lr_ratio loss_scale_growth_interval",
     },
-    # The order of the data depends on the seed; the batch takes as much of it as it likes.
+    # The order of the data depends on the seed, but not on the batch size.
     "train": {
         Rule.FIXED: "seed dtype",
         Rule.TAKEN: "steps tokens global_batch batch_tokens",
@@ -77,37 +77,37 @@ _SAID: dict[str, dict[Rule, str]] = {
     "launch": {Rule.FREE: "processes threads"},
 }
 
-_CUTTING = (
+_SHARDING_KEYS = (
     "ignore", "replicate_below", "shard_dim", "axis", "compute_dtype", "reduce_dtype", "quantize",
     "pre_all_gather", "post_all_gather",
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {
     f"{section}.{key}": rule
-    for section, said in _SAID.items()
-    for rule, keys in said.items()
+    for section, by_rule in _KEYS.items()
+    for rule, keys in by_rule.items()
     for key in keys.split()
 }
-"""The rule of each key, ``"section.key"``."""
+"""The rule of each key, by ``"section.key"``."""
 
 
 def compare(
     saved: Mapping[str, Any], config: Config, saved_on: int, world_size: int
 ) -> tuple[list[str], ...]:
-    """What differs between the configuration of a checkpoint and the one to go on with.
+    """Compare a checkpoint's configuration with the one of the run that resumes from it.
 
     Args:
-        saved: the checkpoint's, as JSON has it; a key that it lacks has its default.
-        saved_on: ranks of the run that saved it.
-        world_size: ranks of the one that goes on.
+        saved: the checkpoint's configuration as JSON; missing keys have their defaults.
+        saved_on: number of ranks of the run that saved it.
+        world_size: number of ranks of the run that resumes.
 
     Returns:
-        The differences that forbid going on, and those that are taken over, one a line.
+        Differences that forbid resuming, and those that are taken over, one a line.
 
     Raises:
         ConfigError: ``saved`` is no configuration.
     """
-    given = readable(saved), config.model_dump()
+    given = parse_saved(saved), config.model_dump()
     before, now = _resolved(given[0], saved_on), _resolved(given[1], world_size)
     refused, taken = [], []
     for key, value in now.items():
@@ -116,10 +116,10 @@ def compare(
             continue
         section, _, name = key.partition(".")
         if rule is Rule.TAKEN and given[0][section][name] == given[1][section][name]:
-            continue  # what it stands for follows from the world, or from a key that is told
+            continue  # the resolved value follows from the world size or from another key
         if key.startswith("optimizer.loss_scale") and None in (old, value):
-            continue  # a scale that only one of the two has: a dtype differs, which is said already
-        # State that one of the two has and the other lacks: there is nothing to go on from.
+            continue  # only one run has a loss scale: their dtypes differ, which is reported
+        # With optimizer state in only one of the runs, there is nothing to resume from.
         if rule is Rule.FIXED or (key == "optimizer.momentum" and not (old and value)):
             refused.append(f"{key}: {_text(old)} in the checkpoint, {_text(value)} now")
         else:
@@ -127,8 +127,8 @@ def compare(
     return refused, taken
 
 
-def readable(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """``saved`` by section, in the types of the keys; keys that no longer exist are left out."""
+def parse_saved(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """``saved`` by section, with values in the keys' types, without keys that no longer exist."""
     found = {}
     for name, cls in sections().items():
         given = saved.get(name, {})
@@ -145,7 +145,7 @@ def readable(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """By ``"section.key"``, with what ``None`` stands for, and without what is not used."""
+    """Values by ``"section.key"``, with ``None`` replaced by its meaning and unused keys unset."""
     values = {f"{s}.{k}": v for s, content in dumped.items() for k, v in content.items()}
     hidden, heads = values["model.hidden_size"], values["model.heads"]
     weight, stages = values["parallel.weight"], values["parallel.pipeline"]
@@ -158,16 +158,16 @@ def _resolved(dumped: dict[str, dict[str, Any]], world_size: int) -> dict[str, A
     }
     for key, default in defaults.items():
         values[key] = default if values[key] is None else values[key]
-    # Of the plan only what decides how parameters are cut, and what they are computed with.
+    # Only the parts of the plan that decide how parameters are sharded and computed.
     rules = [
-        {key: rule[key] for key in ("match", *_CUTTING) if key in rule}
+        {key: rule[key] for key in ("match", *_SHARDING_KEYS) if key in rule}
         for rule in values["weight_parallel.plan"]
     ]
     values["weight_parallel.plan"] = [rule for rule in rules if len(rule) > 1]
     unused = ["pipeline.schedule"] if stages == 1 else []
     name = values["optimizer.name"]
     rest = values["optimizer.rest"] = values["optimizer.rest"] or {"muon": "adamw"}.get(name, name)
-    # State differs, too, where a group gives parameters to the other of the two.
+    # Optimizer state differs, too, if a group assigns parameters to the other of the two.
     moved = [(g["match"], g["optimizer"]) for g in values["optimizer.groups"] if g["optimizer"]]
     if moved and rest != name:
         given = "; ".join(f"{by} for {', '.join(match)}" for match, by in moved)

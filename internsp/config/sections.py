@@ -1,8 +1,8 @@
 """The sections of a configuration: typed, frozen, checked when made.
 
-One class a section of the TOML file. The text under each field is its only documentation: the
+Each section of the TOML file has a class. The text under each field is its only documentation: the
 command's ``--help`` and ``configs/documented.toml`` are made from it. Nothing here imports torch,
-so that ``internsp --help`` and a report of mistakes are immediate.
+so that ``internsp --help`` and reports of mistakes are fast.
 
 A field that may be ``None`` is written as ``"none"`` in a file or on the command line, since TOML
 has no null.
@@ -31,25 +31,25 @@ from pydantic.fields import FieldInfo
 
 from internsp.config import hf_folder
 from internsp.config.functions import checked as checked_function
-from internsp.config.functions import checked_optimizer, checked_option, place_of
+from internsp.config.functions import checked_optimizer, checked_option, import_path
 from internsp.config.kept import MOST_BLOCKS, checked
 from internsp.config.names import below, nearest
 from internsp.config.names import checked as checked_pattern
 
-# Every number has both bounds. The upper ones lie well above what anyone trains with, and below
-# what a clock, a 64-bit integer or a loop of Python bears: beyond them a run or a plan hangs.
+# Every number has both bounds. The upper bounds are well above what anyone trains with, and below
+# the limits of clocks, 64-bit integers and Python loops, beyond which a run or a plan would hang.
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Natural = Annotated[int, Field(ge=0, le=1_000_000_000)]
-Size = Annotated[int, Field(ge=1, le=1 << 24)]  # of a dimension of the model
-Few = Annotated[int, Field(ge=1, le=1 << 11)]  # of what plans count one by one
+Size = Annotated[int, Field(ge=1, le=1 << 24)]  # size of a dimension of the model
+Few = Annotated[int, Field(ge=1, le=1 << 11)]  # number of things that plans enumerate
 Degree = Annotated[int, Field(ge=1, le=1 << 20)]  # ranks
 Amount = Annotated[int, Field(ge=0, le=1 << 50)]  # bytes or elements
-Tiny = Annotated[float, Field(ge=1e-30, le=1)]  # what is added lest a division be by zero
+Tiny = Annotated[float, Field(ge=1e-30, le=1)]  # added to avoid a division by zero
 Depth = Annotated[int, Field(ge=0, le=64)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Blocks = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
 Kept = Annotated[str | Blocks | None, BeforeValidator(checked)]
-# TOML gives lists; the models hold tuples, which are frozen too.
+# TOML gives lists; the sections hold tuples, which are immutable, too.
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 Texts = Annotated[tuple[Text, ...], Field(strict=False, max_length=100_000)]
 Pattern = Annotated[Text, AfterValidator(checked_pattern)]
@@ -60,19 +60,19 @@ Rate = Annotated[float, Field(ge=0, le=1000)]
 Dropped = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Annotated[Text, AfterValidator(checked_optimizer)]
 Option = Annotated[Text, AfterValidator(checked_option)]
-# One part of a path, not only of dots, without control characters.
+# One part of a path, not only dots, without control characters.
 FOLDER_NAME = r"^[^/\\\x00-\x1f]*[^/\\.\x00-\x1f][^/\\\x00-\x1f]*$"
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
-"""More overflows the clocks of torch's stores and groups, which then wait without an end."""
+"""Longer timeouts overflow in torch's stores and process groups, which then wait forever."""
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Ahead = Annotated[Depth | Patterns, BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 Function = Annotated[
     Any,
     BeforeValidator(checked_function),
-    PlainSerializer(place_of),
+    PlainSerializer(import_path),
     WithJsonSchema({"type": "string"}),
 ]
-"""A function, or its place ``"package.module:function"``."""
+"""A function, or its import path ``"package.module:function"``."""
 
 
 def nullable(field: FieldInfo) -> bool:
@@ -94,21 +94,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _none_is_a_word(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        if "none" not in data.values():
-            return data
-        empty = {name for name, field in cls.model_fields.items() if nullable(field)}
-        return {k: None if k in empty and v == "none" else v for k, v in data.items()}
-
-
-class _Table(Section):
-    """Base of what a file writes as a list of tables: an unknown key is told with the nearest."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
+    def _check_keys(cls, data: Any) -> Any:
         names = list(cls.model_fields)
         wrong = []
         for key in [str(k) for k in data if k not in names] if isinstance(data, Mapping) else ():
@@ -118,6 +104,16 @@ class _Table(Section):
         if wrong:
             raise ValueError("; ".join(wrong))
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if "none" not in data.values():
+            return data
+        empty = {name for name, field in cls.model_fields.items() if nullable(field)}
+        return {k: None if k in empty and v == "none" else v for k, v in data.items()}
 
 
 class ModelConfig(Section):
@@ -164,11 +160,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sizes_of_folder(cls, data: Any) -> Any:
+    def _read_folder_sizes(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or data.get("path") in (None, "none"):
             return data
         family = str(data.get("family", "llama"))
-        found, _ = hf_folder.sizes(str(data["path"]), family)  # what is wrong, the checks say
+        found, _ = hf_folder.sizes(str(data["path"]), family)  # mistakes are reported by the checks
         return {**found, **data}
 
 
@@ -191,7 +187,7 @@ class DocumentsConfig(Section):
     """Column of its answer."""
 
 
-class MixturePart(_Table, DocumentsConfig):
+class MixturePart(DocumentsConfig):
     """One of the texts that are mixed."""
 
     name: Annotated[str, Field(max_length=200)] = ""
@@ -201,11 +197,11 @@ class MixturePart(_Table, DocumentsConfig):
 
     @property
     def called(self) -> str:
-        """Its name."""
+        """Name of the text: ``name``, else its first path, else its source."""
         return self.name or (self.paths[0] if self.paths else self.source)
 
 
-class EvaluationText(_Table, DocumentsConfig):
+class EvaluationText(DocumentsConfig):
     """A text to evaluate on, of which nothing is trained on."""
 
     name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=100)]
@@ -289,7 +285,7 @@ Offload = Annotated[
 ]
 
 
-class PlanRule(_Table):
+class PlanRule(Section):
     """What holds for some modules or parameters alone (docs/plan.md).
 
     Its keys mean what they mean in ``[weight_parallel]``, of what ``match`` matches and all below
@@ -345,25 +341,25 @@ class PlanRule(_Table):
     """Patterns of the module names in the blocks to trigger at; empty: those of the trigger."""
 
     @model_validator(mode="after")
-    def _says_something(self) -> PlanRule:
-        if not self.match or not self.said():
-            raise ValueError("a rule has at least one pattern in match, and one key beside it")
-        said = self.said().keys()
+    def _check_not_empty(self) -> PlanRule:
+        if not self.match or not self.options():
+            raise ValueError("a rule needs at least one pattern in match, and one more key")
+        said = self.options().keys()
         if len(said & {"pre_all_gather", "post_all_gather"}) == 1:
             raise ValueError("pre_all_gather and post_all_gather need each other: give both")
         if "prefetch_depth" in said and said & {"forward_prefetch", "backward_prefetch"}:
             raise ValueError(
-                "prefetch_depth says both forward_prefetch and backward_prefetch: give it, or them"
+                "prefetch_depth sets both forward_prefetch and backward_prefetch: give it, or them"
             )
         return self
 
     @model_serializer(mode="wrap")
-    def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         given = {k: v for k, v in dump(self).items() if k in self.model_fields_set}
         return {key: "none" if value is None else value for key, value in given.items()}
 
-    def said(self) -> dict[str, Any]:
-        """What it sets, by key."""
+    def options(self) -> dict[str, Any]:
+        """The options that the rule sets, by key."""
         given = (k for k in type(self).model_fields if k in self.model_fields_set and k != "match")
         return {key: getattr(self, key) for key in given}
 
@@ -485,7 +481,7 @@ class ParameterGroup(Section):
     """Which of optimizer.name and optimizer.rest steps them; none: as without this group."""
 
     @model_validator(mode="after")
-    def _says_something(self) -> ParameterGroup:
+    def _check_not_empty(self) -> ParameterGroup:
         if not self.match or (self.lr, self.weight_decay, self.optimizer) == (None, None, None):
             raise ValueError("needs match, and lr, weight_decay or optimizer")
         return self
@@ -533,11 +529,11 @@ class OptimizerConfig(Section):
 
     @property
     def rest_name(self) -> str:
-        """The optimizer of all but the blocks' matrices."""
+        """The optimizer of all parameters except the blocks' matrices."""
         return self.rest or ("adamw" if self.name == "muon" else self.name)
 
     def group_of(self, name: str) -> ParameterGroup | None:
-        """The group that a parameter's settings are of."""
+        """The group whose settings a parameter has; ``None`` if no group matches it."""
         found = (g for g in self.groups if any(below(name, pattern) for pattern in g.match))
         return next(found, None)
 
@@ -545,7 +541,7 @@ class OptimizerConfig(Section):
         """Which optimizer steps a parameter.
 
         Args:
-            matrix: whether it is a matrix of a block, and no embedding.
+            matrix: whether it is a matrix in a block, and not an embedding.
         """
         own = self.group_of(name)
         if own is not None and own.optimizer is not None:
@@ -554,7 +550,7 @@ class OptimizerConfig(Section):
 
     @property
     def momentum_used(self) -> float:
-        """The momentum, of sgd or muon."""
+        """The momentum of sgd or muon, with its default."""
         if self.momentum is not None:
             return self.momentum
         return 0.95 if self.name == "muon" else 0.0
@@ -632,12 +628,12 @@ class CheckpointConfig(Section):
     """Path to go on from, auto (the run's own newest one), or never; none: auto under torchrun."""
 
     def from_own_folder(self, elastic: bool) -> bool:
-        """Whether the run goes on from what is in its own folder."""
+        """Whether the run resumes from its own folder."""
         return self.resume == "auto" or (self.resume is None and elastic)
 
     @property
     def named(self) -> str | None:
-        """The path that was given."""
+        """The configured path of a checkpoint; ``None`` if there is none."""
         return None if self.resume in ("auto", "never") else self.resume
 
 

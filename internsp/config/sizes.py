@@ -1,4 +1,4 @@
-"""Sizes in bytes: for a person, and those that together are more than any machine holds."""
+"""Sizes in bytes: formatted for people, and checked against what any machine has."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from internsp.config import Config
 
 LARGEST_RANK = 1 << 46
-"""Bytes (64 TiB) that no rank has, neither a GPU nor a machine."""
+"""Bytes (64 TiB) that no rank has, neither on a GPU nor in host memory."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def human(nbytes: float) -> str:
-    """Bytes for a person, exact below 10,000: ``9999 B``, ``1.5 MiB``."""
+    """Bytes for people, exact below 10,000: ``9999 B``, ``1.5 MiB``."""
     if nbytes < 10_000:
         return f"{nbytes:.0f} B"
     power = min(4, (int(nbytes).bit_length() - 1) // 10)  # of 1024
@@ -25,7 +25,7 @@ def human(nbytes: float) -> str:
 
 
 def block_elements(config: Config) -> int:
-    """Elements of the large weights of one block."""
+    """Number of elements of one block's large weights."""
     model = config.model
     head = model.head_dim or max(1, model.hidden_size // model.heads)
     wide = model.intermediate_size or 8 * model.hidden_size // 3
@@ -34,25 +34,25 @@ def block_elements(config: Config) -> int:
 
 
 def elements(config: Config) -> int:
-    """Elements of the large weights of the model."""
+    """Number of elements of the model's large weights."""
     tables = 1 if config.model.tie_embeddings else 2
     outside = tables * config.model.vocab_size * config.model.hidden_size
     return config.model.layers * block_elements(config) + outside
 
 
 def moments(config: Config) -> int:
-    """Values that the optimizer keeps for each element of a weight; of a class by place: two.
+    """Values that the optimizer keeps per element of a weight; of an imported class, two.
 
-    adafactor's, of rows and columns, are none; of muon's weights these are the blocks' matrices.
+    For adafactor 0: it keeps rows and columns only. muon's are those of matrices in blocks.
     """
     known = {"sgd": int(config.optimizer.momentum_used > 0), "muon": 1, "adafactor": 0}
     return known.get(config.optimizer.name, 2)
 
 
 def too_large(config: Config, world_size: int) -> Iterator[Problem]:
-    """What no rank could hold: its part of the weights, or one block's inputs.
+    """Problems of sizes that no rank could hold: its part of the weights, or one block's inputs.
 
-    Degrees that do not fit ``world_size`` are told elsewhere.
+    Degrees that do not fit ``world_size`` are checked elsewhere.
     """
     model, parallel, train = config.model, config.parallel, config.train
     item = ITEM_BYTES[train.dtype]

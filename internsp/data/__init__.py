@@ -1,1 +1,1 @@
-"""Text, rows and token batches."""
+"""Training data: text, rows and token batches."""

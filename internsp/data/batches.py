@@ -1,9 +1,9 @@
-"""Token batches whose order depends on the seed alone, never on the mesh or the batch.
+"""Token batches whose order depends only on the seed, not on the mesh or the batch size.
 
-Documents are cut into a training and a held-out part; of each, sequences of ``sequence_length``
-tokens are cut (:mod:`internsp.data.cut`), and several texts are mixed
-(:mod:`internsp.data.mixture`). A batch is a function of how many sequences were taken before it:
-that number is all there is to save, and a rank may ask for any rows of the global batch.
+Documents are split into a training and a held-out part. Each part is cut into sequences of
+``sequence_length`` tokens (:mod:`internsp.data.cut`), and several texts are mixed
+(:mod:`internsp.data.mixture`). A batch is a function of the number of sequences used before it, so
+this number is all that a checkpoint must save, and a rank can read any rows of the global batch.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch import Tensor
 from internsp.config import Config, DataConfig, DocumentsConfig, MixturePart
 from internsp.data.cut import Documents, Row, Rows, counted
 from internsp.data.evaluation import Evaluation, evaluations, rows_of_documents
-from internsp.data.index import Indices, opened, parts_of, prepare
+from internsp.data.index import Indices, open_stores, parts_of, prepare
 from internsp.data.mixture import Mixture
 from internsp.data.store import TokenStore
 from internsp.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.errors import ConfigError
 
 FILLER = -1
-"""In place of a row's number: a row of which nothing is learned."""
-_COUNTED = 256  # sequences, from which the tokens of a sequence are estimated
-_MOST_ROWS = 1 << 20  # of a step: more is a mistake, and takes seconds to count
+"""Used in place of a row's number for a row from which nothing is learned."""
+_COUNTED = 256  # number of sequences from which the mean tokens of a sequence are computed
+_MOST_ROWS = 1 << 20  # limit for the rows of a step: more is a mistake, and takes seconds to count
 
 
 class Batch(NamedTuple):
     """Rows of tokens.
 
-    ``ids`` is ``[rows, sequence_length]`` int64. ``boundaries`` gives for each row where documents
-    start, 0 first (a row may begin inside a document); ``None`` when ``data.pack`` is off, where a
-    row counts as one document. ``ignored`` gives for each row the half-open ranges of tokens that
-    nothing predicts: prompts and padding.
+    ``ids`` is ``[rows, sequence_length]`` int64. ``boundaries`` lists for each row where documents
+    start, 0 first (a row may begin inside a document); ``None`` if ``data.pack`` is off, so that
+    each row counts as one document. ``ignored`` lists for each row half-open ranges of tokens that
+    are not predicted: prompts and padding.
     """
 
     ids: Tensor
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Batch:
-        """Of some rows, at least one."""
+        """The batch of these rows, at least one."""
         starts = [row.starts for row in rows if row.starts is not None]
         ids = torch.from_numpy(np.stack([row.ids for row in rows]))
         return cls(ids, starts or None, [row.ignored for row in rows])
@@ -57,13 +57,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One of the texts that are mixed, or the only one.
+    """One of the mixed texts, or the only text.
 
     Attributes:
-        name: what metrics call it.
-        weight: its share, as a ratio to the others'.
+        name: name in metrics.
+        weight: its share, relative to the others' weights.
         stores: its tokens.
-        train, held_out: what is cut from them.
+        train, held_out: sequences cut from them.
     """
 
     name: str
@@ -77,10 +77,10 @@ class Part:
         cls, given: DocumentsConfig, stores: list[TokenStore], data: DataConfig,
         tokenizer: Tokenizer, seed: int,
     ) -> Part:  # fmt: skip
-        """Split the documents and shuffle those to train on.
+        """Split the documents, and shuffle those of the training part.
 
         Raises:
-            ConfigError: there is no text, or too little of it for one sequence.
+            ConfigError: there is no text, or not enough for one sequence.
         """
         name = given.called if isinstance(given, MixturePart) else ""
         end = 1 if given.format == "text" else 0
@@ -105,7 +105,7 @@ class Part:
             _require_enough(found, what, data, name)
         rows = [rows_of_documents(found, data, seed, tokenizer) for found in made]
         if not rows[0].available:
-            raise ConfigError("data: no document has two tokens, of which one predicts the other")
+            raise ConfigError("data: no document has two tokens, so that nothing can be predicted")
         weight = given.weight if isinstance(given, MixturePart) else 1.0
         return cls(name, weight, tuple(stores), rows[0], rows[1] if rows[1].available else None)
 
@@ -128,8 +128,8 @@ class DataSource:
     """Batches of a :class:`~internsp.config.DataConfig`; the same on every rank and every mesh.
 
     Attributes:
-        evaluations: named texts to evaluate on, of which nothing is trained on.
-        notes: what the user should read of the indices.
+        evaluations: named texts that are only evaluated on.
+        notes: messages for the user about the indices.
     """
 
     parts: tuple[Part, ...]
@@ -157,20 +157,20 @@ class DataSource:
         """Read or open all texts and split them.
 
         Args:
-            tokenizer: that of ``config``, where it has been loaded.
-            indices: those that :func:`internsp.data.index.prepare` gave; ``None``: make them.
+            tokenizer: the tokenizer of ``config``, if it is already loaded.
+            indices: the result of :func:`internsp.data.index.prepare`; ``None``: make them.
 
         Raises:
-            ConfigError: paths are missing, there is no text, or too little of it for one sequence.
-            MachineError: there is no room for an index.
-            MissingDependencyError: an optional package is needed; gives the install line.
+            ConfigError: paths are missing, there is no text, or not enough for one sequence.
+            MachineError: there is no disk space for an index.
+            MissingDependencyError: an optional package is needed; gives the install command.
         """
         tokenizer = tokenizer or load_tokenizer(config.tokenizer)
         notes: list[str] = []
         if indices is None:
-            indices, notes = finished(prepare(config, tokenizer))
+            indices, notes = result_of(prepare(config, tokenizer))
         parts = tuple(
-            Part.create(given, opened(given, tokenizer, indices), config, tokenizer, seed)
+            Part.create(given, open_stores(given, tokenizer, indices), config, tokenizer, seed)
             for given in parts_of(config)
         )
         return cls(
@@ -180,18 +180,18 @@ class DataSource:
 
     @property
     def vocab_size(self) -> int:
-        """The least ``model.vocab_size`` that holds every id."""
+        """The smallest ``model.vocab_size`` that covers every id."""
         return self.tokenizer.vocab_size
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the texts that are mixed."""
+        """Names of the texts that are mixed."""
         return tuple(part.name for part in self.parts)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all documents, and of what else their order depends on: equal on two machines,
-        or in a resumed run, if the data are."""
+        """Digest of all documents and of everything else that their order depends on: equal on two
+        machines, or in a resumed run, if and only if the data are equal."""
         digest = hashlib.blake2b(digest_size=16)
         for part in self.parts:
             digest.update(f"{part.weight!r} {len(part.stores)}".encode())
@@ -201,14 +201,14 @@ class DataSource:
         return digest.hexdigest()
 
     def train_batch(self, taken: int, rows: slice | None = None) -> Batch:
-        """The global batch after ``taken`` rows were taken, or the rows ``rows`` of it."""
+        """The global batch after ``taken`` rows, or only its rows ``rows``."""
         if taken < 0:
             raise ValueError(f"rows count from 0, not {taken}")
         wanted = range(self.global_batch)[rows if rows is not None else slice(None)]
         return Batch.of([self.row(taken + row) for row in wanted])
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Rows by their numbers in the order; :data:`FILLER`: one of which nothing is learned."""
+        """The rows with these numbers; :data:`FILLER`: a row from which nothing is learned."""
         return Batch.of([self._filler if n == FILLER else self.row(n) for n in numbers])
 
     @cached_property
@@ -218,14 +218,14 @@ class DataSource:
         return Row(np.zeros_like(row.ids), starts, [(0, len(row.ids))])
 
     def rows_with(self, tokens: int, taken: int) -> int:
-        """How many rows after ``taken`` have ``tokens`` that the loss counts, the last included.
+        """Number of rows after ``taken`` that together have at least ``tokens`` counted tokens.
 
         Raises:
             ConfigError: a million rows have fewer.
         """
         found = 0
         for count in range(1, _MOST_ROWS + 1):
-            part, own = self._mixture.place(taken + count - 1)
+            part, own = self._mixture.locate(taken + count - 1)
             found += self.parts[part].train.counted(own)
             if found >= tokens:
                 return count
@@ -235,17 +235,17 @@ class DataSource:
         )
 
     def row(self, number: int) -> Row:
-        """Sequence ``number`` of the order."""
-        part, own = self._mixture.place(number)
+        """Row ``number`` in the order of the data."""
+        part, own = self._mixture.locate(number)
         return self.parts[part].train.row(own)
 
-    def place_of(self, row: int) -> tuple[int, int]:
-        """Where row ``row`` of the order begins: its document, and the token within that."""
-        part, own = self._mixture.place(row)
-        return self.parts[part].train.place_of(own)
+    def position_of(self, row: int) -> tuple[int, int]:
+        """Where a row begins: its document, and the token within the document."""
+        part, own = self._mixture.locate(row)
+        return self.parts[part].train.position_of(own)
 
     def epochs(self, taken: int) -> dict[str, float]:
-        """How often each text was gone through by the first ``taken`` rows, by name."""
+        """Epochs of each text after ``taken`` rows, by name."""
         counts = self._mixture.taken(taken)
         return {
             part.name: count / part.train.per_epoch
@@ -254,15 +254,15 @@ class DataSource:
 
     @cached_property
     def tokens_of_a_sequence(self) -> float:
-        """Tokens that the loss counts in a sequence, the mean of the first few hundred."""
+        """Mean number of tokens per sequence that the loss counts, over the first 256."""
         return float(np.mean([counted(self.row(number)) for number in range(_COUNTED)]))
 
     def held_out_batches(self, batches: int, rows: slice | None = None) -> Iterator[Batch]:
-        """``batches`` global batches, or the rows ``rows`` of each.
+        """``batches`` global batches of held-out text, or the rows ``rows`` of each.
 
-        The rows lie evenly over the held-out text and are the same at every call; they repeat when
-        the text has fewer. Of a mixture each text has its share. Nothing when ``data.held_out`` is
-        0.
+        The rows are evenly spaced over the held-out text and the same at every call; they repeat if
+        the text has fewer. In a mixture each text has its share. Yields nothing if
+        ``data.held_out`` is 0.
         """
         if any(part.held_out is None for part in self.parts):
             return
@@ -273,7 +273,7 @@ class DataSource:
     def evaluation_batches(
         self, text: Evaluation, batches: int, rows: slice | None = None
     ) -> Iterator[Batch]:
-        """The same of one of :attr:`evaluations`."""
+        """As :meth:`held_out_batches`, for one of :attr:`evaluations`."""
         total = batches * self.global_batch
         for wanted in self._rows_of_batches(batches, rows):
             yield Batch.of([text.rows.even(row, total) for row in wanted])
@@ -286,12 +286,12 @@ class DataSource:
     def _held_out_row(self, number: int, total: int) -> Row:
         part, own, of = self._mixture.even(number, total)
         held_out = self.parts[part].held_out
-        assert held_out is not None, "the caller has looked"
+        assert held_out is not None, "held_out_batches has checked it"
         return held_out.even(own, of)
 
 
-def finished(work: Any) -> Any:
-    """What a generator returns."""
+def result_of(work: Any) -> Any:
+    """Run a generator to its end and return its return value."""
     while True:
         try:
             next(work)
@@ -300,22 +300,22 @@ def finished(work: Any) -> Any:
 
 
 Views = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Parts of documents: where each begins, and its tokens."""
+"""Parts of documents: start of each in the stored tokens, and its number of tokens."""
 
 
 def split(
     lengths: NDArray[np.int64], digests: NDArray[np.uint64] | None, held_out: float, end: int
 ) -> tuple[Views, Views]:
-    """Parts of documents to train on and to hold out.
+    """Split documents into parts to train on and parts to hold out.
 
-    Documents are ranked by a digest of their tokens and the first ``held_out`` of them held out, so
-    that the part depends neither on the seed nor on file names, and copies of a document mostly
-    stay together. With fewer than ``1 / held_out`` documents the last ``held_out`` of each is held
-    out instead.
+    Documents are ranked by a digest of their tokens and the first ``held_out`` of them are held
+    out. The split thus depends neither on the seed nor on file names, and copies of a document are
+    mostly on the same side. With fewer than ``1 / held_out`` documents, the last ``held_out`` of
+    each document is held out instead.
 
     Args:
         lengths: ``[n]``, tokens of each document with its end.
-        digests: ``[n, 2]``; ``None`` where none is held out as a whole.
+        digests: ``[n, 2]``; ``None`` if no document is held out entirely.
         end: tokens of a document's end, 0 or 1.
     """
     begins = np.cumsum(lengths) - lengths
@@ -323,7 +323,7 @@ def split(
         content = lengths - end
         cut = np.maximum(1, content - np.round(held_out * content).astype(np.int64))
         tail = cut < content
-        train = begins, np.where(tail, cut, lengths)  # one that goes on has no end
+        train = begins, np.where(tail, cut, lengths)  # a cut document has no end token
         return train, (begins[tail] + cut[tail], (lengths - cut)[tail])
     count = round(held_out * len(lengths))
     held = np.zeros(len(lengths), bool)
@@ -336,7 +336,7 @@ def split(
 
 
 def vocabulary_mistake(config: Config, tokenizer: Tokenizer | DataSource) -> ConfigError:
-    """The error of a model that has fewer ids than the tokenizer."""
+    """The error if the model's vocabulary is smaller than the tokenizer's."""
     return ConfigError(
         f"model.vocab_size: {config.model.vocab_size} is less than the {tokenizer.vocab_size} ids "
         f"of data.tokenizer = {config.data.tokenizer!r}"
@@ -349,7 +349,7 @@ def rows_of(
     """Rows of the global batch that data rank ``data_rank`` computes in one micro-batch.
 
     Raises:
-        ConfigError: ``global_batch`` does not divide over micro-batches and data ranks.
+        ConfigError: ``global_batch`` is not divisible by micro-batches times data ranks.
     """
     each, rest = divmod(global_batch, micro_batches * data)
     if rest or not each:

@@ -1,9 +1,9 @@
-"""Chats and instructions: token ids by the tokenizer's own chat template, and which of them count.
+"""Chats and instructions: token ids from the tokenizer's chat template, and which tokens count.
 
-Only the assistant's tokens count: what it says, and the end of its turn. A template that marks them
-(``{% generation %}``) is believed. Of any other, a message's tokens are what the template appends
-for it after the prompt for a generation, which must be an appendix: a template that writes earlier
-messages anew is refused.
+Only the assistant's tokens count in the loss: its messages and the ends of its turns. If the
+template marks them (``{% generation %}``), the marks are used. Otherwise a message's tokens are
+those that the template adds to the generation prompt before it; a template that changes the text of
+earlier messages is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from internsp.data.text import check_paths, files_of
 from internsp.data.tokenizer import FolderTokenizer, Tokenizer, Tokens, smallest_dtype
 from internsp.errors import ConfigError
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the same expression as in transformers
 Message = Mapping[str, Any]
 
 
 def conversations(
     given: DocumentsConfig, tokenizer: Tokenizer, paths: Iterable[str] | None = None
 ) -> Iterator[tuple[Tokens, bool]]:
-    """A document for each row, in order: ids with whether they count (:func:`marked`).
+    """One document for each row, in order, as marked ids (:func:`marked`).
 
-    Rows in which nothing counts are left out: there is nothing to learn.
+    Rows without a token that counts are left out: nothing could be learned from them.
 
     Raises:
         ConfigError: the tokenizer has no chat template, a row is no conversation, or the template
@@ -49,7 +49,7 @@ def conversations(
 
 
 def marked(ids: Sequence[int], counts: Sequence[int]) -> Tokens:
-    """Ids and whether each counts, in one number: twice the id, and one if it does."""
+    """Encode each id and whether it counts in one number: twice the id, plus one if it counts."""
     return np.asarray(ids, np.int64) * 2 + np.asarray(counts, np.int64)
 
 
@@ -67,7 +67,7 @@ def _messages(given: DocumentsConfig, file: Path) -> Iterator[tuple[str, list[Me
 
 
 def columns(given: DocumentsConfig) -> dict[str, str]:
-    """The columns that documents are read from, by the keys that name them."""
+    """The columns that documents are read from, by the configuration keys that name them."""
     if given.source not in SUFFIXES:
         return {}
     if given.format == "chat":
@@ -96,14 +96,14 @@ class _Template:
     """The chat template of a tokenizer.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the tokenizer has none.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         text = None
         if isinstance(tokenizer, FolderTokenizer):
             self._name, self._own = tokenizer.path, tokenizer.transformers
-            with suppress(ValueError):  # of several templates none is the usual one
+            with suppress(ValueError):  # raised if there are several templates and no default
                 text = self._own.get_chat_template()
         if text is None:
             raise ConfigError(
@@ -114,19 +114,19 @@ class _Template:
         self._text, self._marks = text, bool(_MARKED.search(text))
 
     def apply(self, messages: list[Message], where: str) -> tuple[list[int], list[int]]:
-        """Ids of a conversation, and 1 for each that counts, 0 for others."""
+        """Token ids of a conversation, and for each id 1 if it counts, else 0."""
         try:
             return self._by_marks(messages) if self._marks else self._by_appending(messages, where)
         except ConfigError:
             raise
-        except Exception as error:  # a template raises what it likes, of jinja2 and its own
+        except Exception as error:  # a template can raise any error, of jinja2 or its own
             raise ConfigError(
                 f"data.format: {where}: the chat template of {self._name!r} refuses it: {error}"
             ) from error
 
     def _by_marks(self, messages: list[Message]) -> tuple[list[int], list[int]]:
-        """As ``apply_chat_template(return_assistant_tokens_mask=True)`` does, but for marks that
-        end with a character of no token, a space: there it counts all that follows."""
+        """Like ``apply_chat_template(return_assistant_tokens_mask=True)``, which however counts all
+        later tokens if a mark ends with a character that is in no token, such as a space."""
         library = required("transformers.utils.chat_template_utils", "a chat template")
         (text,), (spans,) = library.render_jinja_template(
             conversations=[messages],
@@ -144,21 +144,21 @@ class _Template:
         return list(found["input_ids"]), counts
 
     def _by_appending(self, messages: list[Message], where: str) -> tuple[list[int], list[int]]:
-        whole = self._ids(messages)
-        counts = [0] * len(whole)
+        ids = self._ids(messages)
+        counts = [0] * len(ids)
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before = self._ids(messages[:at], add_generation_prompt=True) if at else []
             after = self._ids(messages[: at + 1])
-            if after[: len(before)] != before or whole[: len(after)] != after:
+            if after[: len(before)] != before or ids[: len(after)] != after:
                 raise ConfigError(
                     f"data.format: {where}: the chat template of {self._name!r} does not append "
                     f"message {at + 1} to those before it, so that its tokens are not known: mark "
                     "them in the template by {% generation %} and {% endgeneration %}"
                 )
             counts[len(before) : len(after)] = [1] * (len(after) - len(before))
-        return whole, counts
+        return ids, counts
 
     def _ids(self, messages: list[Message], **options: Any) -> list[int]:
         found = self._own.apply_chat_template(messages, return_dict=True, **options)

@@ -1,7 +1,7 @@
-"""Sequences of one length, cut from documents: packed end to end, or each document padded.
+"""Sequences of one length, cut from documents: packed end to end, or one padded document each.
 
-Both are functions of the sequence's number alone. Numbers count on over the passes (epochs): each
-pass has another order.
+A sequence is a function of its number alone. Numbers continue over the epochs, and each epoch has
+another order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     Attributes:
         ids: ``[sequence_length]`` int64.
         starts: where documents start in it, 0 first; ``None``: it counts as one document.
-        ignored: half-open ranges of tokens that nothing predicts: prompts, padding.
+        ignored: half-open ranges of tokens that are not predicted: prompts, padding.
     """
 
     ids: Integers
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def counted(row: Row) -> int:
-    """Tokens of a row that the token before them predicts."""
+    """Number of tokens of a row that the loss counts: those that the token before them predicts."""
     wanted = np.ones(len(row.ids), bool)
     wanted[row.starts or [0]] = False
     for begin, end in row.ignored:
@@ -48,10 +48,10 @@ class Documents:
     """Parts of documents, one after another, in an order of their own.
 
     Attributes:
-        stores: where the tokens are, as if end to end.
-        begins: ``[n]``, of each document in those.
-        starts: ``[n + 1]``, of each in this order, and the end.
-        marked: whether tokens say if they count (:func:`internsp.data.chat.marked`).
+        stores: the stored tokens, read as if they were concatenated.
+        begins: ``[n]``, start of each document in ``stores``.
+        starts: ``[n + 1]``, start of each document in this order, and the end of the last.
+        marked: whether tokens encode if they count (:func:`internsp.data.chat.marked`).
     """
 
     stores: tuple[TokenStore, ...]
@@ -63,17 +63,17 @@ class Documents:
     def create(
         cls, stores: Sequence[TokenStore], begins: Integers, lengths: Integers, marked: bool = False
     ) -> Documents:
-        """In the order given."""
+        """Documents in the given order."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         return cls(tuple(stores), begins, starts, marked)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return int(self.starts[-1])
 
     @property
     def count(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.begins)
 
     def document_at(self, token: int) -> int:
@@ -100,7 +100,7 @@ class Documents:
         raise AssertionError("no document lies behind the last store")
 
     def unmarked(self, stored: Tokens) -> tuple[Integers, list[tuple[int, int]]]:
-        """Ids, and the ranges of those that do not count."""
+        """Decode stored tokens to ids and the ranges of ids that do not count."""
         values = stored.astype(np.int64)
         if not self.marked:
             return values, []
@@ -116,8 +116,8 @@ class Rows(Protocol):
     """Sequences of one length.
 
     Attributes:
-        per_epoch: sequences of a pass over the documents.
-        available: of them, those that :meth:`even` chooses from.
+        per_epoch: number of sequences in one epoch.
+        available: number of sequences that :meth:`even` chooses from.
     """
 
     per_epoch: int
@@ -128,25 +128,25 @@ class Rows(Protocol):
         ...
 
     def counted(self, number: int) -> int:
-        """Its tokens that the token before them predicts; read only where the tokens say it."""
+        """Number of its tokens that the loss counts; reads tokens only if they encode it."""
         ...
 
-    def place_of(self, number: int) -> tuple[int, int]:
-        """Where it begins: its document, and the token within that."""
+    def position_of(self, number: int) -> tuple[int, int]:
+        """Where it begins: its document, and the token within the document."""
         ...
 
     def even(self, number: int, total: int) -> Row:
-        """Of ``total`` sequences that lie evenly over all documents, one."""
+        """Sequence ``number`` of ``total`` that are evenly spaced over all documents."""
         ...
 
 
 class PackedRows:
-    """Documents end to end, cut every ``length`` tokens; each pass is cut and ordered anew."""
+    """Documents end to end, cut every ``length`` tokens; each epoch has other cuts and order."""
 
     def __init__(self, documents: Documents, length: int, seed: int) -> None:
         self.documents, self.length, self.seed = documents, length, seed
         self.available = len(documents) // length
-        # One fewer than fits: the cuts of each pass start at another offset.
+        # One fewer than fit: the cuts of each epoch start at another offset.
         self.per_epoch = max(1, self.available - 1)
         self.order = lru_cache(maxsize=2)(self._order)
 
@@ -161,7 +161,7 @@ class PackedRows:
             return counted(self.cut(begin))
         return self.length - 1 - len(self._starts(begin))
 
-    def place_of(self, number: int) -> tuple[int, int]:
+    def position_of(self, number: int) -> tuple[int, int]:
         """See :class:`Rows`."""
         begin = self.begin(number)
         document = self.documents.document_at(begin)
@@ -189,7 +189,7 @@ class PackedRows:
         return documents.starts[first:last]
 
     def _order(self, epoch: int) -> Integers:
-        """Where the sequences of a pass begin: disjoint, shuffled, shifted by one offset."""
+        """Starts of the sequences of an epoch: disjoint, shuffled, all shifted by one offset."""
         rng = np.random.default_rng([self.seed, 1, epoch])
         room = len(self.documents) - self.per_epoch * self.length
         offset = int(rng.integers(0, min(room, self.length - 1) + 1))
@@ -198,15 +198,15 @@ class PackedRows:
 
 
 class PaddedRows:
-    """A document a sequence, padded to ``length`` with ``padding``; a longer one takes several.
+    """One document a sequence, padded to ``length`` with ``padding``; longer ones are split.
 
-    What would be a sequence of one token is left out: it predicts nothing.
+    A sequence that would have a single token is left out, since it predicts nothing.
     """
 
     def __init__(self, documents: Documents, length: int, seed: int, padding: int) -> None:
         self.documents, self.length, self.seed, self.padding = documents, length, seed, padding
         sizes = np.diff(documents.starts)
-        pieces = (sizes + length - 2) // length  # a rest of one token is none
+        pieces = (sizes + length - 2) // length  # a remainder of one token gives no sequence
         self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces, dtype=np.int64)])
         self.per_epoch = self.available = int(self._firsts[-1])
         self.order = lru_cache(maxsize=2)(self._order)
@@ -220,11 +220,11 @@ class PaddedRows:
         piece = self._piece_of(number)
         if self.documents.marked:
             return counted(self.piece(piece))
-        return self._extent(piece)[1] - 1
+        return self._token_range(piece)[1] - 1
 
-    def place_of(self, number: int) -> tuple[int, int]:
+    def position_of(self, number: int) -> tuple[int, int]:
         """See :class:`Rows`."""
-        return self._place(self._piece_of(number))
+        return self._locate(self._piece_of(number))
 
     def even(self, number: int, total: int) -> Row:
         """See :class:`Rows`."""
@@ -234,14 +234,14 @@ class PaddedRows:
         epoch, place = divmod(number, self.per_epoch)
         return int(self.order(epoch)[place])
 
-    def _place(self, piece: int) -> tuple[int, int]:
+    def _locate(self, piece: int) -> tuple[int, int]:
         document = int(np.searchsorted(self._firsts, piece, side="right")) - 1
         return document, (piece - int(self._firsts[document])) * self.length
 
     def piece(self, piece: int) -> Row:
         """Piece ``piece`` of the documents in their order, padded."""
         documents = self.documents
-        begin, count = self._extent(piece)
+        begin, count = self._token_range(piece)
         found, ignored = documents.unmarked(documents.read(begin, count))
         ids = np.full(self.length, self.padding, np.int64)
         ids[:count] = found
@@ -249,9 +249,9 @@ class PaddedRows:
             ignored.append((count, self.length))
         return Row(ids, None, ignored)
 
-    def _extent(self, piece: int) -> tuple[int, int]:
-        """Its first token, in the order of the documents, and how many it has."""
-        document, within = self._place(piece)
+    def _token_range(self, piece: int) -> tuple[int, int]:
+        """Its first token, in the order of the documents, and its number of tokens."""
+        document, within = self._locate(piece)
         starts = self.documents.starts
         begin = int(starts[document]) + within
         return begin, min(self.length, int(starts[document + 1]) - begin)

@@ -1,5 +1,5 @@
-"""Named texts to evaluate on (``[[data.evaluation]]``), beside what is held out of the training
-text: whole texts of their own, of which nothing is trained on."""
+"""Named texts to evaluate on (``[[data.evaluation]]``), in addition to the held-out part of the
+training text. Nothing is trained on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from internsp.config import DataConfig, EvaluationText
 from internsp.data.cut import Documents, PackedRows, PaddedRows, Rows
-from internsp.data.index import Indices, opened
+from internsp.data.index import Indices, open_stores
 from internsp.data.store import TokenStore
 from internsp.data.tokenizer import Tokenizer
 from internsp.errors import ConfigError
@@ -18,10 +18,10 @@ from internsp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One of them.
+    """A named text to evaluate on.
 
     Attributes:
-        name: what metrics call it.
+        name: name in metrics.
         rows: its sequences, in the order of its documents.
     """
 
@@ -39,7 +39,7 @@ class Evaluation:
         """Cut a text into sequences.
 
         Raises:
-            ConfigError: there is no text, or too little of it for one sequence.
+            ConfigError: there is no text, or not enough for one sequence.
         """
         lengths = np.concatenate([store.lengths() for store in stores])
         begins = np.cumsum(lengths) - lengths
@@ -57,19 +57,19 @@ class Evaluation:
 
 
 def rows_of_documents(found: Documents, data: DataConfig, seed: int, tokenizer: Tokenizer) -> Rows:
-    """Sequences of some documents, packed or padded as ``data`` says."""
+    """Sequences of these documents, packed or padded as ``data`` sets."""
     if data.pack:
         return PackedRows(found, data.sequence_length, seed)
     return PaddedRows(found, data.sequence_length, seed, tokenizer.end_of_document)
 
 
 def evaluations(data: DataConfig, tokenizer: Tokenizer, indices: Indices) -> tuple[Evaluation, ...]:
-    """All of a configuration, in its order.
+    """All evaluation texts of a configuration, in its order.
 
     Raises:
         ConfigError: see :meth:`Evaluation.create`.
     """
     return tuple(
-        Evaluation.create(given, opened(given, tokenizer, indices), data, tokenizer)
+        Evaluation.create(given, open_stores(given, tokenizer, indices), data, tokenizer)
         for given in data.evaluation
     )

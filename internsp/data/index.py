@@ -1,8 +1,8 @@
-"""Where each path's tokens are kept: in memory, or in an index that is made once and then reused.
+"""The tokens of each path: in memory, or in an index file that is made once and then reused.
 
-An index lies beside its path as ``.NAME.KEY.index``, hidden, so that a folder's own walk leaves it
-out; ``KEY`` says by which tokenizer and from which columns it was made. It is right while the
-files' names, sizes and times of change, and a sample of their bytes, are what they were.
+An index is next to its path as the hidden file ``.NAME.KEY.index``, which reading a folder skips.
+``KEY`` is a digest of the tokenizer and of the columns it was made with. The index is valid while
+the names, sizes, modification times and a sample of the bytes of the files are unchanged.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from internsp.data.tokenizer import Tokenizer, Tokens, smallest_dtype
 from internsp.errors import ConfigError, InternspError
 
 AUTO_BYTES = 64 << 20
-"""From so many bytes of files on a path is indexed when ``data.index`` is ``"auto"``."""
+"""Size of a path's files from which it is indexed with ``data.index = "auto"``."""
 
 _YIELD_TOKENS = 1 << 20
-_LONGEST_NAME = 150  # bytes: file systems end at 255, of which an index takes some
+_LONGEST_NAME = 150  # bytes: file systems allow 255, of which an index needs some for its key
 
 Indices = Mapping[tuple[str, str], tuple[Path, Header]]
-"""By path of the configuration and key, the index and what it says."""
+"""The file and header of each index, by path (as configured) and key."""
 
 
 def parts_of(data: DataConfig) -> tuple[DocumentsConfig, ...]:
-    """Where documents come from: the tables of a mixture, or ``[data]`` itself."""
+    """The tables that list documents: those of a mixture, or ``[data]`` itself."""
     return data.mixture or (data,)
 
 
@@ -46,26 +46,26 @@ def encoded(
     if given.format == "text":
         pieces = tokenizer.encode_pieces(read_pieces(given, paths))
         return store.documents(pieces, tokenizer.end_of_document)
-    # A conversation ends as its template says.
+    # A conversation ends as its template defines, without an end of document.
     return store.documents(chat.conversations(given, tokenizer, paths), None)
 
 
 def dtype_of(given: DocumentsConfig, tokenizer: Tokenizer) -> Any:
-    """Of stored tokens: ids, or :func:`chat.marked` ones."""
+    """Dtype of stored tokens: ids, or ids marked by :func:`chat.marked`."""
     return smallest_dtype(tokenizer.vocab_size * (1 if given.format == "text" else 2))
 
 
 def prepare(
     data: DataConfig, tokenizer: Tokenizer
 ) -> Generator[int, None, tuple[Indices, list[str]]]:
-    """Make the indices that are wanted and not there yet; yields tokens so far, now and then.
+    """Make the indices that are needed and missing; yields the tokens so far, now and then.
 
     Returns:
-        The indices, and what to tell the user of them.
+        All indices, and messages for the user about them.
 
     Raises:
         ConfigError: a path is missing or cannot be read, or its index cannot be written.
-        MachineError: there is no room for an index, or the like.
+        MachineError: there is no disk space for an index, or another resource lacks.
     """
     found: dict[tuple[str, str], tuple[Path, Header]] = {}
     notes: list[str] = []
@@ -75,17 +75,17 @@ def prepare(
         check_paths(given)
         key = _key(given, tokenizer)
         for path in given.paths:
-            if (path, key) not in found and _wanted(data, given, Path(path)):
+            if (path, key) not in found and _needs_index(data, given, Path(path)):
                 found[path, key] = yield from _index(data, given, tokenizer, path, key, notes)
     return found, notes
 
 
-def _wanted(data: DataConfig, given: DocumentsConfig, path: Path) -> bool:
+def _needs_index(data: DataConfig, given: DocumentsConfig, path: Path) -> bool:
     if data.index != "auto":
         return data.index == "always"
     total = 0
     for file in files_of(given, path):
-        with suppress(OSError):  # told when it is read
+        with suppress(OSError):  # reported when it is read
             total += file.stat().st_size
         if total >= AUTO_BYTES:
             return True
@@ -101,12 +101,12 @@ def _index(
     notes: list[str],
 ) -> Generator[int, None, tuple[Path, Header]]:
     path = Path(name)
-    target = place_of(data, path, key)
+    target = index_path(data, path, key)
     made_from = store.identity(path.parent, files_of(given, path))
-    reason = _unfit(target, key, made_from)
+    reason = _why_rebuild(target, key, made_from)
     start = time.monotonic()
     if reason is not None:
-        told = 0
+        reported = 0
         writing = store.write_index(
             target, encoded(given, tokenizer, name), key, made_from, dtype_of(given, tokenizer)
         )
@@ -117,8 +117,8 @@ def _index(
             except StopIteration as end:
                 header = end.value
                 break
-            if tokens - told >= _YIELD_TOKENS:
-                told = tokens
+            if tokens - reported >= _YIELD_TOKENS:
+                reported = tokens
                 yield tokens
         if store.identity(path.parent, files_of(given, path)) != made_from:
             target.unlink(missing_ok=True)
@@ -132,24 +132,24 @@ def _index(
     return target, opened.header
 
 
-def place_of(data: DataConfig, path: Path, key: str) -> Path:
-    """Where the index of a path lies. In ``data.index_dir`` its name says the whole path."""
-    whole = Path(os.path.abspath(path))
-    written = str(whole).encode("utf-8", "surrogateescape")
+def index_path(data: DataConfig, path: Path, key: str) -> Path:
+    """Path of an index. In ``data.index_dir`` its name has a digest of the indexed path."""
+    full = Path(os.path.abspath(path))
+    written = str(full).encode("utf-8", "surrogateescape")
     digest = hashlib.blake2b(written, digest_size=6).hexdigest()
-    name = whole.name if len(os.fsencode(whole.name)) <= _LONGEST_NAME else digest
+    name = full.name if len(os.fsencode(full.name)) <= _LONGEST_NAME else digest
     if data.index_dir is None:
-        return whole.parent / f".{name}.{key}.index"
+        return full.parent / f".{name}.{key}.index"
     return Path(data.index_dir) / f"{name}.{digest}.{key}.index"
 
 
 def _key(given: DocumentsConfig, tokenizer: Tokenizer) -> str:
-    said = [given.source, given.format, *chat.columns(given).values(), tokenizer.fingerprint()]
-    return hashlib.blake2b("\0".join(said).encode(), digest_size=6).hexdigest()
+    parts = [given.source, given.format, *chat.columns(given).values(), tokenizer.fingerprint()]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
 
 
-def _unfit(target: Path, key: str, made_from: str) -> str | None:
-    """Why the index that is there cannot be used; ``None``: it can."""
+def _why_rebuild(target: Path, key: str, made_from: str) -> str | None:
+    """Why an existing index cannot be used; ``None`` if it can."""
     try:
         header = TokenFile(target).header
     except FileNotFoundError:
@@ -161,13 +161,13 @@ def _unfit(target: Path, key: str, made_from: str) -> str | None:
     return None
 
 
-def opened(
+def open_stores(
     given: DocumentsConfig, tokenizer: Tokenizer, indices: Indices
 ) -> list[TokenStore]:
     """The tokens of each path, in order.
 
     Raises:
-        InternspError: an index that another rank has made is not seen here.
+        InternspError: an index that rank 0 made cannot be seen here.
     """
     if given.source == "stdlib":
         return [TokenArray(encoded(given, tokenizer), dtype_of(given, tokenizer))]
@@ -189,7 +189,7 @@ def opened(
             ) from error
         if file.header != header:
             raise InternspError(
-                f"data.index_dir: the index {target} is another one than rank 0 has: give a folder "
+                f"data.index_dir: the index {target} differs from that of rank 0: give a folder "
                 "that all ranks see"
             )
         found.append(file)

@@ -1,9 +1,9 @@
-"""Which of several texts each sequence comes from: by weights and seed, a function of its number.
+"""Which of several texts each sequence comes from: a function of its number, weights and seed.
 
-Numbers go in blocks. Within one, each text has its share rounded down or up (systematic sampling:
-evenly spaced points fall into the texts' intervals), in an order that the seed shuffles; the
-points are shifted from block to block by the golden ratio, so that rounding evens out: after any
-number of blocks a text has had its share within a few sequences.
+Numbers are grouped in blocks. In each block every text gets its share, rounded down or up
+(systematic sampling: evenly spaced points fall into the texts' intervals), in an order shuffled by
+the seed. From block to block the points are shifted by the golden ratio, so that rounding averages
+out: after any number of blocks each text has its share within a few sequences.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Mixture:
-    """Texts by weight.
+    """Assigns sequences to texts by weight.
 
     Args:
-        weights: of the texts; their ratios count.
+        weights: one for each text; only their ratios matter.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -33,8 +33,8 @@ class Mixture:
         self._drawn = lru_cache(maxsize=4)(self._block)
         self._before = lru_cache(maxsize=4)(self.before)
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Of sequence ``number``: its text, and its number within that."""
+    def locate(self, number: int) -> tuple[int, int]:
+        """The text of sequence ``number``, and the sequence's number within that text."""
         block, at = divmod(number, BLOCK)
         texts, within = self._drawn(block)
         text = int(texts[at])
@@ -49,26 +49,26 @@ class Mixture:
         return counts
 
     def even(self, number: int, total: int) -> tuple[int, int, int]:
-        """Of sequence ``number`` of ``total``: its text, its number within that, and how many of
-        the ``total`` that text has."""
+        """For sequence ``number`` of ``total``: its text, its number within that text, and how many
+        of the ``total`` come from that text."""
         counts = self._evenly(total)
         ends = np.cumsum(counts)
         text = int(np.searchsorted(ends, number, side="right"))
         return text, number - int(ends[text] - counts[text]), int(counts[text])
 
     def _evenly(self, total: int) -> NDArray[np.int64]:
-        """Of ``total`` evenly spaced points, how many fall into each text's interval."""
+        """How many of ``total`` evenly spaced points fall into each text's interval."""
         below = np.ceil(self.edges * total - 0.5).astype(np.int64).clip(0, total)
         below[-1] = total
         return np.diff(below, prepend=0)
 
     def before(self, block: int) -> NDArray[np.int64]:
-        """Sequences of each text in the blocks before ``block``."""
+        """Number of sequences of each text in the blocks before ``block``."""
         shift = self._shift(np.arange(block, dtype=np.float64))
         total = np.zeros(len(self.shares), np.int64)
         low = np.zeros(block, np.int64)
         for text, edge in enumerate(self.edges):
-            # Points k + shift, k = 0, 1, ..., that lie below the edge.
+            # Points k + shift, k = 0, 1, ..., that are below the edge.
             high = np.ceil(edge * BLOCK - shift).astype(np.int64)
             high = np.full_like(high, BLOCK) if text == len(self.edges) - 1 else high.clip(0, BLOCK)
             total[text] = int((high - low).sum())
@@ -80,7 +80,7 @@ class Mixture:
         return shifted
 
     def _block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The text of each sequence of a block, and how many of that text come before it there."""
+        """The text of each sequence of a block, and how many of that text come before it."""
         shift = self._shift(np.asarray([float(block)]))[0]
         counts = np.diff([0, *self._below(shift)])
         texts = np.repeat(np.arange(len(counts)), counts)

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, one at a time; a mistake in one names the file and the row."""
+"""Rows of JSONL and parquet files, read as a stream; an error names the file and the row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
     "parquet": (".parquet",),
 }
-_BATCH_ROWS = 256  # of a parquet file, in memory at once
+_BATCH_ROWS = 256  # rows of a parquet file in memory at once
 
 
 def required(package: str, wanted_by: str) -> Any:
-    """The optional ``package``, imported.
+    """Import the optional ``package``.
 
     Raises:
-        MissingDependencyError: it is not installed; gives the install line, of the package itself.
+        MissingDependencyError: it is not installed; gives the install command.
     """
     name = package.partition(".")[0]
     try:
@@ -38,16 +38,16 @@ def required(package: str, wanted_by: str) -> Any:
 def file_rows(
     path: Path, source: str, fields: Mapping[str, str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A file's rows in order: (number from 1, what ``fields`` name).
+    """A file's rows in order: (number from 1, columns by name).
 
     Args:
         source: ``"jsonl"`` (one JSON object a line, or one list of objects; ``.gz`` is unpacked) or
-            ``"parquet"``. All but a list of objects is read as a stream.
-        fields: by the key of ``[data]`` that names it, each column.
+            ``"parquet"``. Everything but a list of objects is read as a stream.
+        fields: name of each column that is needed, by the key of ``[data]`` that sets it.
 
     Raises:
-        ConfigError: the file cannot be read, is cut, wrongly encoded or of another kind, or a row
-            has not these columns; names the file and the row, from 1.
+        ConfigError: the file cannot be read, is truncated, wrongly encoded or of another type, or a
+            row lacks one of these columns; names the file and the row, from 1.
         MissingDependencyError: parquet without ``pyarrow``.
     """
     rows = _json_rows(path) if source == "jsonl" else _parquet_rows(path, fields)
@@ -59,22 +59,22 @@ def file_rows(
                     f"{type(row).__name__}"
                 )
             yield number, row
-    except (OSError, EOFError, zlib.error) as error:  # of the file, or of what it was packed with
+    except (OSError, EOFError, zlib.error) as error:  # zlib: a damaged .gz file
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ConfigError(f"data.paths: {path} cannot be read to its end: {reason}") from error
 
 
 def row_texts(path: Path, source: str, text_field: str) -> Iterator[str]:
-    """The texts ``text_field`` of a file's rows, in order; see :func:`file_rows`."""
+    """The column ``text_field`` of a file's rows, in order; see :func:`file_rows`."""
     for number, row in file_rows(path, source, {"text_field": text_field}):
         yield text_of(path, number, row, "text_field", text_field)
 
 
 def text_of(path: Path, number: int, row: Mapping[str, Any], key: str, field: str) -> str:
-    """The text ``field`` of a row, which ``data.key`` names.
+    """The text in column ``field`` of a row; ``data.key`` names the column.
 
     Raises:
-        ConfigError: there is none; names the file, the row and the key.
+        ConfigError: it has no text there; names the file, the row and the key.
     """
     text = row.get(field)
     if not isinstance(text, str):
@@ -107,7 +107,7 @@ def _opened(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def _parsed(path: Path, number: int | None, data: bytes) -> Any:
-    """One line, or (``number`` is ``None``) the whole file."""
+    """Parse one line of JSON, or (``number`` is ``None``) the whole file."""
     where = f"data.paths: {path}" if number is None else f"data.paths: {path}, row {number}"
     try:
         return json.loads(data.decode())
@@ -146,9 +146,9 @@ def _parquet_rows(path: Path, fields: Mapping[str, str]) -> Iterator[tuple[int, 
             f"data.paths: {path}, row {number}: the text is not UTF-8 ({error.reason})"
         ) from error
     except (wrong, OSError) as error:
-        if getattr(error, "errno", None):  # of the system; pyarrow's own have none
+        if getattr(error, "errno", None):  # of the operating system; pyarrow's own have none
             raise
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"data.paths: {path}, after row {number}: not a whole parquet file: {told}"
+            f"data.paths: {path}, after row {number}: not a complete parquet file: {reason}"
         ) from error

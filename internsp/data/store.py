@@ -1,8 +1,8 @@
-"""Tokenized documents end to end, in memory or in an index file; of either any range is read.
+"""Tokenized documents stored end to end, in memory or in an index file; any range can be read.
 
-An index is one file: tokens, then a record for each document (its tokens, a digest of them), then a
-line of JSON that says what it was made from. Nothing of it is mapped into memory: a rank reads the
-ranges that its sequences take.
+An index is one file: tokens, then a record for each document (number of tokens, digest of them),
+then a JSON header that records what it was made from. It is not mapped into memory: a rank reads
+only the ranges that its sequences need.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from internsp.data.tokenizer import Tokens
-from internsp.errors import LACKING, ConfigError, InternspError, MachineError
+from internsp.errors import MACHINE_ERRNOS, ConfigError, InternspError, MachineError
 
 _MAGIC = b"internsp"
 _FORMAT = 1
 _TAIL = 16  # bytes: length of the JSON, magic
 _RECORD = np.dtype([("tokens", "<u8"), ("digest", ">u8", 2)])
 _SAMPLE = 64 << 10
-_AT_ONCE = 1 << 20  # records
-_LEFT_SECONDS = 60.0  # after which an unlocked part is no other writer's that has just begun
+_AT_ONCE = 1 << 20  # records read at once
+_LEFT_SECONDS = 60.0  # a younger unlocked file may be of a writer that has not locked it yet
 
 
 class End(NamedTuple):
-    """A document has ended: its tokens, with its end of document, and a digest of its content."""
+    """End of a document: its number of tokens (with the end token) and a digest of its content."""
 
     tokens: int
     digest: bytes
 
 
 class TokenStore(Protocol):
-    """Documents end to end.
+    """Documents stored end to end.
 
     Attributes:
-        tokens: of all documents.
-        documents: their number.
-        digest: of all documents, in order.
+        tokens: number of tokens of all documents.
+        documents: number of documents.
+        digest: digest of all documents, in order.
     """
 
     tokens: int
@@ -58,11 +58,11 @@ class TokenStore(Protocol):
     digest: str
 
     def lengths(self) -> NDArray[np.int64]:
-        """``[documents]``, tokens of each with its end."""
+        """``[documents]``, number of tokens of each document, with its end."""
         ...
 
     def digests(self) -> NDArray[np.uint64]:
-        """``[documents, 2]``, of each one's tokens."""
+        """``[documents, 2]``, digest of each document's tokens."""
         ...
 
     def read(self, begin: int, count: int) -> Tokens:
@@ -73,13 +73,13 @@ class TokenStore(Protocol):
 def documents(
     encoded: Iterable[tuple[Tokens, bool]], end_of_document: int | None
 ) -> Iterator[tuple[Tokens, End | None]]:
-    """Pieces of tokens, the last of each document with its :class:`End`.
+    """Add the ends of documents to pieces of tokens; yields the last piece of each with an ``End``.
 
-    Documents without a token are left out: there is nothing to learn.
+    Documents without a token are left out: nothing could be learned from them.
 
     Args:
-        encoded: pieces, and whether a document ends with each.
-        end_of_document: the id put after each; ``None``: none.
+        encoded: pieces of tokens, and whether the document ends with the piece.
+        end_of_document: the id appended to each document; ``None``: none.
     """
     digest, count = hashlib.blake2b(digest_size=16), 0
     for piece, ends in encoded:
@@ -109,8 +109,8 @@ class TokenArray:
                 ends.append(end)
         self._tokens = np.concatenate(pieces)
         self._lengths = np.array([end.tokens for end in ends], np.int64)
-        whole = b"".join(end.digest for end in ends)
-        self._digests = np.frombuffer(whole, ">u8").reshape(-1, 2).astype(np.uint64)
+        joined = b"".join(end.digest for end in ends)
+        self._digests = np.frombuffer(joined, ">u8").reshape(-1, 2).astype(np.uint64)
         self.tokens, self.documents = len(self._tokens), len(ends)
         content = hashlib.blake2b(digest_size=16)
         for end in ends:
@@ -136,14 +136,14 @@ def _add(content: Any, end: End) -> None:
 
 @dataclass(frozen=True)
 class Header:
-    """What an index says of itself.
+    """The header of an index.
 
     Attributes:
-        key: of how it was made: source, columns, tokenizer.
-        identity: of the files that it was made from (:func:`identity`).
-        dtype: of the tokens.
-        digest: of all documents.
-        sample: digest of some of its own bytes, by which it is known to be whole.
+        key: digest of how it was made: source, columns, tokenizer.
+        identity: digest of the files that it was made from (:func:`identity`).
+        dtype: dtype of the tokens.
+        digest: digest of all documents.
+        sample: digest of some of the index's own bytes, which shows whether it is intact.
     """
 
     key: str
@@ -157,15 +157,15 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file but for the header."""
+        """Size of the file without the header."""
         return self.tokens * np.dtype(self.dtype).itemsize + self.documents * _RECORD.itemsize
 
 
 class TokenFile:
-    """A :class:`TokenStore` in an index file; one that is replaced is read as it was.
+    """A :class:`TokenStore` in an index file; reading continues unchanged if it is replaced.
 
     Raises:
-        ValueError: it is not a whole index.
+        ValueError: the file is no intact index.
         OSError: it cannot be opened.
     """
 
@@ -181,17 +181,17 @@ class TokenFile:
 
     def _header(self, size: int) -> Header:
         if size < _TAIL:
-            raise ValueError("it is cut")
+            raise ValueError("it is truncated")
         tail = self._bytes(size - _TAIL, _TAIL)
         length = int.from_bytes(tail[:8], "little")
         if tail[8:] != _MAGIC or length > size - _TAIL:
-            raise ValueError("it is cut, or not an index")
+            raise ValueError("it is truncated, or not an index")
         try:
-            said = json.loads(self._bytes(size - _TAIL - length, length))
-            header = Header(**said)
+            fields = json.loads(self._bytes(size - _TAIL - length, length))
+            header = Header(**fields)
             fits = header.format == _FORMAT and header.nbytes == size - _TAIL - length
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"its header is not one: {error}") from None
+            raise ValueError(f"its header is invalid: {error}") from None
         if not fits:
             raise ValueError("it has another length than its header says, or another format")
         if sample_of(self._file, header.nbytes) != header.sample:
@@ -244,10 +244,10 @@ def sample_of(file: IO[bytes], size: int) -> str:
 
 
 def identity(root: Path, files: Iterable[Path]) -> str:
-    """Digest of the names (from ``root``), sizes, times of change and samples of files.
+    """Digest of the names (relative to ``root``), sizes, modification times and samples of files.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
@@ -265,11 +265,11 @@ def identity(root: Path, files: Iterable[Path]) -> str:
 def write_index(
     target: Path, read: Iterable[tuple[Tokens, End | None]], key: str, made_from: str, dtype: Any
 ) -> Generator[int, None, Header]:
-    """Write an index beside and move it to its place, whole and durable; yields tokens so far.
+    """Write an index to a temporary file and rename it, durably; yields the tokens so far.
 
     Raises:
-        ConfigError: nothing can be written there.
-        MachineError: there is no room, or the like.
+        ConfigError: the folder cannot be written.
+        MachineError: there is no disk space, or another resource lacks.
     """
     try:
         with _partial(target) as file, tempfile.TemporaryFile(dir=target.parent) as records:
@@ -281,7 +281,7 @@ def write_index(
         finally:
             os.close(folder)
     except OSError as error:
-        kind = MachineError if error.errno in LACKING else ConfigError
+        kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
         raise kind(
             f"data.index_dir: the index {target} cannot be written: {error.strerror}; give another "
             'folder by data.index_dir, or hold all tokens in memory by data.index = "never"'
@@ -324,11 +324,11 @@ def _write(
 
 @contextlib.contextmanager
 def _partial(target: Path) -> Iterator[IO[bytes]]:
-    """A new file beside ``target``; what writers have left that are gone is removed."""
+    """A new file beside ``target``; files that ended writers left there are removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(f"{glob.escape(target.name)}.*.partial"):
         with contextlib.suppress(OSError), left.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its writer lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer runs
             if time.time() - os.fstat(file.fileno()).st_mtime > _LEFT_SECONDS:
                 left.unlink()
     path = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")

@@ -1,8 +1,8 @@
-"""Where text comes from: files as pieces of documents, in a fixed order.
+"""Reads text files as pieces of documents, in a fixed order.
 
-Sources are the running Python's own standard library, text files or folders, and JSONL or parquet
-files (:mod:`internsp.data.rows`). All are read as streams: what is in memory at once does not grow
-with a file.
+Sources are the standard library of the running Python, text files or folders, and JSONL or parquet
+files (:mod:`internsp.data.rows`). All are read as streams: the memory needed does not grow with the
+size of a file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from internsp.data.tokenizer import PIECE_BYTES, Piece
 from internsp.errors import ConfigError
 
 STDLIB_BYTES = 32_000_000
-"""At most so much of the standard library is read: a run starts at once on any Python."""
+"""Limit for the bytes read of the standard library: a run starts at once with any Python."""
 
-# Tests are other people's corner cases; the rest is not written by hand or not of the library.
+# Tests are unusual code; the rest is not written by hand, or not part of the library.
 _NOT_LIBRARY = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
@@ -31,11 +31,11 @@ def read_pieces(given: DocumentsConfig, paths: Iterable[str] | None = None) -> I
     """The text of the source's documents in a fixed order; empty documents are left out.
 
     Args:
-        paths: of ``given.paths``, those to read; ``None``: all.
+        paths: the paths to read; ``None``: all of ``given.paths``.
 
     Raises:
-        ConfigError: paths are missing (all are listed), a file cannot be read, or rows have no such
-            ``text_field``.
+        ConfigError: paths are missing (all are listed), a file cannot be read, or rows have no
+            column ``text_field``.
         MissingDependencyError: parquet without ``pyarrow``.
     """
     if given.source == "stdlib":
@@ -53,9 +53,9 @@ def read_pieces(given: DocumentsConfig, paths: Iterable[str] | None = None) -> I
 
 
 def stdlib_documents(limit: int = STDLIB_BYTES) -> Iterator[bytes]:
-    """The standard library's ``*.py`` files, sorted by path, until ``limit`` bytes are read.
+    """The standard library's ``*.py`` files, sorted by path, up to ``limit`` bytes in total.
 
-    Left out are tests, installed packages, and what is generated (encodings, pydoc topics).
+    Tests, installed packages and generated files (encodings, pydoc topics) are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     left = limit
@@ -69,8 +69,8 @@ def stdlib_documents(limit: int = STDLIB_BYTES) -> Iterator[bytes]:
 
 
 def files_of(given: DocumentsConfig, path: Path) -> Iterator[Path]:
-    """The source's files that ``path`` names: itself, or those below it in sorted order, except
-    hidden ones."""
+    """The source's files at ``path``: the file itself, or all files below the folder in sorted
+    order, without hidden ones."""
     if not path.is_dir():
         yield path
         return
@@ -79,7 +79,7 @@ def files_of(given: DocumentsConfig, path: Path) -> Iterator[Path]:
 
 
 def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
-    """A text file is a document. Of a folder those with a NUL byte are left out: no text."""
+    """A text file as one document; binary files (with a NUL byte) can be left out."""
     try:
         with path.open("rb") as file:
             text = file.read(PIECE_BYTES)
@@ -90,11 +90,11 @@ def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
                 return
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(
-                    f"data.paths: {path} is no regular file and goes on after {PIECE_BYTES} bytes: "
+                    f"data.paths: {path} is no regular file and has more than {PIECE_BYTES} bytes: "
                     "save it to a file"
                 )
-            # Larger than a piece: looked at as a whole before any of it is given out.
-            blank, binary = _looked_at(file.read, text + more)
+            # Larger than one piece: scan all of the file before any piece is yielded.
+            blank, binary = _scan(file.read, text + more)
             if blank or (leave_out_binary and binary):
                 return
             file.seek(0)
@@ -103,8 +103,8 @@ def _file_pieces(path: Path, leave_out_binary: bool) -> Iterator[Piece]:
         raise ConfigError(f"data.paths: {path} cannot be read: {error.strerror}") from error
 
 
-def _looked_at(read: Callable[[int], bytes], text: bytes) -> tuple[bool, bool]:
-    """Whether a file holds no text, and whether it holds a NUL byte."""
+def _scan(read: Callable[[int], bytes], text: bytes) -> tuple[bool, bool]:
+    """Whether a file has only whitespace, and whether it has a NUL byte."""
     blank, binary = True, False
     while text:
         blank, binary = blank and not text.strip(), binary or b"\0" in text
@@ -113,7 +113,7 @@ def _looked_at(read: Callable[[int], bytes], text: bytes) -> tuple[bool, bool]:
 
 
 def _cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
-    """Pieces of a large file, cut after a line, else between two characters."""
+    """Split a large file into pieces, after a line break if possible, else between characters."""
     left = b""
     while True:
         read_now = read(PIECE_BYTES - len(left))
@@ -127,11 +127,11 @@ def _cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
 
 
 def _between_characters(text: bytes) -> int:
-    """The last place near the end that is not inside a character of UTF-8."""
+    """The last position near the end that is not inside a UTF-8 character."""
     at = len(text)
     for back in range(1, 5):
         byte = text[at - back]
-        if byte & 0xC0 == 0x80:  # goes on
+        if byte & 0xC0 == 0x80:  # a continuation byte
             continue
         length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
         return at if length <= back else at - back
@@ -139,7 +139,7 @@ def _between_characters(text: bytes) -> int:
 
 
 def _files_below(root: Path, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """Files, and links to files, in sorted order; pipes, sockets and devices are no text."""
+    """Files and links to files, in sorted order, without pipes, sockets and devices."""
     left_out = {"__pycache__", *skip}
 
     def closed(error: OSError) -> None:
@@ -148,20 +148,20 @@ def _files_below(root: Path, skip: Iterable[str] = ()) -> Iterator[Path]:
         ) from error
 
     for folder, folders, files in os.walk(root, onerror=closed):
-        # In place: os.walk then neither enters the others nor changes the order.
+        # Changed in place: os.walk then visits only these folders, in this order.
         folders[:] = sorted(n for n in folders if n not in left_out and not n.startswith("."))
         for name in sorted(files):
             path = Path(folder, name)
-            # A link that leads nowhere is a mistake, told when it is read.
+            # A broken link is a mistake, reported when it is read.
             if not name.startswith(".") and (path.is_file() or not os.path.exists(path)):
                 yield path
 
 
 def check_paths(given: DocumentsConfig) -> None:
-    """Refuse paths that are missing, or without a file of the source.
+    """Check that all paths exist, and that one of them has a file of the source's type.
 
     Raises:
-        ConfigError: all that are missing, a line each.
+        ConfigError: lists all missing paths, one a line.
     """
     if not given.paths:
         raise ConfigError(f"data.paths: source {given.source!r} needs at least one path")

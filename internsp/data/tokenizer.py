@@ -1,7 +1,7 @@
-"""Tokenizers: text to ids and back. Bytes, a file of ``tokenizers``, a folder of ``transformers``.
+"""Tokenizers: bytes, a file of ``tokenizers``, or a folder of ``transformers``.
 
-Text comes in pieces, so that a document may be larger than memory: whole documents up to
-``PIECE_BYTES``, of larger ones a piece of about that length, cut after a line.
+Text is tokenized in pieces, so that a document may be larger than memory: documents of up to
+``PIECE_BYTES`` are one piece, larger ones are split after line breaks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from internsp.errors import ConfigError
 Tokens = NDArray[Any]
 
 PIECE_BYTES = 4 << 20
-"""Longer documents are tokenized in pieces of at most so many bytes."""
+"""Largest piece; longer documents are tokenized in several pieces."""
 
 _END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-_ENCODE_AT_ONCE = 256  # documents handed to the tokenizer's own threads together
-_ENCODE_BYTES = 4 << 20  # or so many bytes of them
-# What a tokenizer is read from, in transformers' folders.
+_ENCODE_AT_ONCE = 256  # documents passed together to the tokenizer, which has threads of its own
+_ENCODE_BYTES = 4 << 20  # limit for the bytes of these documents
+# Files from which transformers reads a tokenizer, in its folders.
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges*", "*.model",
     "*.tiktoken", "chat_template*", "additional_chat_templates/*",
@@ -35,14 +35,14 @@ _TOKENIZER_FILES = (
 
 
 class Piece(NamedTuple):
-    """Text of a document, and whether the document ends with it."""
+    """A piece of a document's text, and whether it is the document's last piece."""
 
     text: bytes
     ends: bool
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back; ``end_of_document`` is the id put after each document."""
+    """Converts text to ids and back; ``end_of_document`` is the id put after each document."""
 
     vocab_size: int
     end_of_document: int
@@ -60,12 +60,12 @@ class Tokenizer(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Digest of what decides the ids."""
+        """Digest of everything that determines the ids."""
         ...
 
 
 class ByteTokenizer:
-    """Each byte is its own id, 256 ends a document."""
+    """Each byte is its own id; 256 ends a document."""
 
     vocab_size = 257
     end_of_document = 256
@@ -75,7 +75,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        """``uint16`` (256 does not fit a byte)."""
+        """Ids as ``uint16`` (256 does not fit into a byte)."""
         return (
             (np.frombuffer(text, dtype=np.uint8).astype(np.uint16), ends) for text, ends in pieces
         )
@@ -85,12 +85,12 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def fingerprint(self) -> str:
-        """A word."""
+        """A constant name."""
         return "bytes"
 
 
 class _Batched:
-    """Pieces are handed to the tokenizer's own threads together."""
+    """Base of tokenizers that encode many pieces at once, in threads of their own."""
 
     vocab_size: int
 
@@ -98,7 +98,7 @@ class _Batched:
         raise NotImplementedError
 
     def encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
-        """Bytes that are not UTF-8 are replaced."""
+        """Ids of each piece; bytes that are not UTF-8 are replaced."""
         chunk: list[Piece] = []
         size = 0
         for piece in pieces:
@@ -119,8 +119,8 @@ class _Batched:
 
 
 class FileTokenizer(_Batched):
-    """A ``tokenizers`` JSON file. The end of a document is the file's own token where it has a
-    usual one (``<|endoftext|>``, ``</s>``, ...), else one more id after the file's last.
+    """A ``tokenizers`` JSON file. The end of a document is a usual end token of the file
+    (``<|endoftext|>``, ``</s>``, ...), else one more id after the file's last.
 
     Raises:
         MissingDependencyError: ``tokenizers`` is not installed.
@@ -161,12 +161,12 @@ class FileTokenizer(_Batched):
 
 
 class FolderTokenizer(_Batched):
-    """A folder that ``transformers`` reads a tokenizer from; it may have a chat template. The end
-    of a document is the tokenizer's own end of sequence, else one more id after its last. Code that
-    comes with a folder is not run.
+    """A folder from which ``transformers`` loads a tokenizer; it may have a chat template. The end
+    of a document is the tokenizer's end of sequence, else one more id after its last. Code in the
+    folder is not executed.
 
     Attributes:
-        transformers: the tokenizer itself.
+        transformers: the tokenizer object of transformers.
 
     Raises:
         MissingDependencyError: ``transformers`` is not installed.
@@ -203,7 +203,7 @@ class FolderTokenizer(_Batched):
         return text
 
     def fingerprint(self) -> str:
-        """Digest of the files that transformers reads a tokenizer from."""
+        """Digest of the files from which transformers reads a tokenizer."""
         digest = hashlib.blake2b(digest_size=16)
         folder = Path(self.path)
         for file in tokenizer_files(folder):
@@ -213,20 +213,20 @@ class FolderTokenizer(_Batched):
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that transformers reads a tokenizer from."""
+    """The files of a folder from which transformers reads a tokenizer."""
     found = {file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}
     return sorted(file for file in found if file.is_file())
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """``"bytes"``, the path of a ``tokenizers`` file, or of a folder; raises as these do."""
+    """Load ``"bytes"``, a ``tokenizers`` file or a folder; raises as the classes above."""
     if name == "bytes":
         return ByteTokenizer()
     return FolderTokenizer(name) if os.path.isdir(name) else FileTokenizer(name)
 
 
 def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest unsigned integer that holds every id below ``vocab_size``."""
+    """The smallest unsigned integer dtype that holds every id below ``vocab_size``."""
     for dtype in (np.uint8, np.uint16):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return dtype
@@ -235,7 +235,7 @@ def smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 @contextmanager
 def _tokenizer_errors(path: str, what: str) -> Iterator[None]:
-    """Errors of ``tokenizers``: bare exceptions, and panics, which are no ``Exception``."""
+    """Convert errors of ``tokenizers``, also its panics, which are no subclass of ``Exception``."""
     try:
         yield
     except BaseException as error:

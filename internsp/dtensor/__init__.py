@@ -1,4 +1,4 @@
-"""What a model's parameters are to a program: ``DTensor`` that say so where one process differs.
+"""What a model's parameters are for user code: ``DTensor``, with errors where sharding matters.
 
-Nothing here moves a weight; :mod:`internsp.wp` does.
+Nothing here communicates weights; :mod:`internsp.wp` does.
 """

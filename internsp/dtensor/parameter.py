@@ -1,9 +1,9 @@
-"""What a module's parameter is: a ``DTensor`` whose ``.data`` means what it means on one process.
+"""``ShardParameter``: a model's parameter, a ``DTensor`` with the ``.data`` that one process has.
 
-torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows what is
-written through it, and ignores ``p.data = x`` (its local tensor stays; seen with torch 2.13). Here
+torch gives a ``DTensor``'s ``.data`` a version counter of its own, so that no counter shows a write
+through it, and it ignores ``p.data = x`` (the local tensor stays; seen with torch 2.13). Here
 ``p.data`` is ``p.detach()``, which shares the counter, and ``p.data = x`` copies ``x`` into the
-shard. What operations outside of a forward make of it keeps its name
+shard. Results of operations on it outside of a forward keep its name
 (:mod:`internsp.dtensor.mixed`).
 """
 
@@ -19,49 +19,49 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
-from internsp.dtensor.mixed import OfParameters, ParameterValue
+from internsp.dtensor.mixed import ParameterTensor, ParameterValue
 from internsp.errors import StructureError
 
 Aliases = dict[int, "weakref.ref[Any]"]
 
 
 class Member(Protocol):
-    """Whom a parameter belongs to: a sharded weight or a replicated parameter."""
+    """What a ``ShardParameter`` belongs to: a sharded weight or a replicated parameter."""
 
     name: str
     dtype: torch.dtype
     parameter: nn.Parameter
     meet: Callable[[str], None] | None
-    """Called before a collective on the parameter: all ranks of its mesh must have come to it."""
+    """Called before a collective on the parameter: raises unless all ranks of its mesh reach it."""
 
-    def take(self, values: Tensor) -> None:
-        """Copy values, whole or a ``DTensor`` placed alike, into the shard."""
+    def load(self, values: Tensor) -> None:
+        """Copy ``values``, unsharded or a ``DTensor`` of the same placements, into the shard."""
 
     def invalidate(self) -> None:
-        """The values were written by a way that no version counter shows."""
+        """The values were written in a way that no version counter shows."""
 
     aliases: Aliases
-    """What ``detach`` gave out, while it lives, by identity."""
+    """Results of ``detach`` that are still alive, by ``id``."""
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained, now."""
+        """Whether the parameter is trained at the moment."""
 
 
-class ShardParameter(OfParameters):
+class ShardParameter(ParameterTensor):
     """A model's parameter."""
 
     _member: Member
 
     @property
-    def of(self) -> str:
-        """Its name."""
+    def parameter_name(self) -> str:
+        """The parameter's name."""
         return self._member.name
 
     def detach(self) -> ShardParameter:
-        """Shares memory and version counter, and is watched as this is (``state_dict`` holds it).
+        """A ``ShardParameter`` with the same memory and version counter, as in ``state_dict``.
 
-        Of the same type, or ``nn.Parameter`` (and so ``model.to``) would refuse it.
+        It must be of the same type, or ``nn.Parameter`` (and so ``model.to``) would refuse it.
         """
         found: Any = super().detach()
         found.__class__ = ShardParameter
@@ -72,14 +72,14 @@ class ShardParameter(OfParameters):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """:meth:`detach`: a write through it raises the counter by which slots are compared."""
+        """:meth:`detach`: a write through it raises the version with which slots are compared."""
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        """Copy ``values`` into the shard: a whole tensor (the same on all ranks), or a ``DTensor``.
+        """Copy ``values`` into the shard: unsharded ones, the same on all ranks, or a ``DTensor``.
 
-        What was had from ``data`` or ``detach`` before keeps the old values, as on one process
+        Tensors that ``data`` or ``detach`` returned before keep the old values, as on one process
         (``old = p.data; p.data = average; ...; p.data = old``).
 
         Raises:
@@ -92,7 +92,7 @@ class ShardParameter(OfParameters):
                 f"{member.name}.data was given {values.dtype} for its {member.dtype}: cast the "
                 "model before parallelize(), or set weight_parallel.compute_dtype"
             )
-        member.take(values)
+        member.load(values)
         member.invalidate()
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
@@ -104,34 +104,34 @@ class ShardParameter(OfParameters):
         if self._member.meet is not None:
             self._member.meet(f"full_tensor() or redistribute() of {self._member.name}")
         kind = self.device_mesh.device_type
-        if self._local_tensor.device.type != kind:  # offloaded: messages are the device's
+        if self._local_tensor.device.type != kind:  # offloaded: collectives need the device
             there: Any = self.to(kind)
             return there.redistribute(*args, **options)  # type: ignore[no-any-return]
         return super().redistribute(*args, **options)
 
 
-def part(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
-    """Before ``values`` are copied into ``parameter``: let its ``aliases`` keep what they show.
+def detach_aliases(parameter: nn.Parameter, aliases: Aliases, values: Tensor) -> None:
+    """Give ``aliases`` of ``parameter`` a copy of its values, before ``values`` are copied into it.
 
-    On one process ``p.data = values`` gives ``p`` other memory; here it must stay in its own.
+    On one process ``p.data = values`` gives ``p`` other memory, so that aliases keep the old
+    values; here the parameter must stay in its own memory.
     """
     local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
     held = [alias for alias in (known() for known in list(aliases.values())) if alias is not None]
     held = [alias for alias in held if alias._local_tensor.data_ptr() == local.data_ptr()]
-    if any(alias is values for alias in held):  # its own values: nothing changes
+    if any(alias is values for alias in held):  # the parameter's own values: nothing changes
         return
     old = local.detach().clone() if held else local
     for alias in held:
         alias._local_tensor = old.detach()
 
 
-def own(parameter: nn.Parameter, member: Member) -> nn.Parameter:
-    """Make ``parameter``, a ``DTensor``, ``member``'s, in place."""
+def make_shard_parameter(parameter: nn.Parameter, member: Member) -> nn.Parameter:
+    """Turn ``parameter``, a ``DTensor``, into ``member``'s ``ShardParameter`` in place."""
     owned: Any = parameter
     owned.__class__ = ShardParameter
     owned._member = member
     return parameter
-
 
 
 # As torch does for DTensor itself, so that its optimizers take their foreach path on a device.

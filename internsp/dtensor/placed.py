@@ -1,4 +1,4 @@
-"""Tensors as ``DTensor`` placed like a parameter: no message, none of torch's own checks."""
+"""Makes and reads ``DTensor`` placed like a parameter, without communication or torch's checks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from internsp.dtensor.mixed import plainly
+from internsp.dtensor.mixed import without_torch_function
 from internsp.errors import LayoutError
 
 _grad_dtype: Any = Tensor.grad_dtype.__get__  # type: ignore[union-attr]
 
 
 def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
-    """``local`` as a ``DTensor`` placed like ``parameter``, in its own dtype.
+    """``local`` as a ``DTensor`` with the placements of ``parameter``, in its own dtype.
 
     Not by ``from_local``, which takes ten times as long, for every gradient of every step; nor by
-    ``DTensor()``, whose ``__init__`` does nothing but keep the compiler out.
+    ``DTensor()``, whose ``__init__`` does nothing except keep the compiler out.
     """
-    return DTensor.__new__(DTensor, local, spec_in(parameter, local.dtype), requires_grad=False)
+    return DTensor.__new__(
+        DTensor, local, spec_with_dtype(parameter, local.dtype), requires_grad=False
+    )
 
 
-def spec_in(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
-    """What a ``DTensor`` like ``parameter`` is, in another dtype."""
+def spec_with_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
+    """The ``DTensorSpec`` of ``parameter``, with another dtype."""
     spec = parameter._spec  # type: ignore[attr-defined]
     meta = spec.tensor_meta
     if dtype == meta.dtype:
@@ -34,14 +36,15 @@ def spec_in(parameter: nn.Parameter, dtype: torch.dtype) -> Any:
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """What its ``.grad`` is kept in, now: the user may set ``parameter.grad_dtype``."""
-    # Past __torch_function__, as requires_grad; `None` (any dtype) is taken for its own.
-    chosen: torch.dtype | None = plainly(_grad_dtype, (), (parameter,), {})
+    """The dtype of the parameter's ``.grad``, which the user may change by
+    ``parameter.grad_dtype``."""
+    # Without __torch_function__, as for requires_grad; `None` (any dtype) means its own dtype.
+    chosen: torch.dtype | None = without_torch_function(_grad_dtype, (), (parameter,), {})
     return chosen or parameter._local_tensor.dtype  # type: ignore[attr-defined]
 
 
-def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:
-    """The local part of ``values``, or ``None`` when they are whole and plain.
+def local_values(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """The local part of ``values``, or ``None`` when they are an unsharded plain tensor.
 
     Raises:
         LayoutError: they do not fit ``parameter``.
@@ -62,7 +65,7 @@ def local_of(name: str, values: Tensor, parameter: nn.Parameter) -> Tensor | Non
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
+    """The strides of a contiguous tensor, in elements."""
     found: list[int] = []
     step = 1
     for n in reversed(shape):

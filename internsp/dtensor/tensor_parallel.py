@@ -1,13 +1,13 @@
-"""Parameters that torch's ``parallelize_module`` has cut before us: two dimensions, one weight.
+"""Parameters that torch's ``parallelize_module`` has sharded already: tensor and weight parallel.
 
-A layer's weight is a ``DTensor`` on a mesh of tensor ranks. Each tensor rank's part of it is a
-weight like any other: sharded over the weight group of that tensor rank, whole in its slot while a
-block uses it. What the layer reads there is a ``DTensor`` on the tensor mesh again, so that its own
-inputs and outputs, which are ``DTensor`` too, meet what they were made for::
+A layer's weight is a ``DTensor`` on a mesh of tensor ranks. The local tensor of each tensor rank is
+a weight like any other: sharded over the weight group of that tensor rank, unsharded in its slot
+while a block uses it. The layer gets a ``DTensor`` on the tensor mesh again, as its inputs and
+outputs are ``DTensor`` on that mesh, too::
 
-    at rest      [Replicate, tensor placement, Shard(0)]   on ("replica", "tensor", "weight")
-    in use       [tensor placement]                         on the user's tensor mesh
-    its gradient that placement, from whatever autograd gives; then reduced as any gradient
+    sharded      [Replicate, tensor placement, Shard(0)]   on ("replica", "tensor", "weight")
+    unsharded    [tensor placement]                         on the user's tensor mesh
+    its gradient the same placement, whatever autograd gives; then reduced as any gradient
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from internsp.mesh import ParallelMesh
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """Where a parameter lies on the tensor ranks.
+    """How a parameter is placed on the tensor ranks.
 
     Attributes:
         mesh: the user's, of one dimension.
         placement: ``Shard`` or ``Replicate``.
-        shape: of the whole parameter, over all tensor ranks.
+        shape: of the parameter over all tensor ranks.
     """
 
     mesh: DeviceMesh
@@ -48,21 +48,22 @@ class TensorPart:
         return cls(parameter.device_mesh, parameter.placements[0], tuple(parameter.shape))
 
     @property
-    def cut(self) -> bool:
+    def sharded(self) -> bool:
         """Whether tensor ranks hold different values."""
         return isinstance(self.placement, Shard)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This tensor rank's part of whole values (a view)."""
+    def local_part(self, full: Tensor) -> Tensor:
+        """This tensor rank's part of ``full``, the values over all tensor ranks (a view)."""
         if not isinstance(self.placement, Shard):
-            return whole
-        pieces = whole.chunk(self.mesh.size(), self.placement.dim)
+            return full
+        pieces = full.chunk(self.mesh.size(), self.placement.dim)
         rank = self.mesh.get_local_rank()
         dim = self.placement.dim
-        return pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0)
+        return pieces[rank] if rank < len(pieces) else full.narrow(dim, 0, 0)
 
-    def present(self, local: Tensor) -> DTensor:
-        """``local``, unsharded over the weight group, as the layer reads it. No message."""
+    def as_dtensor(self, local: Tensor) -> DTensor:
+        """``local``, unsharded over the weight group, as the ``DTensor`` that the layer reads. No
+        communication."""
         return DTensor.from_local(
             local,
             self.mesh,
@@ -73,7 +74,7 @@ class TensorPart:
         )
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        """This tensor rank's part of a gradient; blocks where tensor ranks must sum it first."""
+        """This tensor rank's part of a gradient; blocks if tensor ranks must sum it first."""
         if not isinstance(gradient, DTensor):
             return gradient
         if gradient.placements != (self.placement,):
@@ -83,9 +84,10 @@ class TensorPart:
 
 
 def largest_part(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the first tensor rank's part, of which no other rank's is larger.
+    """The shape of the first tensor rank's part, which is the largest.
 
-    What is cut and what is replicated must be alike on all tensor ranks, uneven or not.
+    It decides what is sharded and what is replicated, which must be the same on all tensor ranks,
+    also where their parts differ in size.
     """
     shape = list(parameter.shape)
     part = TensorPart.of(parameter)
@@ -96,13 +98,13 @@ def largest_part(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def own_part(parameter: nn.Parameter) -> Tensor:
-    """The values that this rank has of it, to be cut over the weight group."""
+    """The parameter's values on this rank, before they are sharded over the weight group."""
     local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return local.detach()
 
 
 def require_on_tensor_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Every ``DTensor`` of ``model`` is one that we can cut further. No message.
+    """Check that every ``DTensor`` of ``model`` can be sharded further. No communication.
 
     Raises:
         StructureError: names the parameter, what is wrong with it, and the remedy.
@@ -154,6 +156,6 @@ def _require(name: str, parameter: DTensor, mesh: ParallelMesh) -> None:
 
 
 def _tensor_ranks(mesh: ParallelMesh) -> list[int]:
-    _, inside, _ = mesh.shape.place(mesh.rank)
+    _, inside, _ = mesh.shape.coordinates(mesh.rank)
     found: list[int] = mesh.shape.grid[mesh.pipeline_rank, inside].tolist()
     return found

@@ -1,8 +1,8 @@
-"""A log of each rank in its run's folder: what the rank did, how it ended, and where it was last.
+"""A log file of each rank in the run's folder: what the rank did, how it ended, its last position.
 
-The first line of the file says where the rank is: its step and the collective that it launched
-last. It is memory that the kernel writes to the file, so that a launch costs no system call and the
-line outlives a rank that is killed.
+The first line of the file holds the rank's step and the collective that it launched last. The line
+is mapped memory that the kernel writes to the file, so that recording a launch needs no system call
+and the line survives a rank that is killed.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from pathlib import Path
 from typing import IO
 
 FOLDER = "logs"
-_WIDTH = 240  # bytes of the first line, its end included
+_WIDTH = 240  # bytes of the first line, with its newline
 _STEP_AT, _STEP_WIDTH = 24, 12
 _LAUNCH_AT = _STEP_AT + _STEP_WIDTH
-_SPELLED = {"AG": "all-gather", "RS": "reduce-scatter", "EX": "sum between replicas",
-            "PUBLISH": "all-gather of new values", "MATRIX": "matrices to or from their owners"}
+_DESCRIPTIONS = {
+    "AG": "all-gather",
+    "RS": "reduce-scatter",
+    "EX": "sum between replicas",
+    "PUBLISH": "all-gather of new values",
+    "MATRIX": "matrices to or from their owners",
+}
 _LINE = re.compile(r"process (\d+) *step (\d+|-) *(?:, last collective: (.+?))? *$")
 
 
-def path_of(output: Path, rank: int) -> Path:
-    """Where the log of a rank lies."""
+def log_path(output: Path, rank: int) -> Path:
+    """Path of a rank's log in the run's folder ``output``."""
     return output / FOLDER / f"rank-{rank:05d}.log"
 
 
 class RankLog:
-    """Written by one rank, of which one attempt after another appends to the file.
+    """The log of one rank; each attempt of the run appends to the same file.
 
     Args:
         output: the run's folder.
     """
 
     def __init__(self, output: Path, rank: int) -> None:
-        self.path = path_of(output, rank)
+        self.path = log_path(output, rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] = self.path.open("a", encoding="utf-8", errors="replace")
         first = f"process {os.getpid()}".ljust(_STEP_AT) + "step -"
@@ -53,51 +58,51 @@ class RankLog:
             self._line = mmap.mmap(file.fileno(), _WIDTH)
         self._line[:] = line
         self._texts: dict[tuple[str, str, str], bytes] = {}
-        self._dumps = not faulthandler.is_enabled()
-        if self._dumps:  # of an interpreter that dies: where each of its threads was
+        self._dumps_tracebacks = not faulthandler.is_enabled()
+        if self._dumps_tracebacks:  # if the interpreter crashes: the traceback of each thread
             faulthandler.enable(self._file)
         self.write(f"rank {rank}, process {os.getpid()} on {socket.gethostname()}")
 
     def write(self, text: str) -> None:
-        """Append a line, with the time before it."""
+        """Append a line that starts with the time."""
         self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         self._file.flush()
 
-    def failed(self, error: BaseException) -> None:
-        """Append what has ended the run here."""
+    def write_failure(self, error: BaseException) -> None:
+        """Append the traceback of the error that ended the run on this rank."""
         self.write("failed\n" + "".join(traceback.format_exception(error)).rstrip())
 
-    def at(self, step: int) -> None:
-        """Step ``step`` (from 1) begins."""
+    def begin_step(self, step: int) -> None:
+        """Record that step ``step`` (from 1) begins."""
         self._line[_STEP_AT:_LAUNCH_AT] = f"step {step}".ljust(_STEP_WIDTH).encode()
 
-    def launched(self, kind: str, what: str, phase: str) -> None:
-        """A collective is about to be launched; called for each one of a step."""
+    def record_launch(self, kind: str, what: str, phase: str) -> None:
+        """Record a collective that is about to be launched; called for each one of a step."""
         key = kind, what, phase
         text = self._texts.get(key)
         if text is None:
-            said = f", last collective: {_SPELLED.get(kind, kind)} of {what} ({phase})"
+            words = f", last collective: {_DESCRIPTIONS.get(kind, kind)} of {what} ({phase})"
             width = _WIDTH - 1 - _LAUNCH_AT
-            text = self._texts[key] = said.encode("ascii", "replace")[:width].ljust(width)
+            text = self._texts[key] = words.encode("ascii", "replace")[:width].ljust(width)
         self._line[_LAUNCH_AT:_WIDTH - 1] = text
 
     def close(self) -> None:
-        """Once more is fine."""
-        if self._dumps and faulthandler.is_enabled():
+        """Close the file; a second call does nothing."""
+        if self._dumps_tracebacks and faulthandler.is_enabled():
             faulthandler.disable()
-        self._dumps = False
+        self._dumps_tracebacks = False
         with contextlib.suppress(OSError):  # a full disk
             self._file.close()
 
 
 @dataclass(frozen=True)
 class LastSeen:
-    """What the first line of a log says.
+    """The content of a log's first line.
 
     Attributes:
-        process: of the rank.
-        step: that it was at; 0: before its first.
-        collective: that it launched last, in words; empty: none.
+        process: process id of the rank.
+        step: the step that the rank was in; 0 before its first.
+        collective: description of the collective that it launched last; empty if none.
     """
 
     process: int
@@ -110,7 +115,7 @@ class LastSeen:
 
 
 def last_seen(path: Path) -> LastSeen | None:
-    """Read where a rank was; ``None``: there is no such log."""
+    """Read the first line of a log; ``None`` if the file is missing or has no such line."""
     try:
         with path.open("rb") as file:
             match = _LINE.fullmatch(file.read(_WIDTH - 1).decode("ascii", "replace"))

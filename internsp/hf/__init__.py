@@ -1,6 +1,6 @@
-"""Sequence parallel for models of ``transformers``, unmodified.
+"""Sequence parallelism for unmodified ``transformers`` models.
 
-:mod:`.examine` says which models can be served, :mod:`.forward` cuts what the model is given and
-makes its loss and outputs whole again, :mod:`.attention` exchanges tokens for heads around the
-model's own attention kernel. ``transformers`` is imported only where a model of its own is given.
+:mod:`.examine` decides which models are supported. :mod:`.forward` shards a model's inputs, reduces
+its loss and gathers its outputs. :mod:`.attention` exchanges heads before and after the model's own
+attention kernel. ``transformers`` is imported only when one of its models is given.
 """

@@ -1,11 +1,12 @@
-"""The attention of a ``transformers`` model over a sequence that is cut over a group.
+"""The attention of a ``transformers`` model over a sequence that is sharded over a group.
 
 ``AttentionInterface`` and ``AttentionMaskInterface`` of ``transformers`` are tables by name; a
-model's config says which entry its attention modules look up. :class:`Kernel` is an entry of this
-model alone, under a name of its own, around the entry that the config named before (``sdpa``,
-``eager``, ``flash_attention_2``, a kernel of the hub, a user's own). One all-to-all turns ``[B,
-heads, s, d]`` into ``[B, heads / sp, S, d]``, that kernel runs on whole sequences with the whole
-mask, and a second all-to-all turns the result back (DeepSpeed-Ulysses, arXiv 2309.14509).
+model's config names the entry that its attention modules look up. :class:`SequenceParallelKernel`
+is an entry for one model, with its own name, that wraps the entry which the config named before
+(``sdpa``, ``eager``, ``flash_attention_2``, a kernel of the hub, a user's own). One all-to-all
+turns ``[B, heads, s, d]`` into ``[B, heads / sp, S, d]``, the wrapped kernel runs on whole
+sequences with the whole mask, and a second all-to-all turns the output back (DeepSpeed-Ulysses,
+arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -24,117 +25,122 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from internsp.autograd import in_backward
 from internsp.errors import LayoutError, StructureError
-from internsp.hf.around import Around, understood
-from internsp.hf.cut import Cut
-from internsp.hf.seen import seen_by
+from internsp.hf.mask_spec import mask_spec_of
+from internsp.hf.ring import RingAttention, is_plain_attention
+from internsp.hf.shard import SequenceShard
 from internsp.sp.attention import no_heads
-from internsp.sp.exchange import Channel, exchange, start_exchange
+from internsp.sp.exchange import ExchangeGroup, exchange, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import group_size
-from internsp.sp.mixing import methods
-from internsp.sp.ranges import Seen
+from internsp.sp.mixing import class_functions
+from internsp.sp.ranges import MaskSpec
 
-# What an attention module may hand to its kernel that speaks of whole sequences already.
-_OF_THE_WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q",
-                           "max_length_k"})  # fmt: skip
+# Kernel options of an attention module that are of whole sequences already.
+_WHOLE_SEQUENCE_OPTIONS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k"}
+)
 _NUMBERS = itertools.count(1)
 _plan = lru_cache(maxsize=64)(HeadPlan.create)
 
 
 @dataclass(frozen=True)
-class _Mask:
-    """A mask made for a cut, found again by its memory: a checkpoint hands on another object.
+class _MaskRecord:
+    """A mask and its forward's shard.
 
     Attributes:
-        shape: None where what is handed on only stands for it.
-        seen: what it says, where that is known and asked for.
-        rows: makes it, of this rank's part of the queries; where positions are cut.
+        shape, stride, offset: of the mask in its storage; ``shape`` is None for a placeholder.
+        spec: the mask's rule, if it is known and a ring needs it.
+        make_rows: makes the mask rows of this rank's queries; only with a ring.
     """
 
-    cut: Cut
+    shard: SequenceShard
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
-    seen: Seen | None = None
-    rows: Callable[[], Tensor] | None = None
+    spec: MaskSpec | None = None
+    make_rows: Callable[[], Tensor] | None = None
 
     def whole(self, given: Tensor) -> Tensor | None:
-        """The mask as it was made, from ``given``, which a model may have sliced."""
+        """The complete mask, from ``given``, which a model may have sliced; None: a placeholder."""
         if self.shape is None:
             return None
         return given.as_strided(self.shape, self.stride, self.offset)
 
 
-class Masks:
-    """The masks of the forwards that live, each with its :class:`Cut`.
+class MaskRegistry:
+    """The masks of forwards whose graphs exist, each with its :class:`SequenceShard`.
 
-    A recompute in backward belongs to a forward that may not be the last one. The mask that it is
-    given says which: nothing else reaches every attention of every family.
+    Masks are found by their storage, since activation checkpointing passes on another tensor
+    object. A recompute in backward may belong to a forward that is not the last one. The mask
+    identifies that forward: no other argument reaches every attention of every family.
     """
 
     def __init__(self) -> None:
-        self._known: dict[StorageWeakRef, _Mask] = {}
+        self._records: dict[StorageWeakRef, _MaskRecord] = {}
 
-    def remember(self, mask: Tensor | None, cut: Cut, device: torch.device) -> Tensor:
-        """``mask``, or what stands for "the kernel needs none"."""
+    def add(self, mask: Tensor | None, shard: SequenceShard, device: torch.device) -> Tensor:
+        """Record ``mask`` and return it; without a mask, return a placeholder."""
         if mask is None:
-            return self.stand_in(_Mask(cut), device)
-        made = _Mask(cut, tuple(mask.shape), mask.stride(), int(mask.storage_offset()))
-        return self._keep(mask, made)
+            return self.placeholder(_MaskRecord(shard), device)
+        made = _MaskRecord(shard, tuple(mask.shape), mask.stride(), int(mask.storage_offset()))
+        return self._record(mask, made)
 
-    def stand_in(self, made: _Mask, device: torch.device) -> Tensor:
-        """What stands for a mask that is not made, or not yet: one element, seen as a whole."""
-        cut, one = made.cut, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return self._keep(one.expand(cut.batch, 1, cut.length, cut.length), made)
+    def placeholder(self, made: _MaskRecord, device: torch.device) -> Tensor:
+        """A placeholder for a mask that is not made, or not yet: one element, expanded."""
+        shard, one = made.shard, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return self._record(one.expand(shard.batch_size, 1, shard.length, shard.length), made)
 
-    def _keep(self, mask: Tensor, made: _Mask) -> Tensor:
-        for key in [key for key in self._known if key.expired()]:
-            del self._known[key]
-        self._known[StorageWeakRef(mask.untyped_storage())] = made
+    def _record(self, mask: Tensor, made: _MaskRecord) -> Tensor:
+        for key in [key for key in self._records if key.expired()]:
+            del self._records[key]
+        self._records[StorageWeakRef(mask.untyped_storage())] = made
         return mask
 
-    def find(self, mask: Any) -> _Mask | None:
-        """What was remembered of the memory in which ``mask`` lies."""
+    def find(self, mask: Any) -> _MaskRecord | None:
+        """The record of the storage of ``mask``, or None."""
         if not isinstance(mask, Tensor):
             return None
-        return self._known.get(StorageWeakRef(mask.untyped_storage()))
+        return self._records.get(StorageWeakRef(mask.untyped_storage()))
 
 
-class Kernel:
-    """What one model's attention modules find in place of their kernel.
+class SequenceParallelKernel:
+    """The ``AttentionInterface`` entry of one model, which calls the model's own kernel.
 
     Args:
         names: the model's attention modules, with their names.
-        kernel: what the config named so far.
-        channel: of the ranks that share heads; None: one rank has them all.
-        around: of the ranks between which keys and values travel; None: positions are not cut.
+        kernel: the implementation that the config named before.
+        group: the ranks that share heads; None: each rank has all heads.
+        ring: the ring over which positions are sharded; None: no ring.
     """
 
     def __init__(
         self,
         names: dict[nn.Module, str],
         kernel: str,
-        channel: Channel | None,
-        around: Around | None = None,
+        group: ExchangeGroup | None,
+        ring: RingAttention | None = None,
     ) -> None:
-        self.names, self.kernel, self.channel, self.around = names, kernel, channel, around
-        self.size, self.rank = (1, 0) if channel is None else (channel.size, channel.rank)
-        self.masks = Masks()
-        self.current: Cut | None = None
-        """The cut of the forward that runs now."""
-        self.entered = False
-        """A forward of the model runs, cut or not."""
-        # The kernel's own name is in it, since models ask whether it has "flash" in it.
-        self.key = f"internsp_{next(_NUMBERS)}_{kernel}".replace("|", "_")
+        self.names, self.plain_name, self.group, self.ring = names, kernel, group, ring
+        self.size, self.rank = (1, 0) if group is None else (group.size, group.rank)
+        self.masks = MaskRegistry()
+        self.shard: SequenceShard | None = None
+        """The shard of the forward that is running; None if it is not sharded."""
+        self.in_forward = False
+        """Whether a forward of the model is running, sharded or not."""
+        # Contains the kernel's own name, since models test whether "flash" is in the name.
+        self.registered_name = f"internsp_{next(_NUMBERS)}_{kernel}".replace("|", "_")
         self._register()
 
     def _register(self) -> None:
-        """For good: a config that was copied from this model's may name it after the model's end,
-        and finds the plain kernel then."""
+        """Register the entry with ``transformers``, permanently.
+
+        A config copied from this model's may still name the entry when the model is gone; the entry
+        then calls the plain kernel.
+        """
         from transformers import AttentionInterface, AttentionMaskInterface
 
         alive = weakref.ref(self)
-        plain = self.kernel
+        plain = self.plain_name
 
         @torch.compiler.disable
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -145,16 +151,16 @@ class Kernel:
 
         def mask(*args: Any, **kwargs: Any) -> Any:
             kernel = alive()
-            if kernel is None or kernel.current is None:
+            if kernel is None or kernel.shard is None:
                 return plain_mask(plain)(*args, **kwargs)
-            return kernel.make_mask(kernel.current, *args, **kwargs)
+            return kernel.make_mask(kernel.shard, *args, **kwargs)
 
-        AttentionInterface.register(self.key, attention)
-        AttentionMaskInterface.register(self.key, mask)
+        AttentionInterface.register(self.registered_name, attention)
+        AttentionMaskInterface.register(self.registered_name, mask)
 
     def make_mask(
         self,
-        cut: Cut,
+        shard: SequenceShard,
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -165,45 +171,49 @@ class Kernel:
         allow_is_causal_skip: bool = True,
         **options: Any,
     ) -> Tensor:
-        """The whole batch's mask, from a call that names this rank's number of queries.
+        """Make the mask of the whole batch, from a call with this rank's number of queries.
 
-        The model was given a padding mask of the whole batch, all ones where the user gave none, so
-        that only the number of queries and packed documents are this rank's: both are put right.
+        The model was given a padding mask of the whole batch (all ones if the user gave none), so
+        that only the number of queries and the packed documents are those of this rank; both are
+        replaced by those of the batch.
 
         Raises:
-            StructureError: the mask's rule is made of tokens of this rank.
+            StructureError: the mask's rule depends on this rank's tokens.
         """
-        seen = seen_by(mask_function, cut.documents)
+        spec = mask_spec_of(mask_function, shard.documents)
         if (q_length, kv_length, q_offset, kv_offset) != (
-            cut.sizes[cut.rank], cut.length, 0, 0
-        ) or _of_tokens(mask_function):  # fmt: skip
+            shard.sizes[shard.rank], shard.length, 0, 0
+        ) or _holds_token_tensor(mask_function):  # fmt: skip
             raise StructureError(
                 f"the model makes an attention mask of its own from {q_length} queries and "
                 f"{kv_length} keys, which is not understood where sequences are cut (rank "
-                f"{cut.rank} of the sequence group has {cut.sizes[cut.rank]} of {cut.length} "
-                "positions): give it a mask [B, 1, S, S], or make the mesh with sequence = 1"
+                f"{shard.rank} of the sequence group has {shard.sizes[shard.rank]} of "
+                f"{shard.length} positions): give it a mask [B, 1, S, S], or make the mesh with "
+                "sequence = 1"
             )
-        if cut.packed is not None:
+        if shard.packed is not None:
             mask_function = _within_documents(
-                mask_function, cut.positions.expand(batch_size, -1), cut.packed
+                mask_function, shard.positions.expand(batch_size, -1), shard.packed
             )
             allow_is_causal_skip = False
         make = partial(
-            plain_mask(self.kernel),
+            plain_mask(self.plain_name),
             batch_size=batch_size,
-            kv_length=cut.length,
+            kv_length=shard.length,
             kv_offset=0,
             mask_function=mask_function,
-            attention_mask=None if cut.mask is None else attention_mask,
+            attention_mask=None if shard.mask is None else attention_mask,
         )
-        device = cut.positions.device
-        if self.around is not None:
-            rows = partial(self.around.rows, cut, make, options)
-            return self.masks.stand_in(_Mask(cut, seen=seen, rows=rows), device)
+        device = shard.positions.device
+        if self.ring is not None:
+            make_rows = partial(self.ring.mask_rows, shard, make, options)
+            return self.masks.placeholder(
+                _MaskRecord(shard, spec=spec, make_rows=make_rows), device
+            )
         made = make(
-            q_length=cut.length, q_offset=0, allow_is_causal_skip=allow_is_causal_skip, **options
+            q_length=shard.length, q_offset=0, allow_is_causal_skip=allow_is_causal_skip, **options
         )
-        return self.masks.remember(made, cut, device)
+        return self.masks.add(made, shard, device)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -213,106 +223,114 @@ class Kernel:
 
         Args:
             query: ``[B, heads, s, d]``; ``key``, ``value``: ``[B, key/value heads, s, d]``.
-            attention_mask: of :meth:`make_mask`, or the user's ``[B, 1 or heads, S, S]``.
+            attention_mask: from :meth:`make_mask`, or the user's ``[B, 1 or heads, S, S]``.
 
         Returns:
-            ``[B, s, heads, d]``, and no attention weights (where the pass is cut).
+            ``[B, s, heads, d]``, and no attention weights (if the forward is sharded).
 
         Raises:
-            StructureError: something that is not understood, with the module's name.
+            StructureError: shapes or options that are not supported; names the module.
         """
         known = self.masks.find(attention_mask)
         if known is None:
-            self._require_whole(module)
-            return plain_kernel(module, self.kernel)(  # type: ignore[no-any-return]
+            self._require_unsharded(module)
+            return plain_kernel(module, self.plain_name)(  # type: ignore[no-any-return]
                 module, query, key, value, attention_mask, **options
             )
-        cut, name = known.cut, self.names[module]
+        shard, name = known.shard, self.names[module]
         heads, kv_heads = query.shape[1], key.shape[1]
         lengths = {query.shape[2], key.shape[2], value.shape[2]}
-        if lengths != {cut.sizes[cut.rank]} or value.shape[1] != kv_heads:
+        if lengths != {shard.sizes[shard.rank]} or value.shape[1] != kv_heads:
             raise StructureError(
                 f"{name} attends from {list(query.shape)} to keys {list(key.shape)} and values "
-                f"{list(value.shape)}, but this rank has {cut.sizes[cut.rank]} positions: "
+                f"{list(value.shape)}, but this rank has {shard.sizes[shard.rank]} positions: "
                 "attention to other than the model's own tokens cannot be cut"
             )
-        plan, around = _plan(heads, kv_heads, self.size), self.around
-        sizes = cut.sharing
+        plan, ring = _plan(heads, kv_heads, self.size), self.ring
+        sizes = shard.sharing
         pending = [
             start_exchange(
-                x.transpose(1, 2), self.channel, sizes, heads_of, to="heads", unit=name, label=role
+                x.transpose(1, 2), self.group, sizes, heads_of, to="heads", unit=name, label=role
             )
             for role, x, heads_of in (
-                ("q", query, plan.query_cut()), ("k", key, plan.kv_cut()),
-                ("v", value, plan.kv_cut()),
+                ("q", query, plan.query_ranges()), ("k", key, plan.kv_ranges()),
+                ("v", value, plan.kv_ranges()),
             )
         ]  # fmt: skip
         q, k, v = (x.wait() for x in pending)
         mine, stop = plan.query[self.rank]
         if stop == mine:
             out = no_heads(q, k, v)
-        elif around is None:
-            out = self._run(module, plan, cut, q, k, v, known.whole(attention_mask), options)
-        elif known.seen is not None and understood(self.kernel, known.seen, cut.packed, options):
-            reads = plan.key_value_of(self.rank)
-            out = around.attend(cut, known.seen, reads, q, k, v, options.get("scaling"), name)
+        elif ring is None:
+            out = self._run(module, plan, shard, q, k, v, known.whole(attention_mask), options)
+        elif known.spec is not None and is_plain_attention(
+            self.plain_name, known.spec, shard.packed, options
+        ):
+            kv_index = plan.kv_index(self.rank)
+            out = ring.attend(shard, known.spec, kv_index, q, k, v, options.get("scaling"), name)
         else:
-            mask = around.rows_of(cut, known.whole(attention_mask), known.rows, name, self.kernel)
-            k, v = (around.gathered(x, cut, name, role) for x, role in ((k, "k"), (v, "v")))
-            out = self._run(module, plan, cut, q, k, v, mask, options)
+            mask = ring.own_mask_rows(
+                shard, known.whole(attention_mask), known.make_rows, name, self.plain_name
+            )
+            k, v = (ring.gather(x, shard, name, role) for x, role in ((k, "k"), (v, "v")))
+            out = self._run(module, plan, shard, q, k, v, mask, options)
         back = exchange(
-            out, self.channel, sizes, plan.query_cut(), to="sequence", unit=name, label="out"
+            out, self.group, sizes, plan.query_ranges(), to="sequence", unit=name, label="out"
         )
         return back, None
 
     def _run(
-        self, module: nn.Module, plan: HeadPlan, cut: Cut, q: Tensor, k: Tensor, v: Tensor,
-        mask: Tensor | None, options: dict[str, Any],
+        self, module: nn.Module, plan: HeadPlan, shard: SequenceShard,
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        """The plain kernel on this rank's heads, ``[B, S, heads, d]`` in and out."""
-        reads = plan.key_value_of(self.rank)
-        group = group_size(reads, k.shape[2])
-        if group is None:  # heads that share no key/value head alike: one for each
-            index = torch.tensor(reads, device=k.device)
+        """Call the plain kernel on this rank's heads, ``[B, S, heads, d]`` in and out."""
+        kv_index = plan.kv_index(self.rank)
+        group = group_size(kv_index, k.shape[2])
+        if group is None:  # not uniform: one key/value head for each query head
+            index = torch.tensor(kv_index, device=k.device)
             k, v, group = k.index_select(2, index), v.index_select(2, index), 1
         heads = slice(*plan.query[self.rank])
         if mask is not None and mask.dim() == 4 and mask.shape[1] == plan.heads > 1:
             mask = mask[:, heads]
-        own = _OwnHeads(module, self.names[module], plan.heads, heads, group)
+        own = _HeadSubset(module, self.names[module], plan.heads, heads, group)
         if group > 1 and not hasattr(own, "num_key_value_groups"):
             k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-        kernel = plain_kernel(module, self.kernel)
-        options = {name: self._whole(own, cut, name, x) for name, x in options.items()}
+        kernel = plain_kernel(module, self.plain_name)
+        options = {name: self._full_option(own, shard, name, x) for name, x in options.items()}
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = kernel(own, q, k, v, mask, **options)[0]
         return out
 
-    def _whole(self, own: _OwnHeads, cut: Cut, name: str, value: Any) -> Any:
-        """An option of the kernel as it is for whole sequences and this rank's heads."""
-        if not isinstance(value, Tensor) or not value.dim() or name in _OF_THE_WHOLE:
+    def _full_option(self, own: _HeadSubset, shard: SequenceShard, name: str, value: Any) -> Any:
+        """A kernel option for whole sequences and this rank's heads."""
+        if not isinstance(value, Tensor) or not value.dim() or name in _WHOLE_SEQUENCE_OPTIONS:
             return value
-        if name == "position_ids" and value.shape[-1] == cut.sizes[cut.rank] and value.dim() == 2:
-            return cut.positions.expand(value.shape[0], -1)
-        return own._of_heads(name, value)
+        if (
+            name == "position_ids"
+            and value.shape[-1] == shard.sizes[shard.rank]
+            and value.dim() == 2
+        ):
+            return shard.positions.expand(value.shape[0], -1)
+        return own._select_heads(name, value)
 
-    def _require_whole(self, module: nn.Module) -> None:
-        """A pass that is not cut: every rank computes the whole batch, and it is known to be so."""
+    def _require_unsharded(self, module: nn.Module) -> None:
+        """Check that this forward is not sharded: every rank computes the whole batch."""
         name = self.names[module]
-        if self.current is not None and not in_backward():
+        if self.shard is not None and not in_backward():
             raise StructureError(
                 f"{name} attends with a mask that was not made by the model's mask function "
                 "(AttentionMaskInterface), and so knows this rank's tokens only: make the mesh "
                 "with sequence = 1"
             )
-        if not self.entered and not in_backward():
+        if not self.in_forward and not in_backward():
             raise LayoutError(
                 f"{name} runs outside a forward of the model: sequences are cut at the entry of "
                 "the transformers model, so call that, not a part of it"
             )
 
 
-class _OwnHeads:
-    """An attention module as its kernel sees it on a rank that has some of its heads."""
+class _HeadSubset:
+    """Stands for an attention module in its kernel's call, on a rank that has some of the heads."""
 
     def __init__(
         self, module: nn.Module, name: str, number: int, heads: slice, groups: int
@@ -323,9 +341,9 @@ class _OwnHeads:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return self._of_heads(name, value) if isinstance(value, Tensor) else value
+        return self._select_heads(name, value) if isinstance(value, Tensor) else value
 
-    def _of_heads(self, name: str, value: Tensor) -> Tensor:
+    def _select_heads(self, name: str, value: Tensor) -> Tensor:
         if value.dim() == 1 and len(value) == self._number:  # such as attention sinks
             return value[self._heads]
         raise StructureError(
@@ -335,15 +353,15 @@ class _OwnHeads:
 
 
 def plain_kernel(module: nn.Module, name: str) -> Any:
-    """What ``module`` would call if its config said ``name``.
+    """The kernel that ``module`` would call if its config named ``name``.
 
     Raises:
-        StructureError: it is ``eager`` and the module's file has no such function.
+        StructureError: ``name`` is ``eager``, and the module's file has no such function.
     """
-    home = sys.modules[type(module).__module__]
+    source_module = sys.modules[type(module).__module__]
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    table = getattr(home, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    table = getattr(source_module, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     eager = eager_function(module)
     if name == "eager" and eager is None:
         raise StructureError(
@@ -354,8 +372,8 @@ def plain_kernel(module: nn.Module, name: str) -> Any:
 
 
 def eager_function(module: nn.Module) -> Any:
-    """The function that ``module`` falls back on, which its methods name."""
-    for function in methods(type(module)):
+    """The eager attention function that a method of ``module`` names, or None."""
+    for function in class_functions(type(module)):
         names = function.__code__.co_names
         if "get_interface" in names:
             for name in names:
@@ -372,30 +390,30 @@ def plain_mask(name: str) -> Any:
 
 
 def _within_documents(rule: Any, positions: Tensor, packed: Tensor) -> Any:
-    """A mask's rule for packed documents: each sees itself alone, by positions of its own.
+    """Restrict a mask's rule to packed documents: a token sees its own document only.
 
-    What ``transformers`` does by functions that have other names in each of its versions.
+    ``transformers`` has functions for this, whose names differ between its versions.
 
     Args:
-        rule: of (row, head, query, key), each an index or a tensor of them.
-        positions: ``[B, S]``, of every token in its document.
-        packed: ``[B, S]``, the number of every token's document.
+        rule: a function of (row, head, query, key), each an index or a tensor of indices.
+        positions: ``[B, S]``, each token's position in its document.
+        packed: ``[B, S]``, the number of each token's document.
     """
 
     def inside(row: Any, head: Any, query: Any, key: Any) -> Any:
-        seen = rule(row, head, positions[row, query], positions[row, key])
-        return (packed[row, query] == packed[row, key]) & seen
+        spec = rule(row, head, positions[row, query], positions[row, key])
+        return (packed[row, query] == packed[row, key]) & spec
 
     return inside
 
 
-def _of_tokens(function: Any, depth: int = 6) -> bool:
-    """Whether a mask's rule holds a tensor with a position dimension (its closures, nested)."""
+def _holds_token_tensor(function: Any, depth: int = 6) -> bool:
+    """Whether a mask's rule, or a nested closure, holds a tensor with a position dimension."""
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for value in held if isinstance(held, tuple) else (held,):
             if isinstance(value, Tensor) and value.dim() > 1:
                 return True
-            if depth and callable(value) and _of_tokens(value, depth - 1):
+            if depth and callable(value) and _holds_token_tensor(value, depth - 1):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Which ``transformers`` models can be cut over a sequence group, and why others cannot."""
+"""Which ``transformers`` models support sequence parallelism, and why others do not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from torch import nn
 
 from internsp.hf.attention import eager_function
-from internsp.sp.mixing import Refused, methods, mixes_positions
+from internsp.sp.mixing import Refused, class_functions, mixes_positions
 
-# A module that takes one of these, and holds no attention that is dispatched, mixes tokens itself.
-_TOKENS_OF_OTHERS = frozenset(
+# A module that takes one of these and contains no dispatched attention mixes tokens itself.
+_CROSS_TOKEN_ARGUMENTS = frozenset(
     {"attention_mask", "alibi", "cache_params", "past_key_values", "layer_past", "past_key_value"}
 )
 
 
-def outermost(model: nn.Module) -> Any:
-    """The ``transformers`` model that ``model`` is or wraps; None where there is none."""
+def find_pretrained_model(model: nn.Module) -> Any:
+    """The outermost ``transformers`` model in ``model``, or None."""
     if "transformers" not in sys.modules:
         return None
     from transformers import PreTrainedModel
@@ -30,23 +30,23 @@ def outermost(model: nn.Module) -> Any:
 
 
 def is_dispatched(module: nn.Module) -> bool:
-    """Whether it is an attention that looks its kernel up in ``AttentionInterface``."""
+    """Whether ``module`` is an attention that looks its kernel up in ``AttentionInterface``."""
     from transformers import PreTrainedModel
 
     return not isinstance(module, PreTrainedModel) and any(
-        "get_interface" in function.__code__.co_names for function in methods(type(module))
+        "get_interface" in function.__code__.co_names for function in class_functions(type(module))
     )
 
 
 def attentions(model: nn.Module) -> dict[nn.Module, str]:
-    """The attention modules that can be attached, with their names."""
+    """The dispatched attention modules, with their names."""
     return {module: name for name, module in model.named_modules() if is_dispatched(module)}
 
 
-def refused(model: nn.Module) -> list[Refused]:
-    """Why the model cannot be cut: a module and a reason each; empty where it can be."""
-    inner = outermost(model)
-    found = [*_around(model, inner), *_head(inner)]
+def refusals(model: nn.Module) -> list[Refused]:
+    """Why the model does not support sequence parallelism: modules and reasons, or empty."""
+    inner = find_pretrained_model(model)
+    found = [*_check_wrapper(model, inner), *_check_model(inner)]
     names = attentions(model)
     flagged: set[nn.Module] = set()
     for name, module in reversed(list(model.named_modules())):  # children before parents
@@ -54,14 +54,14 @@ def refused(model: nn.Module) -> list[Refused]:
         if any(m in names or m in flagged for m in below):
             if module not in names:
                 continue
-        reason = _attention(module) if module in names else _other(module)
+        reason = _attention_reason(module) if module in names else _module_reason(module)
         if reason is not None:
             flagged.add(module)
             found.append(Refused(name, reason))
     return found
 
 
-def _around(model: nn.Module, inner: Any) -> Iterator[Refused]:
+def _check_wrapper(model: nn.Module, inner: Any) -> Iterator[Refused]:
     if inner is not model and not type(model).__module__.startswith("peft."):
         yield Refused(
             "",
@@ -70,8 +70,8 @@ def _around(model: nn.Module, inner: Any) -> Iterator[Refused]:
         )
 
 
-def _head(inner: Any) -> Iterator[Refused]:
-    """What a model computes before its blocks and after them."""
+def _check_model(inner: Any) -> Iterator[Refused]:
+    """Reasons in what the model computes before and after its blocks."""
     from transformers import PreTrainedModel
     from transformers.models.auto import modeling_auto as auto
 
@@ -93,8 +93,8 @@ def _head(inner: Any) -> Iterator[Refused]:
         yield Refused("", f"{kind} has an encoder and a decoder")
 
 
-def _attention(module: nn.Module) -> str | None:
-    """Why an attention that is dispatched cannot be attached."""
+def _attention_reason(module: nn.Module) -> str | None:
+    """Why a dispatched attention cannot be made parallel, or None."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     kind = type(module).__name__
@@ -111,22 +111,22 @@ def _attention(module: nn.Module) -> str | None:
             return f"the eager attention of {kind} cannot be found: choose another implementation"
         if getattr(module, "reorder_and_upcast_attn", False):
             return f"{kind} with reorder_and_upcast_attn computes past its kernel: set it to False"
-    if not hands_on_its_mask(type(module)):
+    if not forwards_mask(type(module)):
         return f"{kind} gives its kernel a mask of its own, made of this rank's tokens"
     return None
 
 
-def _other(module: nn.Module) -> str | None:
-    """Why a module that is no attention mixes tokens, or None."""
+def _module_reason(module: nn.Module) -> str | None:
+    """Why a module other than a dispatched attention is wrong on a shard, or None."""
     kind = type(module).__name__
     if kind.endswith("Pooler"):
         return f"{kind} looks at chosen positions"
     if (reason := mixes_positions(module)) is not None:
         return reason
-    # A table of positions may count them by the mask; it is given position_ids.
+    # A position embedding may count positions by the mask; it is given position_ids here.
     if type(module).__module__.startswith("torch.") or isinstance(module, nn.Embedding):
         return None
-    takes = sorted(_TOKENS_OF_OTHERS & set(inspect.signature(type(module).forward).parameters))
+    takes = sorted(_CROSS_TOKEN_ARGUMENTS & set(inspect.signature(type(module).forward).parameters))
     if takes:
         return (
             f"{kind} takes {takes[0]} but does not look its kernel up in transformers' "
@@ -135,39 +135,39 @@ def _other(module: nn.Module) -> str | None:
     return None
 
 
-def own_positions(inner: Any) -> str:
-    """Of what the model makes ``position_ids`` where it is given none: "mask", "tokens" or "".
+def positions_source(inner: Any) -> str:
+    """From what the model computes ``position_ids`` if it is given none: "mask", "tokens" or "".
 
-    All others count from 0; these are found in the source of the files of its classes.
+    "" stands for counting from 0. Found in the source files of the model's classes.
     """
-    homes = {kind.__module__ for kind in _classes(inner)}
-    source = "".join(_source(sys.modules[home]) for home in homes)
+    modules = {kind.__module__ for kind in _classes(inner)}
+    source = "".join(_source(sys.modules[source_module]) for source_module in modules)
     if "create_position_ids_from_input_ids" in source:
         return "tokens"
     return "mask" if "cumsum(attention_mask" in source else ""
 
 
 def finds_documents(inner: Any) -> bool:
-    """Whether the model hands ``position_ids`` to what makes its masks, which separates documents.
+    """Whether the model passes ``position_ids`` to its mask functions, which find documents there.
 
-    Some families leave that to flash attention; nothing else tells them apart.
+    Some families leave that to flash attention; only their source shows it.
     """
     for kind in _classes(inner):
         for node in ast.walk(ast.parse(textwrap.dedent(_source(kind)))):
             names: set[Any] = set()
             if isinstance(node, ast.Call):
                 names = {keyword.arg for keyword in node.keywords}
-            elif isinstance(node, ast.Dict):  # given to several such calls
+            elif isinstance(node, ast.Dict):  # arguments shared by several such calls
                 names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
             if {"config", "attention_mask", "position_ids"} <= names:
                 return True
     return False
 
 
-def hands_on_its_mask(kind: type) -> bool:
-    """Whether an attention's kernel gets ``attention_mask`` as the attention itself was given it.
+def forwards_mask(kind: type) -> bool:
+    """Whether an attention passes its ``attention_mask`` to its kernel unchanged.
 
-    Read in its source; where there is none the first forward finds out.
+    Read from its source; without source, the first forward checks it.
     """
     nodes = list(ast.walk(ast.parse(textwrap.dedent(_source(kind)))))
     kernels = {
@@ -185,7 +185,7 @@ def hands_on_its_mask(kind: type) -> bool:
 
 
 def _classes(inner: Any) -> set[type]:
-    """The classes of the model and of the models inside it, down to transformers' own."""
+    """The classes of the model and of the models inside it, with all bases in between."""
     from transformers import PreTrainedModel
 
     kinds = {type(m) for m in inner.modules() if isinstance(m, PreTrainedModel)}
@@ -196,7 +196,7 @@ def _classes(inner: Any) -> set[type]:
 
 
 def _source(of: Any) -> str:
-    """Empty where there is no file."""
+    """The source, or "" without a file."""
     try:
         return inspect.getsource(of)
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Model layers that can meet a weight communicator."""
+"""Model layers whose weights a communicator can shard."""
 
 from internsp.layers.linear import (
     ColumnParallelLinearWithCommExt,

@@ -1,10 +1,10 @@
-"""Inputs and outputs of single modules, cast to what rules of the plan say of them.
+"""Casts the inputs and outputs of single modules to the dtypes that rules of the plan set.
 
-A rule with a ``compute_dtype`` has some modules compute in another dtype than those around them.
-So where there is one, every block, every matched module and the head take their floating inputs in
-the dtype that they compute in, unless ``cast_inputs`` is false; a matched module's floating outputs
-take its rule's ``output_dtype`` (as FSDP2's ``MixedPrecisionPolicy`` of each module). Without such
-a rule no hook is registered, and the model's own inputs alone are cast.
+A rule with a ``compute_dtype`` makes some modules compute in another dtype than their neighbors.
+If there is such a rule, the floating inputs of every block, every matched module and the head are
+cast to the dtype in which it computes, unless ``cast_inputs`` is false; the floating outputs of a
+matched module are cast to the rule's ``output_dtype`` (like FSDP2's ``MixedPrecisionPolicy`` of a
+module). Without such a rule no hook is registered, and only the model's own inputs are cast.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _KEYS = {"compute_dtype", "output_dtype", "cast_inputs"}
 
 
 @dataclass(frozen=True)
-class Casts:
-    """Of one module: what its floating inputs and outputs are cast to; ``None``: they stay."""
+class ModuleCasts:
+    """Dtypes to which a module's floating inputs and outputs are cast; ``None``: no cast."""
 
     name: str
     module: nn.Module
@@ -39,27 +39,27 @@ class Casts:
 
 def find_casts(
     model: nn.Module, structure: Structure, config: WeightParallelConfig
-) -> Sequence[Casts]:
-    """What rules say of the modules of ``model``; outer modules first.
+) -> Sequence[ModuleCasts]:
+    """The casts that rules set for modules of ``model``; outer modules first.
 
     Raises:
-        ConfigError: of a module inside a compiled block.
+        ConfigError: a module to cast is inside a compiled block.
     """
     rules = structure.rules
     matched = {
-        name: caught
-        for caught in rules.caught
-        if _KEYS & caught.rule.said().keys()
-        for name in caught.outermost()
-        if name in caught.modules
+        name: matched_rule
+        for matched_rule in rules.matched
+        if _KEYS & matched_rule.rule.options().keys()
+        for name in matched_rule.outermost()
+        if name in matched_rule.modules
     }
     if not matched:
         return ()
     blocks = [name for block in structure.blocks for name, _ in block.modules]
-    beside = [structure.head[0]] if structure.head is not None else []
+    head = [structure.head[0]] if structure.head is not None else []
     found = []
     for name, module in model.named_modules():
-        if name not in matched and name not in blocks and name not in beside:
+        if name not in matched and name not in blocks and name not in head:
             continue
         if config.compile and any(name.startswith(f"{block}.") for block in blocks):
             raise ConfigError(
@@ -67,36 +67,36 @@ def find_casts(
                 "weight_parallel.compile compiles, where no hook of ours may run (WP-13): cast in "
                 "the module's own forward, or set compile = false"
             )
-        own = rules.of_module(name, _KEYS)
+        own = rules.module_options(name, _KEYS)
         takes = own.get("cast_inputs", config.cast_inputs)
         output = own.get("output_dtype")
         found.append(
-            Casts(
+            ModuleCasts(
                 name,
                 module,
-                _computes_in(name, module, structure, config) if takes else None,
+                _compute_dtype(name, module, structure, config) if takes else None,
                 DTYPES[output] if output else None,
             )
         )
     return [casts for casts in found if casts.inputs or casts.outputs]
 
 
-def _computes_in(
+def _compute_dtype(
     name: str, module: nn.Module, structure: Structure, config: WeightParallelConfig
 ) -> torch.dtype | None:
-    """What a module's weights are gathered in, by rule, by option or as they are, if all alike."""
-    said = structure.rules.say([name], {"compute_dtype"})
-    named = said.get("compute_dtype", config.compute_dtype)
+    """Dtype in which a module's weights are gathered: a rule's, the option's, or their only one."""
+    options = structure.rules.options_for([name], {"compute_dtype"})
+    named = options.get("compute_dtype", config.compute_dtype)
     if named:
         return DTYPES[named]
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def register_casts(found: Sequence[Casts]) -> list[RemovableHandle]:
-    """Register their hooks, around those that :func:`internsp.wp.hooks.register_hooks` has made.
+def register_casts(found: Sequence[ModuleCasts]) -> list[RemovableHandle]:
+    """Register the hooks that cast, outside of those of :func:`internsp.wp.hooks.register_hooks`.
 
-    Outside of a checkpoint, so that a recompute starts from inputs that are cast already.
+    They run outside of a checkpoint, so that a recompute starts from inputs that are already cast.
     """
     handles: list[RemovableHandle] = []
     for casts in found:

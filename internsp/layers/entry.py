@@ -1,9 +1,9 @@
-"""Blocks that take all their weights at their entry: compiled ones, and small ones.
+"""Blocks that unshard all their weights at their entry: compiled ones, and ones of small weights.
 
-At the entry, every parameter of the block is replaced by the tensor to compute with, and put back
-at the exit. Code in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13),
-and a block whose weights all travel together anyway needs one node of the graph instead of one a
-weight. Gradients are ready together, at the end of the block's backward.
+At its entry every parameter of the block is replaced by the unsharded tensor, and put back at the
+exit. The code in between sees plain tensors: ``torch.compile`` meets no hook of ours (WP-13), and a
+block whose weights share one collective anyway needs one autograd node instead of one for each
+weight. All gradients are ready together, at the end of the block's backward.
 """
 
 from __future__ import annotations
@@ -16,33 +16,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from internsp.autograd import apart, before_backward_of, given, no_second_derivatives
-from internsp.layers.parameters import unwritten, views, weights_of
+from internsp.autograd import (
+    clone_aliases,
+    input_tensors,
+    no_second_derivatives,
+    register_pre_backward_hook,
+)
+from internsp.layers.parameters import require_unwritten, views, weights_of
 from internsp.wp.parameter import Member, ShardedParameter
 
 
-class BlockWeights:
-    """All of a block's weights, replicated ones included.
+class BlockParameters:
+    """All parameters of a block.
 
     Attributes:
-        all: in the order of use.
-        sharded: those that backward needs at their places again, all of the block's unit.
-        beside: those that other blocks share, each a unit of its own.
+        all: sharded and replicated ones, in the order of use.
+        sharded: the sharded weights of the block's unit, which backward needs in their slot again.
+        shared: sharded weights that other blocks use, too; each is a unit of its own.
     """
 
     def __init__(self, weights: Sequence[Member]) -> None:
         self.all = weights
         guarded = [weight for weight in weights if isinstance(weight, ShardedParameter)]
         self.sharded = [weight for weight in guarded if weight.unit.block >= 0]
-        self.beside = [weight for weight in guarded if weight not in self.sharded]
+        self.shared = [weight for weight in guarded if weight not in self.sharded]
         self.in_unit = frozenset(self.sharded)
 
 
-class BlockUse:
-    """The use of all of a block's weights in one forward."""
+class BlockHandle:
+    """The use of all parameters of a block in one forward."""
 
-    def __init__(self, of: BlockWeights) -> None:
-        self.weights, self.sharded, self.beside = of.all, of.sharded, of.beside
+    def __init__(self, of: BlockParameters) -> None:
+        self.weights, self.sharded, self.shared = of.all, of.sharded, of.shared
         self._in_unit = of.in_unit
 
     def unshard(self) -> list[Tensor]:
@@ -55,32 +60,32 @@ class BlockUse:
             found[weight] if weight in found else weight.communicator.unshard(weight)
             for weight in self.weights
         ]
-        self._shown: dict[Member, Any] = {weight: weight.shown for weight in self.weights}
+        self._shown: dict[Member, Any] = {weight: weight.used_version for weight in self.weights}
         return whole
 
     def release(self) -> None:
-        """The block's forward is over."""
+        """Release the weights after the block's forward."""
         if self.sharded:
             self.sharded[0].communicator.release_all(self.sharded)
-        for weight in self.beside:
+        for weight in self.shared:
             weight.communicator.release(weight)
 
-    def before_backward(self, gradients: Any) -> None:
-        """Backward comes to an output of the block: the same values must be there."""
+    def pre_backward(self, gradients: Any) -> None:
+        """Unshard the weights for the backward of the block: the same values in their slot."""
         if torch.is_grad_enabled():
             no_second_derivatives()
-        guarded = [*self.sharded, *self.beside]
+        guarded = [*self.sharded, *self.shared]
         if guarded[0].communicator.weight_part:
             return
         for weight in guarded:
-            weight.show_again(self._shown[weight])
+            weight.require_version(self._shown[weight])
         if self.sharded:
-            self.sharded[0].communicator.before_all(self.sharded)
-        for weight in self.beside:
-            weight.communicator.before_backward(weight)
+            self.sharded[0].communicator.pre_backward_all(self.sharded)
+        for weight in self.shared:
+            weight.communicator.pre_backward(weight)
 
     def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients of all weights, ``None`` where there is none; the last used is ready first."""
+        """Hand over the gradients of all weights (``None`` if there is none), last used first."""
         sharded = []
         for weight, gradient in reversed(list(zip(self.weights, gradients, strict=True))):
             if gradient is None:
@@ -89,38 +94,38 @@ class BlockUse:
             if weight in self._in_unit and not communicator.weight_part:
                 sharded.append((weight, gradient))
             else:
-                weight.show_again(self._shown[weight])
+                weight.require_version(self._shown[weight])
                 communicator.on_grad_ready(weight, gradient)
         if sharded:
             self.sharded[0].communicator.on_grads_ready(sharded)
 
 
-def take_at_entry(
+def unshard_at_block_entry(
     block: nn.Module, prepare: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 ) -> None:
-    """Replace ``block.forward`` by one that takes the weights first.
+    """Replace ``block.forward`` by one that unshards the weights first.
 
-    In between, ``_parameters`` of each module is a plain dictionary of plain tensors.
+    While it runs, ``_parameters`` of each module is a plain dictionary of plain tensors.
 
     Args:
-        prepare: what is done to the code in between, such as ``torch.compile``.
+        prepare: applied to the original forward, such as ``torch.compile``.
     """
     inner = prepare(block.forward) if prepare is not None else block.forward
     modules = [m for m in block.modules() if weights_of(m)]
     held: list[Any] = [m._parameters for m in modules]
     own = [weight for weights in held for weight in weights.weights.values()]
     parameters = [weight.parameter for weight in own]
-    weights_of_block = BlockWeights(own)
+    weights_of_block = BlockParameters(own)
     copied = [(m, weights) for m, weights in zip(modules, held, strict=True) if weights.copies]
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         for module, weights in copied:
             weights.require_copies(module)
-        before = given((args, kwargs))
-        use = BlockUse(weights_of_block)
-        taken = views(use, *parameters)
-        plain = _plain(held, taken)
+        before = input_tensors((args, kwargs))
+        handle = BlockHandle(weights_of_block)
+        unsharded = views(handle, *parameters)
+        plain = _plain(held, unsharded)
         handed = [dict(inside) for inside in plain]
         try:
             for module, inside in zip(modules, plain, strict=True):
@@ -134,29 +139,29 @@ def take_at_entry(
             for module, weights in copied:
                 weights.restore_copies(module)
         _keep_what_was_put_in(held, plain, handed)
-        if any(not tensor.is_inference() and tensor._version for tensor in taken):
-            for weight, tensor in zip(own, taken, strict=True):
-                unwritten(weight, tensor)
-        output = apart(output, taken)
-        use.release()
-        if use.sharded or use.beside:
-            before_backward_of(output, use.before_backward, before)
+        if any(not tensor.is_inference() and tensor._version for tensor in unsharded):
+            for weight, tensor in zip(own, unsharded, strict=True):
+                require_unwritten(weight, tensor)
+        output = clone_aliases(output, unsharded)
+        handle.release()
+        if handle.sharded or handle.shared:
+            register_pre_backward_hook(output, handle.pre_backward, before)
         return output
 
     block.forward = forward  # type: ignore[method-assign]
 
 
-def _plain(held: list[Any], taken: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What each module's ``_parameters`` holds meanwhile: views, and what a user has put in."""
+def _plain(held: list[Any], unsharded: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """``_parameters`` of each module meanwhile: unsharded views, and what a user has put there."""
     plain: list[dict[str, Any]] = []
-    views = iter(taken)
+    views = iter(unsharded)
     for weights in held:
         if weights.scope.recomputed:
             weights.before_recomputed()
         inside = dict(weights)
         for name, weight in weights.weights.items():
             view = next(views)
-            inside[name] = view if inside[name] is weight.parameter else weights.other(name)
+            inside[name] = view if inside[name] is weight.parameter else weights.replacement(name)
         plain.append(inside)
     return plain
 
@@ -164,7 +169,7 @@ def _plain(held: list[Any], taken: Sequence[Tensor]) -> list[dict[str, Any]]:
 def _keep_what_was_put_in(
     held: list[Any], plain: list[dict[str, Any]], handed: list[dict[str, Any]]
 ) -> None:
-    """A parameter that the forward itself has set stays, and is met at the next use."""
+    """Keep parameters that the forward itself has set; the next use refuses them."""
     for weights, inside, before in zip(held, plain, handed, strict=True):
         for name, value in inside.items():
             if value is not before.get(name):
@@ -172,20 +177,20 @@ def _keep_what_was_put_in(
 
 
 def compile_block(block: nn.Module, **options: Any) -> None:
-    """:func:`take_at_entry` around the compiled block.
+    """:func:`unshard_at_block_entry` with a compiled forward.
 
     Args:
         options: for ``torch.compile``.
     """
-    take_at_entry(block, lambda forward: _uncollected(torch.compile(forward, **options)))
+    unshard_at_block_entry(block, lambda forward: _uncollected(torch.compile(forward, **options)))
 
 
 def _uncollected(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, in which Python's garbage collector does not run, on any thread.
+    """``compiled`` with Python's garbage collector switched off for the call, on all threads.
 
-    To check the guards of what it has compiled before, torch lets go of the interpreter. If another
-    thread then collects a class that these guards name, that of a model that was thrown away, torch
-    frees them while it reads them: the process dies, there or later (seen with torch 2.13).
+    While torch checks the guards of compiled code it releases the interpreter lock. If another
+    thread then collects a class that these guards refer to (of a model that was thrown away), torch
+    frees guards that it is reading, and the process crashes (seen with torch 2.13).
     """
 
     @wraps(compiled)

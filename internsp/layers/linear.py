@@ -1,9 +1,9 @@
-"""Linear layers whose weights may be cut over a weight group.
+"""Linear layers whose weights may be sharded over a weight group.
 
 Without a communicator each is an ordinary layer; with one, its weight enters the computation as
-a differentiable view of a slot (see :mod:`internsp.layers.parameters`). The names are those that
-InternEvo's users know; column and row differ only in the dimension on which the weight is cut,
-because under weight parallelism the product itself is always whole.
+a differentiable view of a slot (see :mod:`internsp.layers.parameters`). The names are InternEvo's.
+Column and row parallel layers differ only in the dimension on which the weight is sharded, because
+under weight parallelism every rank computes the full product.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from internsp.layers.parameters import open_weights, plain, weights_of
-from internsp.sp.fused import OnTheWay, others_hooks
+from internsp.sp.fused import PendingOutput, has_foreign_hooks
 
 _OURS = open_weights.__module__  # where forwards are wrapped
 
 
 @plain(saves=True)
 class ParallelLinearWithCommExt(nn.Linear):
-    """``y = x W^T + b`` with ``W`` [out, in] at rest as ``ceil(out / wp)`` rows a rank.
+    """``y = x W^T + b``, where each rank's shard of ``W`` ``[out, in]`` is ``ceil(out / wp)`` rows.
 
-    An ordinary layer: ``[..., in]`` -> ``[..., out]``. With a communicator attached its forward
-    waits for this weight's own gather only.
+    ``[..., in]`` -> ``[..., out]``, as an ordinary layer. With a communicator attached, its forward
+    waits for this weight's all-gather only.
     """
 
     shard_dim = 0
 
     def forward(self, input: Any) -> Tensor:
-        """The product with ``input``: a tensor, or what is not whole yet and makes it in parts."""
-        if isinstance(input, OnTheWay):
-            return input.through(self.weight, self.bias)
+        """The product with ``input``, a tensor or one that arrives and is multiplied in parts."""
+        if isinstance(input, PendingOutput):
+            return input.linear(self.weight, self.bias)
         return F.linear(input, self.weight, self.bias)
 
-    def in_parts(self) -> bool:
-        """Whether nothing but weight and bias makes its result: no hook of a user's and no other
-        forward, and both are plain tensors."""
+    def can_compute_in_parts(self) -> bool:
+        """Whether the result depends on weight and bias only, so that it can be computed in parts:
+        no user's hook, no other forward, and both are plain tensors."""
         forward: Any = self.__dict__.get("forward")
         while hasattr(forward, "__wrapped__"):
             if forward.__globals__["__name__"] != _OURS:
@@ -50,23 +50,28 @@ class ParallelLinearWithCommExt(nn.Linear):
             return False
         return (
             type(self).forward is own
-            and self._parameters.keys() >= {"weight", "bias"}  # none is made of others
-            and not others_hooks(self)
+            and self._parameters.keys() >= {"weight", "bias"}  # no parametrization
+            and not has_foreign_hooks(self)
             and all(weight.tensor is None for weight in weights_of(self).values())
         )
 
-    def opened(self) -> tuple[Tensor, Tensor | None, Callable[[Any], Any]]:
-        """Take weight and bias once for several products; the last keeps them for the backward of
-        the result of all products."""
+    def unshard_weight_and_bias(self) -> tuple[Tensor, Tensor | None, Callable[[Any], Any]]:
+        """Unshard weight and bias once for several products.
+
+        Returns:
+            Weight, bias, and a function to be applied to the result of all products, which
+            registers the pre-backward hook that unshards them again.
+        """
         weights, guard = open_weights(self)
         return weights["weight"], weights["bias"], guard
 
-    def open(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """Take the weight once for several products (one gather, one reduction).
+    def unshard_once(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Unshard the weight once for several products (one gather, one reduction).
 
         Returns:
-            ``project``, a plain function of the unsharded weight, and ``guard``, to be applied to
-            the result of all products, which keeps the weight present for their backward.
+            ``project``, which computes the product with the unsharded weight, and ``guard``, to be
+            applied to the result of all products, which registers the pre-backward hook that
+            unshards the weight again.
         """
         weights, guard = open_weights(self)
 
@@ -78,15 +83,15 @@ class ParallelLinearWithCommExt(nn.Linear):
 
 @plain(saves=True)
 class ColumnParallelLinearWithCommExt(ParallelLinearWithCommExt):
-    """Cut on the output dimension (dimension 0 of the weight)."""
+    """A linear layer sharded on the output dimension (dimension 0 of the weight)."""
 
 
 @plain(saves=True)
 class RowParallelLinearWithCommExt(ParallelLinearWithCommExt):
-    """Cut on the input dimension (dimension 1 of the weight).
+    """A linear layer sharded on the input dimension (dimension 1 of the weight).
 
-    The shard is kept transposed, so that the gathered weight is one contiguous piece of its slot
-    and the whole ``[out, in]`` weight a transposed view of it: no copy with wrong strides.
+    The shard is kept transposed, so that the gathered weight is one contiguous byte range of its
+    slot, and the unsharded ``[out, in]`` weight a transposed view of it, without a copy.
     """
 
     shard_dim = 1
@@ -97,7 +102,7 @@ class GroupedLinearWithCommExt(nn.Module):
     """``groups`` linear maps in one 3-D weight ``[groups, in, out]``, as experts keep them."""
 
     shard_dim = 0
-    autocasts = True  # its products are what torch.autocast lowers
+    autocasts = True  # torch.autocast casts inputs of its products
 
     def __init__(
         self,
@@ -139,7 +144,7 @@ class GroupedLinearWithCommExt(nn.Module):
 
 @plain(saves=False)
 class ParallelEmbeddingWithCommExt(nn.Embedding):
-    """An embedding table ``[vocabulary, hidden]``, cut on either dimension over a weight group.
+    """An embedding table ``[vocabulary, hidden]``, sharded on either dimension over a weight group.
 
     int64 ``[...]`` -> ``[..., hidden]``. Its backward needs no table and gathers none.
     """

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv 1910.07467), in torch or by NVIDIA apex's fused kernel."""
+"""Root mean square normalization (arXiv 1910.07467), in torch or by NVIDIA apex's fused kernel."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _APEX_REMEDY = (
 
 
 def apex_kernel() -> ApexKernel | None:
-    """NVIDIA apex's fused function ``(x, weight, shape, eps)``, or None when it is not there.
+    """NVIDIA apex's fused function ``(x, weight, shape, eps)``, or None when it is not installed.
 
-    The ``apex`` of the Python package index is another project; it may be importable, or fail
-    while importing, so the check is for the very function behind ``FusedRMSNorm``, which only
-    NVIDIA's has.
+    The ``apex`` of the Python package index is another project, which may be importable or fail
+    while importing, so this looks for the function behind ``FusedRMSNorm``, which only NVIDIA's
+    apex has.
     """
     try:
         functions = importlib.import_module("apex.normalization.fused_layer_norm")
-        importlib.import_module("fused_layer_norm_cuda")  # apex built without its extensions
+        importlib.import_module("fused_layer_norm_cuda")  # fails without extensions
     except ImportError:
         return None
     kernel: ApexKernel | None = getattr(functions, "mixed_dtype_fused_rms_norm_affine", None)
@@ -95,9 +95,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` to ``[..., size]`` in the same dtype. Does not block."""
-        return self._normalised(x, self.weight)
+        return self._normalized(x, self.weight)
 
-    def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._apex is not None and x.is_cuda:
             return self._fused(self._apex, x, weight)
         if x.is_cuda and weight.dtype == x.dtype:
@@ -107,7 +107,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(wide), (self.size,), weight.to(wide), self.eps).to(x.dtype)
 
     def _fused(self, kernel: ApexKernel, x: Tensor, weight: Tensor) -> Tensor:
-        # The mixed kernel takes a weight at least as wide as x and answers in the weight's dtype.
+        # The mixed kernel needs a weight at least as wide as x, and returns the weight's dtype.
         weight = weight.to(torch.promote_types(x.dtype, weight.dtype))
         return kernel(x, weight, (self.size,), self.eps).to(x.dtype)
 

@@ -1,11 +1,11 @@
-"""Weights in the modules' own places: shards at rest, whole tensors in a forward (DESIGN 4.1, 4.3).
+"""How modules read their weights: sharded between forwards, unsharded in one (DESIGN 4.1, 4.3).
 
-``module._parameters`` becomes a :class:`Weights`. At rest it answers with the parameter, a
-``DTensor``. In the forward of the module that owns it (:func:`wrap`), of its block or, beside the
-blocks, of the model (:func:`enclose`), a read answers with a differentiable view: forward gives the
-unsharded weight in its slot, backward starts the reduction of its gradient. So anything that reads
-``module.weight`` computes with the unsharded weight, whichever module reads it, and no module is
-converted. Where no communicator is attached a module is an ordinary one.
+``module._parameters`` becomes a :class:`Weights`. Outside of a forward it returns the parameter, a
+``DTensor``. In the forward of the module that owns the weight (:func:`wrap_forward`), or of its
+block (:func:`wrap_scope`; for weights outside of the blocks, of the model), it returns a
+differentiable view: its forward gives the unsharded weight in its slot, its backward starts the
+reduction of the gradient. So any code that reads ``module.weight`` computes with the unsharded
+weight, and no module is converted. A module without a communicator is an ordinary one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
 from internsp.autograd import (
-    Given,
-    apart,
-    before_backward_of,
-    given,
+    InputTensors,
+    clone_aliases,
     in_backward,
+    input_tensors,
+    new_tensors,
     no_second_derivatives,
-    own,
     refuse_compiled,
+    register_pre_backward_hook,
     tensors,
     transforming,
     under_transform,
@@ -36,17 +36,17 @@ from internsp.errors import GradientError, StaleWeightError, StructureError
 from internsp.wp.parameter import Member, not_to_be_copied
 
 
-class Use:
-    """One view: a use of one weight, from the forward that reads it to its gradient.
+class ParameterHandle:
+    """One use of one weight, from the read in forward to its gradient.
 
     Args:
-        scoped: read past the forward of the module that owns it: its values are made present by the
-            gradients of the block's outputs, and by nothing else.
+        scoped: the weight is read outside of the forward of the module that owns it. Only the
+            pre-backward hooks on the block's outputs unshard it again.
     """
 
-    __slots__ = ("entered", "scoped", "shown", "weights")
+    __slots__ = ("entered", "scoped", "used_version", "weights")
 
-    shown: Any
+    used_version: Any
 
     def __init__(self, weight: Member, scoped: bool = False) -> None:
         self.weights: Sequence[Member] = (weight,)
@@ -56,66 +56,66 @@ class Use:
         """The tensor to compute with."""
         weight = self.weights[0]
         tensor = weight.communicator.unshard(weight)
-        self.shown = weight.shown
+        self.used_version = weight.used_version
         return (tensor,)
 
-    def before_backward(self, saved: bool) -> None:
-        """A node that was made with the view is about to run: the same values must be there.
+    def pre_backward(self, saved: bool) -> None:
+        """Unshard the weight for the backward of a node that used the view: the same values.
 
         Args:
-            saved: the node has the view among autograd's saved tensors, so that a recompute comes
-                before it is read.
+            saved: autograd saved the view for the node, so that a recompute runs before the node
+                reads it.
         """
         weight = self.weights[0]
         communicator = weight.communicator
         self.entered = True
         if communicator.weight_part:
             return  # weight gradients need no weight
-        weight.show_again(self.shown)
+        weight.require_version(self.used_version)
         if saved:
-            communicator.before_backward(weight)
+            communicator.pre_backward(weight)
         else:
-            communicator.before_nodes(weight)
+            communicator.pre_backward_of_function(weight)
 
     def on_grad_ready(self, gradients: Sequence[Tensor | None]) -> None:
-        """The gradient of the unsharded weight is ready; ``None``: there is none.
+        """Hand over the gradient of the unsharded weight (``None`` if there is none).
 
         Raises:
-            StaleWeightError: backward did not come through an output of the block.
+            StaleWeightError: backward did not enter the block through one of its outputs.
         """
         gradient, weight = gradients[0], self.weights[0]
         if gradient is None:
             return
         communicator = weight.communicator
-        if self.scoped and weight.guarded and not self.entered and not communicator.weight_part:
+        if self.scoped and weight.shares_slot and not self.entered and not communicator.weight_part:
             raise StaleWeightError(
                 f"{weight.name} was read past the forward of the module that owns it, and backward "
                 "entered its block through a tensor that left it by another way than its output, "
                 "so that the weight may not have been whole: return that tensor from the block"
             )
         self.entered = False
-        if communicator.weight_part or not weight.guarded:
-            weight.show_again(self.shown)
+        if communicator.weight_part or not weight.shares_slot:
+            weight.require_version(self.used_version)
         communicator.on_grad_ready(weight, gradient)
 
 
 class Views(torch.autograd.Function):
-    """Differentiable views: parameters (shards) -> whole tensors in their slots.
+    """Differentiable views: parameters (shards) -> unsharded tensors in their slots.
 
-    Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the finish,
-    while the parameters stay visible in the graph.
+    Backward starts the reductions and returns ``None``: ``.grad`` stays unset until the reductions
+    are finished, and the parameters are in the graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """``use`` is a :class:`Use`, or that of several weights (:mod:`internsp.layers.entry`)."""
-        ctx.use = use
+    def forward(ctx: Any, handle: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """``handle``: of one weight, or of several (:class:`internsp.layers.entry.BlockHandle`)."""
+        ctx.handle = handle
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        pairs = zip(use.weights, use.unshard(), strict=True)
-        views = tuple([t if w.tensor is None else w.tensor.present(t) for w, t in pairs])
+        pairs = zip(handle.weights, handle.unshard(), strict=True)
+        views = tuple([t if w.tensor is None else w.tensor.as_dtensor(t) for w, t in pairs])
         wanted = ctx.needs_input_grad[1:]
-        if len(views) > 1 and not all(wanted):  # of several, those of frozen ones need no gradient
+        if len(views) > 1 and not all(wanted):  # views of frozen weights need no gradient
             frozen = [view for view, want in zip(views, wanted, strict=True) if not want]
             ctx.mark_non_differentiable(*frozen)
         return views
@@ -126,8 +126,10 @@ class Views(torch.autograd.Function):
         if torch.is_grad_enabled():
             no_second_derivatives()
         answers: list[Tensor | None] = [None] * (len(gradients) + 1)
-        ready, use, executed = list(gradients), ctx.use, torch._C._will_engine_execute_node
-        for i, ((leaf, _), weight) in enumerate(zip(ctx.next_functions, use.weights, strict=True)):
+        ready, handle, executed = list(gradients), ctx.handle, torch._C._will_engine_execute_node
+        for i, ((leaf, _), weight) in enumerate(
+            zip(ctx.next_functions, handle.weights, strict=True)
+        ):
             gradient = ready[i]
             if gradient is None:
                 continue
@@ -140,12 +142,13 @@ class Views(torch.autograd.Function):
                     ready[i] = None
             except RuntimeError:
                 answers[i + 1] = _captured(weight, gradient, ctx.parameters[i])
-        use.on_grad_ready(ready)
+        handle.on_grad_ready(ready)
         return tuple(answers)
 
 
 def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
-    """What a captured shard is given: torch's split backward wants a tensor, without memory."""
+    """The gradient that ``torch.autograd.grad`` gets: for torch's split backward, a tensor without
+    memory."""
     if not weight.communicator.weight_part:
         raise GradientError(
             "torch.autograd.grad over a sharded weight is not supported: its gradient is "
@@ -155,76 +158,76 @@ def _captured(weight: Member, gradient: Tensor, shard: Tensor) -> Tensor:
 
 
 views: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Views).apply
-"""Of a use and its parameters, where no transform of ``torch.func`` runs: past ``Function.apply``,
-which looks into each argument for what such a transform has left."""
+"""``Views.apply`` without Python's ``Function.apply``, which examines each argument for transforms
+of ``torch.func``: for calls where no such transform runs."""
 
 
-def view(use: Use) -> Tensor:
-    """The tensor to compute with, of one weight."""
-    if transforming():  # beneath torch.vmap and its kin: a tensor that all share
+def view(handle: ParameterHandle) -> Tensor:
+    """The unsharded tensor of one weight, to compute with."""
+    if transforming():  # below torch.vmap and the like: one tensor, which all instances share
         with temporarily_clear_interpreter_stack():
-            return Views.apply(use, use.weights[0].parameter)[0]  # type: ignore[no-any-return]
-    return views(use, use.weights[0].parameter)[0]
+            return Views.apply(handle, handle.weights[0].parameter)[0]  # type: ignore[no-any-return]
+    return views(handle, handle.weights[0].parameter)[0]
 
 
 def weights_behind(node: Any) -> Sequence[Member] | None:
-    """The weights whose views a node of the autograd graph is, if it is such a node."""
+    """The weights whose views a node of the autograd graph made; ``None`` for other nodes."""
     if not isinstance(node, Views._backward_cls):  # type: ignore[attr-defined]
         return None
-    weights: Sequence[Member] = node.use.weights  # type: ignore[attr-defined]
+    weights: Sequence[Member] = node.handle.weights  # type: ignore[attr-defined]
     return weights
 
 
-Taken = dict[Member, tuple[Tensor, Use]]
-"""The views that were made in one forward."""
+Unsharded = dict[Member, tuple[Tensor, ParameterHandle]]
+"""The views that were made in one forward, by weight."""
 
 
 class Scope:
-    """A forward in which parameters are read: of a block, or of the model for those beside them.
+    """The forward of a block, or of the model, in which any code may read parameters.
 
     Attributes:
-        taken: the views made since it began; ``None`` outside of it.
-        block: whether it is a block's. Beside the blocks slots are not shared, so that it does not
-            matter by which way backward enters.
-        recomputed: whether backward runs it again, long after it was called.
-        members: what the modules in it hold.
-        module, name: whose forward it is (name: empty for the model).
-        communicator: of the chunk (:class:`internsp.wp.communicator.ISPCommunicator`).
+        unsharded: views made since the forward began; ``None`` outside of it.
+        block: it is a block's. The slots of weights outside of the blocks are not shared, so that
+            for them it does not matter where backward enters.
+        recomputed: backward runs the forward again.
+        members: ``_parameters`` of the modules in it.
+        module, name: the module whose forward it is, and its name (empty for the model).
+        communicator: the chunk's (:class:`internsp.wp.communicator.ISPCommunicator`).
     """
 
-    __slots__ = ("block", "communicator", "members", "module", "name", "recomputed", "taken")
+    __slots__ = ("block", "communicator", "members", "module", "name", "recomputed", "unsharded")
 
     module: nn.Module
     name: str
     communicator: Any
 
     def __init__(self, block: bool = True, recomputed: bool = False) -> None:
-        self.taken: Taken | None = None
+        self.unsharded: Unsharded | None = None
         self.block, self.recomputed = block, recomputed
         self.members: list[Weights] = []
 
 
 class Weights(dict[str, Any]):
-    """``_parameters`` of a module: answers a read with what the moment asks for.
+    """``_parameters`` of a module: in a forward ``[name]`` is an unsharded view, else the shard.
 
-    ``items``, ``values`` and ``get`` answer with the parameters themselves, as ``state_dict``,
-    ``parameters()`` and optimizers want them. It cannot be copied, so neither can the model.
+    ``items``, ``values`` and ``get`` always return the parameters, for ``state_dict``,
+    ``parameters()`` and optimizers. It cannot be copied, so neither can the model.
 
     Attributes:
-        weights: those of the module that ``parallelize`` has made, by their names in it.
-        scope: in which they may be read past the module's forward.
-        taken: the views made in the module's own forward, while it runs.
-        copies: where else the module holds which of them, as ``nn.LSTM`` in a list: a path of an
-            attribute and keys, and the name. In a forward the view stands there, too.
+        weights: the module's parameters that ``parallelize`` has made, by their names in it.
+        scope: the forward in which they may be read outside of the module's own.
+        unsharded: views made in the module's own forward; ``None`` outside of it.
+        copies: other references that the module keeps, as ``nn.LSTM`` does in a list: a path of
+            attribute and keys, and the name. During a forward they hold the view, too.
     """
 
-    __slots__ = ("copies", "owner", "scope", "taken", "weights")
+    __slots__ = ("copies", "owner", "scope", "unsharded", "weights")
 
     def __init__(self, parameters: Mapping[str, Any], owner: str, scope: Scope) -> None:
         super().__init__(parameters)
         self.owner, self.scope = owner, scope
         self.weights: dict[str, Member] = {}
-        self.taken: Taken | None = None
+        self.unsharded: Unsharded | None = None
         self.copies: list[tuple[tuple[Any, ...], str]] = []
 
     def __getitem__(self, name: str) -> Any:
@@ -232,44 +235,45 @@ class Weights(dict[str, Any]):
         weight = self.weights.get(name)
         if weight is None or parameter is None:
             return parameter
-        taken = self.taken
-        if taken is None:
-            taken = self.scope.taken
-        if taken is None:
+        unsharded = self.unsharded
+        if unsharded is None:
+            unsharded = self.scope.unsharded
+        if unsharded is None:
             if in_backward() and parameter is weight.parameter:
-                if weight.communicator.at_hand(weight):  # a recompute that the user wrote
-                    return view(Use(weight))
+                # A recompute that the user wrote.
+                if weight.communicator.may_unshard_in_backward(weight):
+                    return view(ParameterHandle(weight))
             return parameter
         if parameter is not weight.parameter:
-            return self.other(name)
-        found = taken.get(weight)
+            return self.replacement(name)
+        found = unsharded.get(weight)
         if found is not None:
             tensor = found[0]
-            # One made without a graph (torch.no_grad, a checkpoint) has no gradient to give.
+            # A view made without a graph (torch.no_grad, a checkpoint) gets no gradient.
             recorded = tensor.requires_grad or not torch.is_grad_enabled()
             if recorded or not parameter.requires_grad:
                 return tensor
-        use = Use(weight, taken is not self.taken and self.scope.block)
-        tensor = view(use)
-        taken[weight] = tensor, use
+        handle = ParameterHandle(weight, unsharded is not self.unsharded and self.scope.block)
+        tensor = view(handle)
+        unsharded[weight] = tensor, handle
         return tensor
 
     def __setitem__(self, name: str, value: Any) -> None:
         weight = self.weights.get(name)
         if weight is not None and value is not weight.parameter:
-            for taken in (self.taken, self.scope.taken):
-                if taken is not None and weight in taken and taken[weight][0] is value:
-                    value = weight.parameter  # a read is put back (torch.func.functional_call)
+            for unsharded in (self.unsharded, self.scope.unsharded):
+                if unsharded is not None and weight in unsharded and unsharded[weight][0] is value:
+                    value = weight.parameter  # torch.func.functional_call restores what it read
         super().__setitem__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
 
-    def other(self, name: str) -> Any:
-        """What a user has put in the place of our parameter: a whole tensor is computed with.
+    def replacement(self, name: str) -> Any:
+        """The plain tensor that a user has put in place of our parameter, to compute with.
 
         Raises:
-            StructureError: it is a parameter, or a ``DTensor``.
+            StructureError: it is a parameter or a ``DTensor``.
         """
         parameter = self.get(name)
         self.scope.communicator.require_shards()
@@ -283,7 +287,7 @@ class Weights(dict[str, Any]):
         return parameter
 
     def require_copies(self, module: nn.Module) -> None:
-        """Before a forward: what else holds parameters of ``module`` still holds them.
+        """Check before a forward that :attr:`copies` still refer to our parameters.
 
         Raises:
             StructureError: something else was put there since ``parallelize``.
@@ -297,25 +301,25 @@ class Weights(dict[str, Any]):
                 )
 
     def fill_copies(self, module: nn.Module, views: Mapping[str, Any]) -> None:
-        """A forward begins: they shall hold the views."""
+        """Let :attr:`copies` refer to the views, as a forward begins."""
         for path, name in self.copies:
             put(module, path, views[name])
 
     def restore_copies(self, module: nn.Module) -> None:
-        """The forward is over: they hold the parameters again."""
+        """Let :attr:`copies` refer to the parameters again, after the forward."""
         for path, name in self.copies:
             put(module, path, self.weights[name].parameter)
 
     def before_recomputed(self) -> None:
-        """A forward of a block begins that recomputes its activations in backward.
+        """Check the parameters of a block that is recomputed, as its forward begins.
 
         Raises:
-            StructureError: a weight was replaced from outside, by ``torch.func.functional_call``:
-                the recompute would be with ours, since that call is over by then.
+            StructureError: a weight was replaced from outside by ``torch.func.functional_call``,
+                which will have ended when the block is recomputed.
         """
         for name, weight in self.weights.items():
             if self.get(name) is not weight.parameter:
-                self.other(name)
+                self.replacement(name)
                 raise StructureError(
                     f"{weight.name} was replaced around a block that recomputes its activations in "
                     "backward, when ours is in its place again: leave the block out of "
@@ -323,20 +327,20 @@ class Weights(dict[str, Any]):
                 )
 
     def require_scope(self) -> None:
-        """Under ``torch.vmap`` and its kin, where a module cannot keep its own weights.
+        """Check a use under ``torch.vmap`` and the like, where the module cannot keep its views.
 
         Raises:
             StructureError: outside of the model's forward, or around a whole block.
         """
-        if self.scope.taken is None:
+        if self.scope.unsharded is None:
             for name, weight in self.weights.items():
                 if self.get(name) is weight.parameter:
                     raise under_transform(weight.name)
 
 
-# Modules that do nothing with their weights but hand them to one function of torch, which has them
-# among its saved tensors, or (a lookup) does not need them in backward. Of these alone it is known
-# that they neither write into a weight nor return a part of it.
+# Modules that only pass their weights to one function of torch, which saves them for backward or (a
+# lookup) does not need them there. Only of these it is known that they neither write into a weight
+# nor return a part of it.
 _PLAIN: dict[type[nn.Module], bool] = {
     nn.Linear: True,
     nn.LayerNorm: True,
@@ -359,11 +363,11 @@ def plain(saves: bool) -> Callable[[type[nn.Module]], type[nn.Module]]:
     return note
 
 
-def wrap(module: nn.Module) -> None:
-    """Have ``module``'s own forward take its own weights, and keep them for the backward.
+def wrap_forward(module: nn.Module) -> None:
+    """Wrap ``module.forward`` so that it unshards the module's own weights when they are read, and
+    registers the pre-backward hook on its output.
 
-    The forward is wrapped and not the call, so that a checkpoint around it, and a direct call of
-    ``forward``, find the weights.
+    ``forward`` is wrapped and not ``__call__``, for checkpoints around it and direct calls of it.
     """
     held, inner = module._parameters, module.forward
     assert isinstance(held, Weights), "attach() came before"
@@ -373,46 +377,46 @@ def wrap(module: nn.Module) -> None:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if type(module._parameters) is not Weights:  # a block that takes all weights at its entry
+        if type(module._parameters) is not Weights:  # its block unshards all weights at its entry
             return inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             refuse_compiled(held.owner)
         if transforming():
             held.require_scope()
-            return inner(*args, **kwargs)  # the block keeps them
+            return inner(*args, **kwargs)  # the views are the block's
         if copied is not None:
             copied.require_copies(module)
-        before = {} if simple else given((args, kwargs))
-        outside, held.taken = held.taken, {}
+        before = {} if simple else input_tensors((args, kwargs))
+        outside, held.unsharded = held.unsharded, {}
         try:
             if copied is not None:
                 copied.fill_copies(module, held)
             output = inner(*args, **kwargs)
         except BaseException:
-            _release(held.taken)
+            _release(held.unsharded)
             raise
         finally:
-            taken, held.taken = held.taken, outside
+            unsharded, held.unsharded = held.unsharded, outside
             if copied is not None:
                 copied.restore_copies(module)
-        if not taken:
+        if not unsharded:
             return output
         if simple:
-            kept = _release(taken)
+            kept = _release(unsharded)
             if saves and kept:
-                before_backward_of(output, partial(_before_nodes, kept, True), before)
+                register_pre_backward_hook(output, partial(_pre_backward, kept, True), before)
             return output
-        _require_tensors(held.owner, taken, output, before)
-        return leave(taken, output, before)
+        _require_tensors(held.owner, unsharded, output, before)
+        return end_forward(unsharded, output, before)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _require_tensors(owner: str, taken: Taken, output: Any, before: Given) -> None:
-    """Backward must be seen to come to a module that keeps its weights."""
-    if not torch.is_grad_enabled() or not any(weight.guarded for weight in taken):
+def _require_tensors(owner: str, unsharded: Unsharded, output: Any, before: InputTensors) -> None:
+    """Check that the output has a tensor to register the pre-backward hook on."""
+    if not torch.is_grad_enabled() or not any(weight.shares_slot for weight in unsharded):
         return
-    if not own(output, before) and not tensors(output):
+    if not new_tensors(output, before) and not tensors(output):
         raise StructureError(
             f"{owner} returns a {type(output).__name__}, in which no tensor can be found, so that "
             "its weights could not be kept for its backward: return tensors, or tuples, lists, "
@@ -420,14 +424,14 @@ def _require_tensors(owner: str, taken: Taken, output: Any, before: Given) -> No
         )
 
 
-def enclose(module: nn.Module, scope: Scope) -> None:
-    """Make ``module``'s forward the scope in which its parameters may be read.
+def wrap_scope(module: nn.Module, scope: Scope) -> None:
+    """Wrap ``module.forward`` as the scope in which the parameters of ``scope`` may be read.
 
-    The forward is wrapped and not the call, so that a checkpoint around it finds the weights again
-    in its recompute.
+    ``forward`` is wrapped and not ``__call__``, so that the recompute of a checkpoint around it is
+    such a scope, too.
     """
     held, inner = module._parameters, module.forward
-    # of a block with weights of its own
+    # Set for a block that owns weights itself.
     copied = held if isinstance(held, Weights) and held.copies else None
 
     @wraps(inner)
@@ -437,91 +441,91 @@ def enclose(module: nn.Module, scope: Scope) -> None:
                 weights.before_recomputed()
         if copied is not None:
             copied.require_copies(module)
-        before = given((args, kwargs))
-        outside, scope.taken = scope.taken, {}
+        before = input_tensors((args, kwargs))
+        outside, scope.unsharded = scope.unsharded, {}
         try:
             if copied is not None:
                 copied.fill_copies(module, copied)
             output = inner(*args, **kwargs)
         finally:
-            taken, scope.taken = scope.taken, outside
+            unsharded, scope.unsharded = scope.unsharded, outside
             if copied is not None:
                 copied.restore_copies(module)
-        return leave(taken, output, before) if taken else output
+        return end_forward(unsharded, output, before) if unsharded else output
 
     module.forward = forward  # type: ignore[method-assign]
 
 
 def open_weights(module: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Take ``module``'s own weights once for several products: one gather, one reduction.
+    """Unshard ``module``'s own weights once for several products: one gather, one reduction.
 
     Returns:
-        What to compute with, by name, and a function to be applied to the result of it all, which
-        keeps the weights present for its backward.
+        The tensors to compute with, by name; and a function to apply to the result, which registers
+        the pre-backward hook that unshards them again.
     """
     held = module._parameters
     if type(held) is not Weights:
         return dict(held), lambda output: output
     if torch.compiler.is_compiling():
         refuse_compiled(held.owner)
-    outside, held.taken = held.taken, {}
+    outside, held.unsharded = held.unsharded, {}
     try:
         found = {name: held[name] for name in held}
     finally:
-        taken, held.taken = held.taken, outside
-    return found, partial(_close, taken)
+        unsharded, held.unsharded = held.unsharded, outside
+    return found, partial(_close, unsharded)
 
 
-def _close(taken: Taken, output: Any) -> Any:
-    kept = _release(taken)
+def _close(unsharded: Unsharded, output: Any) -> Any:
+    kept = _release(unsharded)
     if kept:
-        before_backward_of(output, partial(_before_nodes, kept, True), {})
+        register_pre_backward_hook(output, partial(_pre_backward, kept, True), {})
     return output
 
 
-def leave(taken: Taken, output: Any, before: Given) -> Any:
-    """A forward that took weights is over: keep them for its backward, and end their use.
+def end_forward(unsharded: Unsharded, output: Any, before: InputTensors) -> Any:
+    """End a forward that unsharded weights: release them, register the pre-backward hook.
 
     Args:
-        before: what the forward was given (:func:`internsp.autograd.given`).
+        before: the tensors that the forward got (:func:`internsp.autograd.input_tensors`).
 
     Returns:
-        ``output``; what of it lies in a weight's memory is cloned.
+        ``output``, with tensors that lie in the memory of a weight cloned.
 
     Raises:
         StructureError: the forward wrote into a weight.
     """
-    for weight, (tensor, _) in taken.items():
-        unwritten(weight, tensor)
-    output = apart(output, [tensor for tensor, _ in taken.values()])
-    kept = _release(taken)
+    for weight, (tensor, _) in unsharded.items():
+        require_unwritten(weight, tensor)
+    output = clone_aliases(output, [tensor for tensor, _ in unsharded.values()])
+    kept = _release(unsharded)
     if kept:
-        before_backward_of(output, partial(_before_nodes, kept, False), before)
+        register_pre_backward_hook(output, partial(_pre_backward, kept, False), before)
     return output
 
 
-def _release(taken: Taken) -> list[Use]:
-    """End the use of weights in forward; those that backward needs again."""
+def _release(unsharded: Unsharded) -> list[ParameterHandle]:
+    """Release weights after a forward; return the handles that backward unshards again."""
     kept = []
-    for weight, (_, use) in taken.items():
-        if weight.guarded:
+    for weight, (_, handle) in unsharded.items():
+        if weight.shares_slot:
             weight.communicator.release(weight)
-            kept.append(use)
+            kept.append(handle)
     return kept
 
 
-def _before_nodes(kept: list[Use], saved: bool, gradients: tuple[Tensor, ...]) -> None:
+def _pre_backward(kept: list[ParameterHandle], saved: bool, gradients: tuple[Tensor, ...]) -> None:
     if torch.is_grad_enabled():
         no_second_derivatives()
-    for use in reversed(kept):  # the last used first, as backward runs
-        use.before_backward(saved)
+    for handle in reversed(kept):  # the last used first, as backward runs
+        handle.pre_backward(saved)
 
 
-def unwritten(weight: Member, tensor: Tensor) -> None:
-    """Check that a forward has not written into ``tensor``, a view that it was handed.
+def require_unwritten(weight: Member, tensor: Tensor) -> None:
+    """Check that a forward has not written into ``tensor``, the view that it read.
 
     Raises:
-        StructureError: it has. What is written into a slot never reaches the shard.
+        StructureError: it has. A write into a slot would not reach the shard.
     """
     if not tensor.is_inference() and tensor._version:
         weight.invalidate()
@@ -533,7 +537,7 @@ def unwritten(weight: Member, tensor: Tensor) -> None:
 
 
 def attach(module: nn.Module, module_name: str, name: str, weight: Member, scope: Scope) -> None:
-    """Make ``module`` hold its parameter ``name`` as ``weight`` from now on."""
+    """Register ``weight`` as the parameter ``name`` of ``module``."""
     held = module._parameters
     if not isinstance(held, Weights):
         owner = f"{type(module).__name__} {module_name}".strip()
@@ -543,25 +547,25 @@ def attach(module: nn.Module, module_name: str, name: str, weight: Member, scope
 
 
 def put(module: nn.Module, path: tuple[Any, ...], value: Any) -> None:
-    """Set what the attribute ``path[0]`` of ``module`` holds under the keys that follow."""
-    place: Any = vars(module)  # past __setattr__, in which nn.LSTM renews its list
+    """Set the item at ``path`` in ``module``: an attribute, followed by keys."""
+    item: Any = vars(module)  # past __setattr__, in which nn.LSTM renews its list
     for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+        item = item[key]
+    item[path[-1]] = value
 
 
 def held_at(module: nn.Module, path: tuple[Any, ...]) -> Any:
-    """What stands at ``path`` (:func:`put`); ``None`` where it does not lead anywhere."""
-    place: Any = vars(module)
+    """The item at ``path`` (:func:`put`); ``None`` if there is none."""
+    item: Any = vars(module)
     try:
         for key in path:
-            place = place[key]
+            item = item[key]
     except (KeyError, IndexError, TypeError):
         return None
-    return place
+    return item
 
 
 def weights_of(module: nn.Module) -> dict[str, Member]:
-    """What was attached to ``module`` itself, by parameter name."""
+    """The parameters that were attached to ``module`` itself, by name."""
     held = module._parameters
     return held.weights if isinstance(held, Weights) else {}

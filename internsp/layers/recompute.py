@@ -1,7 +1,8 @@
-"""Activation checkpointing of blocks, with torch's own checkpoint in either form.
+"""Activation checkpointing of blocks with torch's checkpoint, reentrant or not.
 
-A block's ``forward`` is wrapped, not its call: the block's hooks stay outside, so that its output
-hook starts the regather for recompute and backward together, whichever form is used.
+A block's ``forward`` is wrapped, not its ``__call__``: the block's hooks run outside of the
+checkpoint, so that its pre-backward hook unshards weights for recompute and backward together, in
+either form.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from internsp.autograd import in_backward, tensors
 from internsp.errors import StructureError
-from internsp.layers.offload import Group
+from internsp.layers.offload import OffloadGroup
 
 ContextFn = Callable[..., tuple[Any, Any]]
-"""Called with what keeps a tensor elsewhere, or with nothing."""
+"""Called with a function that saves a tensor (:meth:`OffloadGroup.save`), or without arguments."""
 
 
 def checkpoint_block(
@@ -27,20 +28,21 @@ def checkpoint_block(
     reentrant: bool = False,
     context_fn: ContextFn | None = None,
     recomputed: Callable[[], object] | None = None,
-    group: Callable[[], Group] | None = None,
+    group: Callable[[], OffloadGroup] | None = None,
 ) -> None:
     """Make ``block`` recompute its activations in backward.
 
     Args:
-        reentrant: torch's reentrant form. It carries gradients through positional tensors only;
-            a call with others, or with none that needs a gradient, takes the other form.
-        context_fn: what to keep all the same (selective checkpointing); not reentrant.
-        recomputed: called when a recompute is over and the block's backward proper begins.
-        group: where what a call keeps goes (:mod:`internsp.layers.offload`); ``None``: it stays.
+        reentrant: torch's reentrant form. It propagates gradients to positional tensors only; a
+            call with other tensors, or with none that requires a gradient, is not reentrant.
+        context_fn: chooses what to save nevertheless (selective checkpointing); not reentrant.
+        recomputed: called after a recompute, before the block's own backward.
+        group: returns the group in which a call saves tensors (:mod:`internsp.layers.offload`);
+            ``None``: they stay on the device.
     """
-    inner = _WrittenBuffers(block).once(block.forward)
+    inner = _BufferGuard(block).wrap(block.forward)
     if recomputed is not None:
-        inner = _telling(inner, recomputed)
+        inner = _with_callback(inner, recomputed)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -60,21 +62,21 @@ def checkpoint_block(
         if group is None or not torch.is_grad_enabled() or in_backward():
             return plain(context_fn, *args, **kwargs)
         kept = group()
-        contexts = None if context_fn is None else partial(context_fn, kept.keep)
-        given = [t for t in tensors((args, kwargs)) if _made(t)]
+        contexts = None if context_fn is None else partial(context_fn, kept.save)
+        given = [t for t in tensors((args, kwargs)) if _is_activation(t)]
         names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-        if any(_made(kwargs[name]) for name in names) and not reentrant:
-            # torch keeps positional tensors alone where autograd's hooks see them.
-            args, kwargs, inside = _positioned(inner, args, kwargs, names)
+        if any(_is_activation(kwargs[name]) for name in names) and not reentrant:
+            # torch shows only positional tensors to the hooks of saved tensors.
+            args, kwargs, inside = _as_positional(inner, args, kwargs, names)
         else:
             inside = inner
-        with kept.keeping(given):
+        with kept.saving(given):
             output = plain(contexts, *args, inner=inside, **kwargs)
-        kept.close()
+        kept.end_forward()
         return output
 
     def plain(context_fn: ContextFn | None, *args: Any, inner: Any = inner, **kwargs: Any) -> Any:
-        if reentrant and _positional(args, kwargs):
+        if reentrant and _reentrant_possible(args, kwargs):
             output = checkpoint(partial(inner, **kwargs), *args, use_reentrant=True)
             parts = output if isinstance(output, tuple) else (output,)
             if any(True for part in parts if not isinstance(part, Tensor) for _ in tensors(part)):
@@ -91,17 +93,17 @@ def checkpoint_block(
     block.forward = forward  # type: ignore[method-assign]
 
 
-def _made(tensor: Any) -> bool:
-    """Whether something else than the block has made it, and no program holds it as a leaf."""
+def _is_activation(tensor: Any) -> bool:
+    """Whether it is a floating tensor that another operation computed, and not a leaf."""
     return (
         isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.grad_fn is not None
     )
 
 
-def _positioned(
+def _as_positional(
     inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
-    """The same call with the tensors of ``names`` behind the positional arguments."""
+    """The same call with the keyword tensors ``names`` passed after the positional arguments."""
     count = len(args)
 
     def call(*given: Any, **others: Any) -> Any:
@@ -112,7 +114,7 @@ def _positioned(
 
 
 def _refuse_cache(block: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """A cache of keys and values (transformers') is written into: a recompute would write again."""
+    """Refuse transformers' cache of keys and values: a recompute would write into it once more."""
     for value in inputs:
         if hasattr(value, "get_seq_length") and hasattr(value, "update"):
             raise StructureError(
@@ -128,19 +130,19 @@ def _versions(inputs: Any) -> list[tuple[Tensor, int]]:
     return [(given, given._version) for given in tensors(inputs) if not given.is_inference()]
 
 
-class _WrittenBuffers:
-    """Buffers that a block's forward writes: tokens that an expert got, running statistics.
+class _BufferGuard:
+    """Keeps a recompute from writing a block's buffers: experts' token counts, running statistics.
 
-    A recompute runs the forward once more, which must not count twice. A value that the forward
-    both reads and writes is, in the recompute, the one after the forward, as in torch's checkpoint.
+    A recompute runs the forward once more, and must not count twice. A buffer that the forward both
+    reads and writes has, in the recompute, its value after the forward, as in torch's checkpoint.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = list(block.modules())
-        self._writing: list[nn.Module] = []  # those whose buffers a forward was seen to write
+        self._writing: list[nn.Module] = []  # modules whose buffers a forward has written
 
-    def once(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """``inner``, which in a recompute writes into copies of them."""
+    def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``inner`` such that in a recompute it writes into copies of the buffers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not in_backward():
@@ -160,11 +162,11 @@ class _WrittenBuffers:
                             self._writing.append(module)
                     for module, names in zip(self._modules, named, strict=True):
                         if list(module._buffers) != names and module not in self._writing:
-                            self._writing.append(module)  # it has made one
-            # All of a module's: no counter shows what a batch norm does to its statistics.
+                            self._writing.append(module)  # it registered a buffer
+            # Copy all buffers of a module: no version counter shows what a batch norm writes.
             held: list[dict[str, Any]] = [dict(module._buffers) for module in self._writing]
             for module, buffers in zip(self._writing, held, strict=True):
-                for name, value in buffers.items():  # what autograd saves of one must not change
+                for name, value in buffers.items():  # a buffer that autograd saved must not change
                     module._buffers[name] = None if value is None else value.detach().clone()
             try:
                 return inner(*args, **kwargs)
@@ -175,7 +177,11 @@ class _WrittenBuffers:
         return forward
 
 
-def _telling(inner: Callable[..., Any], recomputed: Callable[[], object]) -> Callable[..., Any]:
+def _with_callback(
+    inner: Callable[..., Any], recomputed: Callable[[], object]
+) -> Callable[..., Any]:
+    """``inner``, which calls ``recomputed`` after each recompute."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return inner(*args, **kwargs)
@@ -186,8 +192,8 @@ def _telling(inner: Callable[..., Any], recomputed: Callable[[], object]) -> Cal
     return forward
 
 
-def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether gradients are wanted, and of positional tensors alone."""
+def _reentrant_possible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether gradients are required, and only by positional tensors."""
     hidden = [value for value in args if not isinstance(value, Tensor)]
     return (
         torch.is_grad_enabled()

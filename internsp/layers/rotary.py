@@ -1,8 +1,8 @@
 """Rotary position embedding from explicit positions (RoFormer, arXiv 2104.09864).
 
-There is no module and no buffer: a sequence shard brings its own positions (they restart at every
-document), the tables are made once a forward and handed to the blocks, and a model built on the
-meta device has nothing to materialise.
+There is no module and no buffer: each sequence shard has its own positions (they restart at every
+document), the tables are computed once a forward and passed to the blocks, and a model built on the
+meta device has nothing to materialize.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from internsp.sp.fused import Turn
+from internsp.sp.fused import Rotation
 
 RotaryTables = tuple[Tensor, Tensor]
 """(cosine, sine), each ``[B, s, 1, head_dim / 2]``; the axis of size 1 is the heads'."""
@@ -38,8 +38,8 @@ def rotary_tables(
     """
     if head_dim % 2:
         raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
-    # The angle of position 10**6 is only good to 0.06 radian in fp32, so the angles are made in
-    # fp64 whatever the model's dtype: once a forward, for one head, it costs nothing.
+    # The angle of position 10**6 is only precise to 0.06 radian in fp32, so the angles are computed
+    # in fp64 whatever the model's dtype: once a forward, for one head, that costs nothing.
     channels = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
     angles = positions[..., None].to(torch.float64) * theta ** (-channels / head_dim)
     angles = angles[:, :, None, :]
@@ -48,10 +48,10 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
-    """Turn each pair of channels ``(i, i + head_dim / 2)`` of ``x`` by its position's angle.
+    """Rotate each pair of channels ``(i, i + head_dim / 2)`` of ``x`` by its position's angle.
 
     The pairing is that of the Hugging Face checkpoints of Llama and InternLM2 (halves); Meta's own
-    Llama files pair neighbours ``(2 i, 2 i + 1)`` and need their query and key rows permuted.
+    Llama files pair neighbors ``(2 i, 2 i + 1)`` and need their query and key rows permuted.
 
     Args:
         x: ``[B, s, heads, head_dim]``, any floating dtype.
@@ -66,7 +66,7 @@ def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
     return turned.to(x.dtype)
 
 
-def turn(rotary: RotaryTables) -> Turn:
-    """:func:`apply_rotary` and its adjoint, a turn by the opposite angles."""
+def rotation(rotary: RotaryTables) -> Rotation:
+    """:func:`apply_rotary` and its adjoint, a rotation by the opposite angles."""
     cos, sin = rotary
     return lambda x: apply_rotary(x, rotary), lambda x: apply_rotary(x, (cos, -sin))

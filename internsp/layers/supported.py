@@ -1,4 +1,4 @@
-"""What a model must not contain when it is made parallel: found before anything is sharded."""
+"""Refuses models that cannot be made parallel, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from internsp.autograd import compiled
-from internsp.dtensor.mixed import OfParameters
+from internsp.dtensor.mixed import ParameterTensor
 from internsp.errors import StructureError
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def require_supported(model: nn.Module) -> None:
-    """Look over the whole model, whatever the size of its weights. No message.
+    """Check all modules and parameters of ``model``. Does not communicate.
 
     Raises:
-        StructureError: names the module or parameter, and the remedy.
+        StructureError: something is unsupported; names the module or parameter, and the remedy.
     """
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, OfParameters):
+        if isinstance(parameter, ParameterTensor):
             raise StructureError(
                 f"{name} belongs to a parallel model: parallelize() was called with it, or with a "
                 "model around it, before; call it once, with the whole model"
             )
     for name, module in model.named_modules():
         if any(p is not None for p in module._parameters.values()):
-            _module(name, module)
+            _check_module(name, module)
         if is_compiled(module):
             raise compiled(name or "the model")
         if isinstance(module, torch.jit.ScriptModule):
@@ -43,12 +43,12 @@ def require_supported(model: nn.Module) -> None:
             )
         for parameter_name, parameter in module._parameters.items():
             if parameter is not None:
-                _parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
-    _no_copies(model)
-    _no_globals(model)
+                _check_parameter(f"{name}.{parameter_name}".lstrip("."), parameter)
+    _refuse_copies(model)
+    _refuse_globals(model)
 
 
-def _module(name: str, module: nn.Module) -> None:
+def _check_module(name: str, module: nn.Module) -> None:
     if isinstance(module, _TABLES) and (
         module.max_norm is not None or module.sparse or module.scale_grad_by_freq
     ):
@@ -59,14 +59,14 @@ def _module(name: str, module: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has been asked to compile it as a whole."""
+    """Whether ``module`` as a whole is to be compiled by torch.compile."""
     if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
         return True
     wrapper = "torch._dynamo.eval_frame", "OptimizedModule"  # torch.compile(module), not imported
     return (type(module).__module__, type(module).__qualname__) == wrapper
 
 
-def _parameter(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_lazy(parameter):
         raise StructureError(
             f"{name} has no shape yet (a lazy module): run a forward before parallelize()"
@@ -85,8 +85,8 @@ def _parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _no_copies(model: nn.Module) -> None:
-    """What holds a parameter past torch's registration would go on holding the old one."""
+def _refuse_copies(model: nn.Module) -> None:
+    """Refuse parameters in unregistered attributes: these would keep the replaced parameter."""
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     for module_name, module in model.named_modules():
         own = {id(parameter) for parameter in module._parameters.values()}
@@ -103,8 +103,8 @@ def _no_copies(model: nn.Module) -> None:
             )
 
 
-def _no_globals(model: nn.Module) -> None:
-    """A global that a forward reads would be the old parameter, or is none of the model's."""
+def _refuse_globals(model: nn.Module) -> None:
+    """Refuse parameters that a forward reads from a global: replaced or unregistered ones."""
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     for module_name, module in model.named_modules():
         forward = type(module).forward
@@ -123,12 +123,12 @@ def _no_globals(model: nn.Module) -> None:
             )
 
 
-class Copy(NamedTuple):
-    """A parameter that an attribute of a module holds, beside its registration.
+class ParameterCopy(NamedTuple):
+    """A parameter that an attribute of a module holds, outside of torch's registration.
 
     Attributes:
-        path: the attribute, and then the keys or indices in it.
-        settable: another can be put there: everything on the way is a list or a dictionary.
+        path: the attribute, followed by keys or indices in it.
+        settable: it can be replaced, because all containers on the path are lists or dictionaries.
     """
 
     path: tuple[Any, ...]
@@ -136,35 +136,37 @@ class Copy(NamedTuple):
     settable: bool
 
 
-_LEAVES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-"""Types of what holds nothing: most of what a module's attributes lead to."""
+_LEAF_TYPES = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+"""Types that hold no parameter: those of most values in a module's attributes."""
 
 
-def copies_of(module: nn.Module) -> Iterator[Copy]:
-    """Parameters in attributes of ``module`` itself, within lists and kin down to three.
+def copies_of(module: nn.Module) -> Iterator[ParameterCopy]:
+    """Find parameters in attributes of ``module``, in containers nested up to three deep.
 
-    Functions hold them too (in a closure, as a default, bound by ``functools.partial``), and plain
-    objects in their attributes.
+    Containers are lists, tuples, sets, mappings, functions (closures, defaults, arguments bound by
+    ``functools.partial``) and the attributes of plain objects.
     """
     for attribute, value in vars(module).items():
-        if isinstance(value, dict) and not value:  # most are: torch's tables of hooks
+        if isinstance(value, dict) and not value:  # as most of torch's tables of hooks are
             continue
         if attribute not in ("_parameters", "_modules", "_buffers"):
             yield from _copies((attribute,), value, 3, True)
 
 
-def _copies(path: tuple[Any, ...], value: Any, depth: int, settable: bool) -> Iterator[Copy]:
-    if type(value) in _LEAVES:
+def _copies(
+    path: tuple[Any, ...], value: Any, depth: int, settable: bool
+) -> Iterator[ParameterCopy]:
+    if type(value) in _LEAF_TYPES:
         return
     if isinstance(value, nn.Parameter):
-        yield Copy(path, value, settable)
+        yield ParameterCopy(path, value, settable)
     elif depth:
-        for key, item, kept in _inside(value):
+        for key, item, kept in _items(value):
             yield from _copies((*path, key), item, depth - 1, settable and kept)
 
 
-def _inside(value: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """What ``value`` holds: key, item, and whether another item can be put there."""
+def _items(value: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """The items that ``value`` holds: key, item, and whether the item can be replaced."""
     if isinstance(value, (list, tuple, set)):
         for index, item in enumerate(value):
             yield index, item, type(value) is list
@@ -179,7 +181,7 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any, bool]]:
             yield index, item, False
     elif not isinstance(value, (nn.Module, torch.Tensor, type)):
         for name, item in getattr(value, "__dict__", {}).items():
-            if isinstance(item, (nn.Parameter, list, tuple, dict)):  # not on to further objects
+            if isinstance(item, (nn.Parameter, list, tuple, dict)):  # no further objects
                 yield name, item, False
 
 

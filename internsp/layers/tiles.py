@@ -1,11 +1,11 @@
-"""Feed-forwards in tiles of positions, so that the activations of one tile live at a time.
+"""Computes feed-forwards in tiles of positions, so that only one tile's activations live at a time.
 
-What works position by position may be computed a part of the positions after the other. Forward
-keeps the input alone; backward computes each tile once more, with a graph of its own, and drops it
-before the next. The weights are taken once for all tiles and have one gradient each: one gather,
-one reduction and one turn of the hooks, as without tiles. The number of tiles is a constant of the
-configuration, so ranks whose lengths differ run as many, and what communicates within a tile meets
-(tiled computation: ALST, arXiv 2506.13996).
+A module whose positions do not depend on each other can be computed for a part of the positions
+after the other. Forward saves only the input; backward recomputes each tile with a graph of its
+own, and frees it before the next tile. The weights are unsharded once for all tiles and have one
+gradient each: one gather, one reduction and one call of the hooks, as without tiles. The number of
+tiles is a constant of the configuration, so that ranks with different lengths run equally many, and
+collectives within a tile match (tiled computation: ALST, arXiv 2506.13996).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from internsp.layers.parameters import Weights, open_weights, weights_behind
 from internsp.plan.tiles import Tiling
 
 ROWS = 16
-"""Tiles begin at multiples of so many positions, and none is shorter, so that matrix products round
-as they do without tiles."""
+"""Tiles start at multiples of this number of positions, and none is shorter, so that matrix
+products round as they do without tiles."""
 
-Opened = Sequence[tuple[nn.Module, dict[str, Any]]]
+UnshardedParameters = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 
 def tile_lengths(positions: int, tiles: int) -> list[int]:
-    """Positions of each of ``tiles`` tiles; the last ones are empty where there are too few."""
+    """Positions of each of ``tiles`` tiles; the last tiles may be empty."""
     rows, left = divmod(positions, ROWS)
     each, more = divmod(rows, tiles)
     lengths = [(each + (i < more)) * ROWS for i in range(tiles)]
@@ -42,13 +42,13 @@ def tile_lengths(positions: int, tiles: int) -> list[int]:
 
 
 def tile_all(found: Sequence[Tiling], tiles: int, triggers: Sequence[nn.Module]) -> None:
-    """Have each module's forward run in ``tiles`` tiles, after hooks and checkpoints are laid.
+    """Make each module's forward run in ``tiles`` tiles; call after registering all hooks.
 
     Args:
-        triggers: modules before whose forward something is gathered.
+        triggers: the prefetch triggers.
 
     Raises:
-        ConfigError: one of them lies inside a tiled module, and would fire in each tile.
+        ConfigError: a prefetch trigger is inside a tiled module, and would fire in each tile.
     """
     for each in found:
         inside = [module for module in each.module.modules() if module is not each.module]
@@ -65,24 +65,25 @@ def tile_all(found: Sequence[Tiling], tiles: int, triggers: Sequence[nn.Module])
 
 
 def tile(module: nn.Module, name: str, tiles: int) -> None:
-    """Have ``module``'s forward run in ``tiles`` tiles of its first argument's positions.
+    """Make ``module``'s forward run in ``tiles`` tiles of its first argument's positions.
 
-    That argument is ``[..., positions, features]``, the only tensor that it takes, and it returns
-    one tensor that begins with the same dimensions and whose positions depend on no others.
+    The first argument is ``[..., positions, features]`` and the only tensor. The output is one
+    tensor that begins with the same dimensions, and each of its positions depends on the same
+    position of the input only.
 
     Raises:
-        StructureError: from its forward, where it takes or returns something else.
+        StructureError: in the forward, if the module takes or returns something else.
     """
     inner = module.forward
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return Tiles(module, name, tiles, inner)(*args, **kwargs)
+        return TiledCall(module, name, tiles, inner)(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
-class Tiles:
+class TiledCall:
     """One forward of a module in tiles."""
 
     def __init__(
@@ -91,29 +92,29 @@ class Tiles:
         self.module, self.name, self.tiles, self.inner = module, name, tiles, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs all tiles; see :func:`tile`."""
-        given, self.others, self.options = self._input(args, kwargs)
-        self.lengths = tile_lengths(given.shape[-2], self.tiles)
-        opened, guards = _open(self.module)
-        self.names = [(module, list(held)) for module, held in opened]
-        tensors = [held[name] for (_, held), (_, names) in zip(opened, self.names, strict=True)
+        """Run all tiles; see :func:`tile`."""
+        x, self.others, self.options = self._input(args, kwargs)
+        self.lengths = tile_lengths(x.shape[-2], self.tiles)
+        unsharded, guards = _unshard_weights(self.module)
+        self.names = [(module, list(held)) for module, held in unsharded]
+        tensors = [held[name] for (_, held), (_, names) in zip(unsharded, self.names, strict=True)
                    for name in names]  # fmt: skip
         self.wanted = [t is not None and t.requires_grad for t in tensors]
         output: Tensor
-        if torch.is_grad_enabled() and (given.requires_grad or any(self.wanted)):
-            # In a recompute torch may stop when the last tensor is kept: here, before the tiles.
-            output = _Tiled.apply(self, _Kept.apply(given), *tensors)
+        if torch.is_grad_enabled() and (x.requires_grad or any(self.wanted)):
+            # In a recompute torch may stop when the last tensor is saved: here, before the tiles.
+            output = _Tiled.apply(self, _SaveInput.apply(x), *tensors)
         else:
-            output = self.run(given, tensors)
+            output = self.run(x, tensors)
         for guard in guards:
             output = guard(output)
         return output
 
     def _input(self, args: Any, kwargs: Any) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
         others = dict(kwargs)
-        given = args[0] if args else others.pop("hidden_states", others.pop("x", None))
+        x = args[0] if args else others.pop("hidden_states", others.pop("x", None))
         rest = (*args[1:], *others.values())
-        if not isinstance(given, Tensor) or given.dim() < 2:
+        if not isinstance(x, Tensor) or x.dim() < 2:
             raise StructureError(
                 f"{self.name} is computed in tiles, and its first argument is no tensor "
                 "[..., positions, features]: leave it out of activation_checkpoint.tiled"
@@ -123,66 +124,67 @@ class Tiles:
                 f"{self.name} is computed in tiles, and takes a second tensor, whose part of "
                 "each tile is not known: leave it out of activation_checkpoint.tiled"
             )
-        return given, args[1:], others
+        return x, args[1:], others
 
-    def run(self, given: Tensor, tensors: Sequence[Any]) -> Tensor:
-        """All tiles, no graph."""
-        self.random = _Random(given)
-        self.cast = _autocast(given)
+    def run(self, x: Tensor, tensors: Sequence[Any]) -> Tensor:
+        """Run the forward of all tiles without a graph."""
+        self.random = _RandomState(x)
+        self.cast = _autocast(x)
         output = None
-        with torch.no_grad(), _holding(self.names, tensors):
+        with torch.no_grad(), _with_parameters(self.names, tensors):
             start = 0
-            for part in given.split(self.lengths, -2):
-                made = self.one(part)
+            for part in x.split(self.lengths, -2):
+                tile_output = self.run_tile(part)
                 if output is None:
-                    shape = (*given.shape[:-1], *made.shape[given.dim() - 1 :])
-                    output = made.new_empty(shape)
-                output.narrow(given.dim() - 2, start, part.shape[-2]).copy_(made)
+                    shape = (*x.shape[:-1], *tile_output.shape[x.dim() - 1 :])
+                    output = tile_output.new_empty(shape)
+                output.narrow(x.dim() - 2, start, part.shape[-2]).copy_(tile_output)
                 start += part.shape[-2]
-                del made
-        self.random.drawn()
+                del tile_output
+        self.random.end_forward()
         assert output is not None, "there is a tile at least"
         return output
 
-    def one(self, part: Tensor) -> Tensor:
-        """One tile."""
-        made = self.inner(part, *self.others, **self.options)
-        if not isinstance(made, Tensor) or made.shape[: part.dim() - 1] != part.shape[:-1]:
-            what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    def run_tile(self, part: Tensor) -> Tensor:
+        """Run the forward of one tile."""
+        output = self.inner(part, *self.others, **self.options)
+        if not isinstance(output, Tensor) or output.shape[: part.dim() - 1] != part.shape[:-1]:
+            what = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise StructureError(
-                f"{self.name} is computed in tiles, and made {what} of {list(part.shape)}, where a "
-                "tensor with the same positions is needed: leave it out of "
+                f"{self.name} is computed in tiles, and returned {what} for {list(part.shape)}, "
+                "where a tensor with the same positions is needed: leave it out of "
                 "activation_checkpoint.tiled"
             )
-        return made
+        return output
 
     def backward(
-        self, given: Tensor, tensors: Sequence[Any], gradient: Tensor, of_input: bool
+        self, x: Tensor, tensors: Sequence[Any], gradient: Tensor, of_input: bool
     ) -> list[Tensor | None]:
-        """Gradients of the input and of the tensors, tile by tile in the order of forward."""
+        """Gradients of the input and of ``tensors``; tiles run in the order of forward."""
         leaves = [
             t.detach().requires_grad_() if want else t
             for t, want in zip(tensors, self.wanted, strict=True)
         ]
         trained = [leaf for leaf, want in zip(leaves, self.wanted, strict=True) if want]
-        total = torch.empty_like(given) if of_input else None
+        total = torch.empty_like(x) if of_input else None
         sums: list[Tensor | None] = [None] * len(trained)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_holding(self.names, leaves))
-            stack.enter_context(self.random.again())
-            start, dim = 0, given.dim() - 2
+            stack.enter_context(_with_parameters(self.names, leaves))
+            stack.enter_context(self.random.replayed())
+            start, dim = 0, x.dim() - 2
             for length in self.lengths:
-                part = given.narrow(dim, start, length).detach().requires_grad_(of_input)
+                part = x.narrow(dim, start, length).detach().requires_grad_(of_input)
                 with self.cast():
-                    made = self.one(part)
+                    tile_output = self.run_tile(part)
+                of_output = gradient.narrow(dim, start, length)
                 found = self._gradients(
-                    made, gradient.narrow(dim, start, length), part if of_input else None, trained
+                    tile_output, of_output, part if of_input else None, trained
                 )
                 if total is not None:
                     total.narrow(dim, start, length).copy_(found[0])
-                _add(sums, found[1:] if of_input else found)
-                del made, found
+                _accumulate(sums, found[1:] if of_input else found)
+                del tile_output, found
                 start += length
         for i, leaf in enumerate(trained):
             each = sums[i]
@@ -191,21 +193,22 @@ class Tiles:
         return [total, *(next(rest) if want else None for want in self.wanted)]
 
     def _gradients(
-        self, made: Tensor, gradient: Tensor, part: Tensor | None, trained: Sequence[Tensor]
+        self, tile_output: Tensor, gradient: Tensor, part: Tensor | None, trained: Sequence[Tensor]
     ) -> list[Any]:
         wanted = [*([part] if part is not None else []), *trained]
-        self._refuse_others(made, wanted)
-        if not made.requires_grad:
+        self._refuse_other_gradients(tile_output, wanted)
+        if not tile_output.requires_grad:
             return [torch.zeros_like(t) if t is part else None for t in wanted]
-        found = list(torch.autograd.grad(made, wanted, gradient, allow_unused=True))
+        found = list(torch.autograd.grad(tile_output, wanted, gradient, allow_unused=True))
         if part is not None and found[0] is None:
             found[0] = torch.zeros_like(part)
         return found
 
-    def _refuse_others(self, made: Tensor, wanted: Sequence[Tensor]) -> None:
-        """A gradient that a tile sends past its module would be lost."""
+    def _refuse_other_gradients(self, tile_output: Tensor, wanted: Sequence[Tensor]) -> None:
+        """Refuse an output of a tile that depends on trained tensors other than ``wanted``, since
+        their gradients would be lost."""
         known = {id(tensor) for tensor in wanted}
-        nodes, seen = [made.grad_fn], set()
+        nodes, seen = [tile_output.grad_fn], set()
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
@@ -221,8 +224,8 @@ class Tiles:
             nodes += [following for following, _ in node.next_functions]
 
 
-def _add(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
-    """A tile's gradients, added in fp32 or wider as one product over all positions would."""
+def _accumulate(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
+    """Add a tile's gradients in fp32 or wider, as one product over all positions would."""
     with torch.no_grad():
         for i, part in enumerate(parts):
             total = sums[i]
@@ -234,13 +237,13 @@ def _add(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
                 total.add_(part)
 
 
-class _Kept(torch.autograd.Function):
-    """The input itself; keeps it for the tiles' backward."""
+class _SaveInput(torch.autograd.Function):
+    """Returns the input, and saves it for the tiles' backward."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor) -> Tensor:
-        ctx.save_for_backward(given)
-        return given.view_as(given)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
@@ -249,39 +252,40 @@ class _Kept(torch.autograd.Function):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tiles: Tiles, given: Tensor, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, tiles: TiledCall, x: Tensor, *tensors: Any) -> Tensor:
         ctx.tiles, ctx.tensors = tiles, tensors
-        # Views of weights stay on the context: their memory is the slot's, whose version is
-        # compared before this node runs (WP-14), and a recompute makes no others.
-        ctx.input = given.grad_fn
+        # Views of weights are attributes of the context, not saved tensors: their memory is the
+        # slot's, whose version is compared before this node runs (WP-14), and a recompute does not
+        # create new views.
+        ctx.input = x.grad_fn
         if ctx.input is None:
-            ctx.save_for_backward(given)
-        return tiles.run(given, tensors)
+            ctx.save_for_backward(x)
+        return tiles.run(x, tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             no_second_derivatives()
-        (given,) = ctx.saved_tensors if ctx.input is None else ctx.input.saved_tensors
-        return None, *ctx.tiles.backward(given, ctx.tensors, gradient, ctx.needs_input_grad[1])
+        (x,) = ctx.saved_tensors if ctx.input is None else ctx.input.saved_tensors
+        return None, *ctx.tiles.backward(x, ctx.tensors, gradient, ctx.needs_input_grad[1])
 
 
-class _Random:
-    """The generators as a forward found them, if it drew from them."""
+class _RandomState:
+    """The random generators' states before a forward, if the forward used them."""
 
-    def __init__(self, given: Tensor) -> None:
+    def __init__(self, x: Tensor) -> None:
         self.cpu: Tensor | None = torch.get_rng_state()
-        self.devices, self.states = get_device_states(given)
+        self.devices, self.states = get_device_states(x)
 
-    def drawn(self) -> None:
-        """The forward is over."""
+    def end_forward(self) -> None:
+        """Drop the states if the forward did not use the generators."""
         assert self.cpu is not None
         if not self.devices and _bytes(self.cpu) == _bytes(torch.get_rng_state()):
             self.cpu = None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """What it drew is drawn again inside."""
+    def replayed(self) -> Iterator[None]:
+        """Inside, the generators return the same numbers as in the forward."""
         if self.cpu is None:
             yield
             return
@@ -292,20 +296,20 @@ class _Random:
 
 
 def _bytes(state: Tensor) -> bytes:
-    """Past torch's dispatch, so that a plan runs this on tensors without memory."""
+    """Read the bytes without torch's dispatcher, so that this works under a plan's fake tensors."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-def _autocast(given: Tensor) -> Callable[[], AbstractContextManager[object]]:
-    """What makes autocast what it is now."""
-    kind = given.device.type
+def _autocast(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
+    """A function that returns a context manager for the present autocast state."""
+    kind = x.device.type
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=on)
 
 
-def _open(module: nn.Module) -> tuple[Opened, list[Callable[[Any], Any]]]:
-    """Take the weights of ``module`` and all below it once."""
-    opened, guards = [], []
+def _unshard_weights(module: nn.Module) -> tuple[UnshardedParameters, list[Callable[[Any], Any]]]:
+    """Unshard the weights of ``module`` and all modules in it, once."""
+    unsharded, guards = [], []
     for each in module.modules():
         held = each._parameters
         if not held:
@@ -319,16 +323,16 @@ def _open(module: nn.Module) -> tuple[Opened, list[Callable[[Any], Any]]]:
             if held.scope.recomputed:
                 held.before_recomputed()
         found, guard = open_weights(each)
-        opened.append((each, found))
+        unsharded.append((each, found))
         guards.append(guard)
-    return opened, guards
+    return unsharded, guards
 
 
 @contextmanager
-def _holding(
+def _with_parameters(
     names: Sequence[tuple[nn.Module, list[str]]], tensors: Sequence[Any]
 ) -> Iterator[None]:
-    """Inside, the modules hold ``tensors`` in the places of their parameters."""
+    """Inside, the modules hold ``tensors`` as their parameters."""
     before = [module._parameters for module, _ in names]
     values = iter(tensors)
     for module, own in names:

@@ -1,4 +1,4 @@
-"""What a user may do to a parallel model later, and what would go wrong in silence."""
+"""Hooks that refuse or handle what users do to a parallel model and would silently go wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from internsp.autograd import compiled
-from internsp.dtensor.mixed import each
+from internsp.dtensor.mixed import read_each
 from internsp.dtensor.placed import dtensor_like
 from internsp.errors import GradientError, StructureError
 from internsp.layers.parameters import weights_of
@@ -26,21 +26,23 @@ _accumulated = _tensor._post_accumulate_grad_hooks.__get__
 
 
 def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Callable[..., None]:
-    """A forward pre-hook of ``model`` that refuses what would run past communication.
+    """A forward pre-hook that refuses gradient hooks on parameters, and compiled modules.
 
     Args:
-        members: the parameters that ``parallelize`` has made.
+        members: the parameters that ``parallelize`` has created.
     """
     first = [True]
 
-    def look(*_: Any) -> None:
-        if first:  # later ones are found where they are entered
+    def check(*_: Any) -> None:
+        if first:  # later compiled modules are found when they are called
             for name, module in model.named_modules():
                 if is_compiled(module):
                     raise compiled(name or "the model")
             first.clear()
         parameters = [member.parameter for member in members]
-        hooked = zip(members, each(_hooks, parameters), each(_accumulated, parameters), strict=True)
+        hooked = zip(
+            members, read_each(_hooks, parameters), read_each(_accumulated, parameters), strict=True
+        )
         for member, hooks, accumulated in hooked:
             if hooks or accumulated:
                 raise GradientError(
@@ -50,18 +52,20 @@ def require_no_gradient_hooks(model: nn.Module, members: Sequence[Member]) -> Ca
                     "outputs"
                 )
 
-    return look
+    return check
 
 
-def stepping(
-    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
+def before_step(
+    communicator_ref: Callable[[], ISPCommunicator | None],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
 ) -> None:
-    """Any optimizer of torch is about to step, perhaps ours or another model's.
+    """Pre-hook of every torch optimizer's step: refuse or wait, if it steps our parameters.
 
     Raises:
-        StructureError: it was made before ``parallelize``, and would step nothing.
+        StructureError: the optimizer was created before ``parallelize``, and would step nothing.
     """
-    communicator = alive()
+    communicator = communicator_ref()
     if communicator is None:
         return
     for parameter in (p for g in optimizer.param_groups for p in g["params"]):
@@ -71,81 +75,86 @@ def stepping(
                 f"the optimizer that steps on rank {dist.get_rank()} has {replaced} as it was "
                 "before parallelize(), which nothing trains any more: make the optimizer after it"
             )
-    members = communicator.replicated.everyone()
+    members = communicator.replicated.all_parameters()
     refuse_optimizer(optimizer, (member.parameter for member in members))
     if communicator.plain is not None:
         params = (p for g in optimizer.param_groups for p in g["params"])
-        communicator.plain.unfinished.refuse(params)
-    if communicator.state.handles or communicator.whole_in:
-        # Another model's optimizer writes none of the shards that gathers in flight read.
+        communicator.plain.unfinished.require_finished(params)
+    if communicator.state.handles or communicator.full_params_in:
+        # Only an optimizer of our parameters writes shards that gathers in flight read.
         ours = {id(member.parameter) for member in members}
         if any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
             communicator.require_shards()
-            communicator.settle_gathers()
+            communicator.wait_for_gathers()
 
 
-def stepped(
-    alive: Callable[[], ISPCommunicator | None], optimizer: torch.optim.Optimizer, *_: Any
+def after_step(
+    communicator_ref: Callable[[], ISPCommunicator | None],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
 ) -> None:
-    """It has stepped: no version counter shows what ``foreach`` and fused operations wrote."""
-    communicator = alive()
+    """Post-hook of every torch optimizer's step: invalidate the unsharded weights it made stale.
+
+    No version counter shows what ``foreach`` and fused operations write.
+    """
+    communicator = communicator_ref()
     if communicator is None:
         return
     written = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    for member in communicator.replicated.everyone():
+    for member in communicator.replicated.all_parameters():
         if id(member.parameter) in written:
             member.invalidate()
 
 
-def loading(
+def before_load(
     communicator: ISPCommunicator, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Make ``DTensor`` like the parameters of what a module is about to be loaded with.
+    """Pre-hook of ``load_state_dict`` of a module: convert values to ``DTensor`` like parameters.
 
     Raises:
-        LayoutError: values of another shape.
+        LayoutError: a value has another shape.
     """
-    if communicator.whole_in:
+    if communicator.full_params_in:
         return
     for name in weights_of(module):
         values = state.get(prefix + name)
         if isinstance(values, Tensor):
-            member = communicator.places[module, name]
+            member = communicator.parameters_of[module, name]
             state[prefix + name] = dtensor_like(member.parameter, member.part_of(values))
 
 
-def loaded(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
-    """A module's parameters were loaded; with ``assign=True`` ours were replaced: take the values.
+def after_load(communicator: ISPCommunicator, module: nn.Module, *_: Any) -> None:
+    """Post-hook of a module's ``load_state_dict``: undo ``assign=True``, but keep the new values.
 
-    Our parameters stay, and with them any optimizer's. Whole tensors of one process are cut.
+    Parameters that were replaced are put back with the values loaded, so that optimizers keep
+    stepping them. Full tensors are sharded.
     """
-    if communicator.whole_in:  # what was loaded are whole parameters, written back later
+    if communicator.full_params_in:  # full parameters, written back to shards later
         return
     for name in weights_of(module):
-        member = communicator.places[module, name]
+        member = communicator.parameters_of[module, name]
         given = module._parameters.get(name)
         if given is not None and given is not member.parameter:
-            member.take(given)
+            member.load(given)
             module._parameters[name] = member.parameter
         member.invalidate()
 
 
-# What is in none of them is taken to step DTensor as it would the whole.
-_NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.Muon)
+# All other optimizers are assumed to step a DTensor elementwise, as they would the full tensor.
+_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Muon)
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Parameter]) -> None:
-    """Before an optimizer's step.
+    """Refuse optimizers that cannot step sharded parameters, before their step.
 
     Raises:
-        StructureError: it lays all parameters in one vector, which shards cannot be, or works on a
-            whole matrix.
+        StructureError: the optimizer concatenates all parameters, or needs unsharded matrices.
     """
-    if not isinstance(optimizer, _NOT_BY_ELEMENT) and not _is_adafactor(optimizer):
+    if not isinstance(optimizer, _NOT_ELEMENTWISE) and not _is_adafactor(optimizer):
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not isinstance(optimizer, torch.optim.LBFGS):
-        _refuse_whole(optimizer, [p for p in ours if id(p) in stepped])
+        _refuse_matrix_optimizer(optimizer, [p for p in ours if id(p) in stepped])
         return
     if any(id(parameter) in stepped for parameter in ours):
         raise StructureError(
@@ -154,16 +163,22 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, ours: Iterable[nn.Paramet
         )
 
 
-def _refuse_whole(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]) -> None:
-    """Muon would sum its products over ranks in bf16: other numbers on each mesh, and, with
-    replicas, not surely the same on all of them. Adafactor's statistics fail within ``DTensor``."""
+def _refuse_matrix_optimizer(
+    optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Parameter]
+) -> None:
+    """Refuse sharded parameters in Muon and Adafactor.
+
+    Muon would sum its products over ranks in bf16, with other results on each mesh and possibly
+    different results on replicas. Adafactor's statistics fail within ``DTensor``.
+    """
     adafactor = _is_adafactor(optimizer)
     for parameter in stepped:
-        cut = any(
-            isinstance(placement, Shard) and parameter.device_mesh.size(dim) > 1  # type: ignore[attr-defined]
-            for dim, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        sharded = any(
+            isinstance(placement, Shard) and mesh.size(dim) > 1
+            for dim, placement in enumerate(placements)
         )
-        if adafactor or cut:
+        if adafactor or sharded:
             name = type(optimizer).__name__
             raise StructureError(
                 f"{name} steps whole matrices, and parameters (one of shape "
@@ -174,33 +189,35 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, stepped: Iterable[nn.Paramet
 
 
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
-    """torch's, or that of transformers."""
+    """Whether it is torch's Adafactor, or that of transformers."""
     return any(base.__name__ == "Adafactor" for base in type(optimizer).__mro__)
 
 
-def stay(model: nn.Module, places: Mapping[tuple[nn.Module, str], Member]) -> None:
-    """Let ``model.to()``, ``cpu()``, ``half()`` and their kin pass where they change no parameter.
+def keep_parameters_in_place(
+    model: nn.Module, parameters_of: Mapping[tuple[nn.Module, str], Member]
+) -> None:
+    """Make ``model.to()``, ``cpu()``, ``half()`` and similar methods refuse to change parameters.
 
-    torch would swap each parameter's object, which is the library's. Buffers move and are cast as
-    ever.
+    torch would replace the parameter objects that the library created. Buffers are moved and cast
+    as usual.
     """
-    of: dict[nn.Module, list[Member]] = {model: []}
-    for (module, _), member in places.items():
-        of.setdefault(module, []).append(member)
-    everyone = list(dict.fromkeys(places.values()))
-    for module, own in of.items():
+    by_module: dict[nn.Module, list[Member]] = {model: []}
+    for (module, _), member in parameters_of.items():
+        by_module.setdefault(module, []).append(member)
+    all_members = list(dict.fromkeys(parameters_of.values()))
+    for module, own in by_module.items():
         module._apply = partial(  # type: ignore[method-assign]
-            _apply_beside, module, everyone if module is model else own
+            _apply_to_buffers, module, all_members if module is model else own
         )
 
 
-def _apply_beside(
+def _apply_to_buffers(
     module: nn.Module,
     members: Sequence[Member],
     fn: Callable[[Tensor], Tensor],
     recurse: bool = True,
 ) -> nn.Module:
-    """``nn.Module._apply`` of buffers and children.
+    """``nn.Module._apply`` for buffers and children only.
 
     Raises:
         StructureError: ``fn`` would change a parameter.
@@ -208,12 +225,12 @@ def _apply_beside(
     kinds: dict[tuple[torch.dtype, torch.device, int], Member] = {}
     for member in members:
         kinds.setdefault((member.dtype, member.parameter.device, len(member.shape)), member)
-    for (dtype, device, dim), member in kinds.items():  # memory_format is of 4 dimensions, or 5
+    for (dtype, device, dim), member in kinds.items():  # memory_format needs 4 or 5 dimensions
         probe = torch.empty((2,) * dim, dtype=dtype, device=device)
         if fn(probe) is not probe or (probe.is_shared() and device.type == "cpu"):
             raise StructureError(
                 f"{member.name} on rank {dist.get_rank()} was to be moved or cast (model.to(), "
-                "half(), to_empty(), share_memory() or their kin), but a parallel model's stay "
+                "half(), to_empty(), share_memory(), ...), but a parallel model's parameters stay "
                 "where parallelize() has put them: move or cast the model before, or set "
                 "weight_parallel.compute_dtype; internsp.initialize fills one from the meta device"
             )

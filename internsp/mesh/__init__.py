@@ -1,4 +1,4 @@
-"""Ranks -> named groups: degrees and their arithmetic, and the groups themselves."""
+"""Meshes: parallel degrees and their arithmetic, and the process groups of each axis."""
 
 from internsp.mesh.parallel_mesh import ParallelMesh, WeightAxis
 from internsp.mesh.sequence import SequenceAxes

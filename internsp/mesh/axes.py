@@ -1,4 +1,4 @@
-"""From the named axes of a user's ``DeviceMesh`` to degrees. Pure; nothing is sent."""
+"""Computes degrees from the named axes of a user's ``DeviceMesh``. Pure; no communication."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ Axes = str | Sequence[str]
 def degrees_of(
     device_mesh: DeviceMesh, world_size: int, given: Mapping[str, Axes]
 ) -> tuple[dict[str, int], tuple[int, ...] | None]:
-    """Degrees by name (``weight``, ``sequence``, ``pipeline``, ``tensor``), and the order of ranks
-    that makes :class:`MeshShape` this mesh (``None``: their numbers').
+    """Degrees and rank order of the :class:`MeshShape` that is equal to ``device_mesh``.
 
     Args:
         given: names of axes by ``weight``, ``replicas``, ``sequence``, ``pipeline``, ``tensor``.
+
+    Returns:
+        Degrees by name (``weight``, ``sequence``, ``pipeline``, ``tensor``), and ``order`` of
+        :class:`MeshShape` (``None``: ascending ranks).
 
     Raises:
         MeshError: see :meth:`internsp.ParallelMesh.from_device_mesh`.
@@ -40,11 +43,11 @@ def degrees_of(
     for what, axes in given.items():
         if not isinstance(axes, str | Sequence):
             raise MeshError(
-                f"{what} = {axes!r} is no name of an axis of the DeviceMesh, whose sizes are the "
-                "degrees; ParallelMesh.create makes a mesh from degrees"
+                f"{what} = {axes!r} is no name of an axis of the DeviceMesh; degrees are the sizes "
+                "of its axes, and ParallelMesh.create makes a mesh from degrees"
             )
         chosen[what] = (axes,) if isinstance(axes, str) else tuple(axes)
-    _require_meanings(names, chosen)
+    _check_axis_names(names, chosen)
     size = device_mesh.mesh.numel()
     if size != world_size:
         raise MeshError(
@@ -60,7 +63,7 @@ def degrees_of(
     return degrees, None if order == tuple(range(size)) else order
 
 
-def _require_meanings(names: Sequence[str], chosen: Mapping[str, Sequence[str]]) -> None:
+def _check_axis_names(names: Sequence[str], chosen: Mapping[str, Sequence[str]]) -> None:
     listed = ", ".join(map(repr, names))
     owner: dict[str, str] = {}
     for what, axes in chosen.items():
@@ -69,12 +72,12 @@ def _require_meanings(names: Sequence[str], chosen: Mapping[str, Sequence[str]])
                 near = nearest(str(axis), names)
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise MeshError(f"{what} names {axis!r}, but this DeviceMesh has {listed}{hint}")
-            # Sequences are cut in a factoring of their own: over what weights are cut as well.
+            # Sequences are split independently, so they may share axes with weights or replicas.
             shared = what == "sequence" and owner.get(axis) in ("weight", "replicas")
             if axis in owner and not shared:
                 raise MeshError(
                     f"axis {axis!r} is named twice, by {owner[axis]} and by {what}: along one axis "
-                    "weights are cut, or replicated, or those of other pipeline stages"
+                    "weights are sharded, or replicated, or split into pipeline stages"
                 )
             owner.setdefault(axis, what)
     for axis in names:
@@ -88,23 +91,27 @@ def _require_meanings(names: Sequence[str], chosen: Mapping[str, Sequence[str]])
 def _order(
     device_mesh: DeviceMesh, sizes: Mapping[str, int], chosen: Mapping[str, Sequence[str]]
 ) -> tuple[int, ...]:
-    """Ranks in the order of stages, replicas, weight ranks (or sequences' own) and tensor ranks."""
+    """Global ranks in the order that :class:`MeshShape` expects: axes from outer to inner.
+
+    Pipeline stages come first, then the axes of neither weights nor sequences, of one of the two,
+    of both, and last those of tensor ranks.
+    """
     weight, sequence, pipeline, tensor = (
         {axis for axis in chosen[what] if sizes[axis] > 1}
         for what in ("weight", "sequence", "pipeline", "tensor")
     )
     if not (weight <= sequence or sequence <= weight):
-        cut, other = sorted(weight), sorted(sequence)
+        over, other = sorted(weight), sorted(sequence)
         raise MeshError(
-            f"weights are cut over {cut} and sequences over {other}, which cross: one of the "
-            "two is a part of the other. Cut weights over both (weight = "
+            f"weights are sharded over {over} and sequences split over {other}, which cross: one "
+            "of the two must include the other. Shard weights over both (weight = "
             f"{tuple(axis for axis in sizes if axis in weight | sequence)!r}), or sequences"
         )
 
-    def inwards(axis: str) -> tuple[bool, ...]:
+    def nesting_key(axis: str) -> tuple[bool, ...]:
         inner = axis in weight | sequence, axis in weight & sequence
         return axis in tensor, axis not in pipeline, *inner
 
-    order = sorted(sizes, key=inwards)  # stable: otherwise as the mesh has them
+    order = sorted(sizes, key=nesting_key)  # stable: axes with equal keys keep the mesh's order
     ranks = device_mesh.mesh.permute([list(sizes).index(axis) for axis in order])
     return tuple(ranks.flatten().tolist())

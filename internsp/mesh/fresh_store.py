@@ -1,9 +1,9 @@
-"""A store for one start of the ranks, where torchrun hands all its starts the same one.
+"""A prefix of the store for each start of the ranks, where torchrun's starts share one store.
 
-Since torch 2.13 an agent keeps its store over restarts, and what ranks of an earlier start have
-left in it (addresses of processes that are gone) is read by those of the next: they connect to
-nothing. Neither the number of restarts (a change of membership counts none) nor anything else in
-the environment tells two starts apart, so the ranks name theirs by themselves.
+Since torch 2.13 an elastic agent keeps its store over restarts. Ranks would read there what ranks
+of an earlier start have left (addresses of processes that have ended), and fail to connect. Nothing
+in the environment distinguishes two starts, not even the number of restarts (a change of membership
+does not increase it), so the ranks choose a name for each start.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import uuid
 
 import torch.distributed as dist
 
-_PAUSE = 0.02
+_POLL_SECONDS = 0.02
 
 
 def is_shared() -> bool:
-    """Whether the store of this process's environment outlives this start of the ranks."""
+    """Whether this process's store is kept over restarts, by torchrun's agent."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return agent and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def fresh(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
-    """A part of ``store`` in which these ranks, and none before them, have written. Blocks.
+def for_this_start(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
+    """A ``PrefixStore`` of ``store`` into which only ranks of this start write. Blocks.
 
-    Every rank calls itself by a name that no process has had; rank 0 answers names, also those that
-    processes of an earlier start have left, until every rank has read its own answer.
+    Every rank writes a unique name; rank 0 answers each name with the name of the start, also names
+    that processes of an earlier start have left, until every rank has read its answer.
 
     Raises:
-        DistNetworkError: some rank did not come within ``seconds``; the message names them.
+        DistNetworkError: some ranks did not come within ``seconds``; the message names them.
     """
     deadline, own = time.monotonic() + seconds, uuid.uuid4().hex
     if rank:
@@ -39,7 +39,7 @@ def fresh(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist
         while not store.check([answer]):
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(f"rank 0 did not come within {seconds:g} s")
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
         start = store.get(answer).decode()
         store.set(f"internsp/start/{start}/{rank}", "")
         return dist.PrefixStore(f"internsp/start/{start}", store)
@@ -55,5 +55,5 @@ def fresh(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist
             names = ", ".join(map(str, sorted(missing)))
             raise dist.DistNetworkError(f"ranks {names} did not come within {seconds:g} s")
         if missing:
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
     return dist.PrefixStore(f"internsp/start/{own}", store)

@@ -1,6 +1,6 @@
-"""Ranks -> named groups. A mesh is made once and passed in; nothing here is global (WP-8).
+"""Process groups of all parallel axes. A mesh is made once and passed in; none is global (WP-8).
 
-Which ranks belong together is :mod:`internsp.mesh.shape`'s arithmetic.
+:mod:`internsp.mesh.shape` computes which ranks form each group.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _AXIS_GROUPS = ("weight", "gradient", "replica", "zero", "zero_replica")
 
 @dataclass(frozen=True, eq=False)
 class WeightAxis:
-    """One rank's place on an axis along which weights are cut, and the groups around it.
+    """One rank's coordinates on an axis over which weights are sharded, with its process groups.
 
     Attributes:
         name: ``"weight"`` or ``"expert_weight"``.
-        size, rank: of the weight group, over which a weight is cut.
-        replicas, replica_rank: of those that hold the same shard.
-        zero, zero_rank: of those over which its optimizer state is cut.
-        expert, expert_rank: of those that own different weights of the same names.
-        weight_group: for gathers.
-        gradient_group: the same ranks, for reductions: gathers and reductions each have an order
-            of their own, which all ranks share (WP-2), and do not wait in one queue.
+        size, rank: of the weight group, over which a weight is sharded.
+        replicas, replica_rank: of the ranks that hold the same shard.
+        zero, zero_rank: of the ranks over which a shard's optimizer state is sharded.
+        expert, expert_rank: of the ranks that hold different experts under the same names.
+        weight_group: process group for all-gathers.
+        gradient_group: the same ranks, for reductions: all-gathers run in one order on all ranks,
+            reductions in another (WP-2), and neither waits in the other's queue.
         replica_group, zero_group, zero_replica_group: process groups.
-        param_mesh: where its parameters live as ``DTensor``: dimensions ``("replica", "weight")``,
+        param_mesh: the mesh of the parameters' ``DTensor``: dimensions ``("replica", "weight")``,
             or ``("replica", "expert", "weight")`` where ``expert`` is above 1, or ``("replica",
             "tensor", "weight")`` where layers are tensor parallel.
     """
@@ -66,17 +66,18 @@ class WeightAxis:
         groups: dict[str, dist.ProcessGroup],
         device_type: str,
     ) -> WeightAxis:
-        """Not collective: the groups exist.
+        """Make the axis from process groups that exist. Not collective.
 
         Args:
-            inside: this rank's place in its stage.
+            inside: this rank's index in its stage.
             stage: global ranks ``[ranks of the stage, tensor]``.
+            groups: process groups by name.
         """
-        replica_rank, expert_rank, rank = shape.place(inside)
+        replica_rank, expert_rank, rank = shape.coordinates(inside)
         tensor = stage.shape[1]
         between = "expert" if shape.expert > 1 else "tensor"
         names = ["replica", between, "weight"]
-        # Tensor ranks stand before weight ranks: a layer is cut by them first.
+        # Tensor ranks come before weight ranks: a layer is sharded over them first.
         grid = stage.view(shape.replicas, shape.expert, shape.size, tensor).permute(0, 1, 3, 2)
         grid = grid.reshape(shape.replicas, -1, shape.size)
         if grid.shape[1] == 1:
@@ -89,36 +90,37 @@ class WeightAxis:
 
     @property
     def size(self) -> int:
-        """Ranks over which a weight is cut."""
+        """Number of ranks over which a weight is sharded."""
         return self.shape.size
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard."""
+        """Number of ranks that hold the same shard."""
         return self.shape.replicas
 
     @property
     def expert(self) -> int:
-        """Ranks that own different weights of the same names."""
+        """Number of ranks that hold different experts under the same names."""
         return self.shape.expert
 
     @property
     def zero(self) -> int:
-        """Replicas over which optimizer state is cut."""
+        """Number of replicas over which optimizer state is sharded."""
         return self.shape.zero
 
     @property
     def zero_rank(self) -> int:
-        """Place in the ZeRO group."""
+        """Rank in the ZeRO group."""
         return self.replica_rank % self.zero
 
     def placements(self, own: Placement, tensor: Placement | None = None) -> list[Placement]:
-        """Of a parameter that lies ``own`` on the weight axis.
+        """Placements on :attr:`param_mesh` of a parameter.
 
-        Experts of different ranks follow each other on dimension 0.
+        Experts of different ranks are concatenated on dimension 0.
 
         Args:
-            tensor: how ``parallelize_module`` has placed it; ``None``: it has not.
+            own: its placement on the weight axis.
+            tensor: the placement that ``parallelize_module`` has given it; ``None`` if none.
         """
         between: list[Placement] = []
         if self.expert > 1:
@@ -128,13 +130,13 @@ class WeightAxis:
         return [Replicate(), *between, own]
 
 
-Asked = tuple[int | str | tuple[int, ...] | None, ...]
+RequestedDegrees = tuple[int | str | tuple[int, ...] | None, ...]
 DEGREES = (
     "weight", "sequence", "pipeline", "zero", "expert_weight", "expert", "tensor", "ring", "near",
     "order",
 )  # fmt: skip
-"""What is asked for, in this order; ``order`` by a user's DeviceMesh alone."""
-"""The arguments of :class:`MeshShape` after the world's size."""
+"""The arguments of :class:`MeshShape` after ``world_size``, in the order of ``RequestedDegrees``.
+``order`` is only set by a user's DeviceMesh."""
 
 _GROUPS = (
     "stage", "weight", "gradient", "replica", "zero", "zero_replica", "sequence", "data",
@@ -143,32 +145,34 @@ _GROUPS = (
 
 
 class ParallelMesh:
-    """One rank's place in every group. Make it with :meth:`create` or :meth:`from_device_mesh`,
-    on all ranks together.
+    """One rank's coordinates and process groups on every parallel axis.
+
+    Make it with :meth:`create` or :meth:`from_device_mesh`, on all ranks together.
 
     Attributes:
         shape: the degrees, a :class:`MeshShape`.
         rank, world_size: of the default process group.
-        tensor, tensor_rank, tensor_group: of the ranks over which ``parallelize_module`` cuts the
-            layers.
-        stage_ranks, model_ranks: global ranks of :attr:`stage_group`, and of ``model_group``, which
-            is the stages of all tensor ranks together.
-        ring: of the ranks of a sequence, those between which keys and values travel.
-        near: whose ranks of a sequence are neighbors, ``heads`` or ``ring``.
-        sequence_axes: both, and which ranks these are (``internsp.mesh.sequence``).
+        tensor, tensor_rank, tensor_group: of the ranks over which ``parallelize_module`` shards
+            the layers.
+        stage_ranks, model_ranks: global ranks of :attr:`stage_group`, and of ``model_group``,
+            which joins the stages of all tensor ranks.
+        ring: number of a sequence's ranks between which keys and values are sent.
+        near: which of a sequence's groups are neighboring ranks, ``heads`` or ``ring``.
+        sequence_axes: how a sequence's ranks are numbered (``internsp.mesh.sequence``).
         heads_group, ring_group: a sequence's ranks that share heads, which hold neighboring
             positions, and its ranks with the same heads.
-        dense, experts: weight axes (:class:`WeightAxis`); the same object where experts have none
-            of their own.
+        dense, experts: weight axes (:class:`WeightAxis`); the same object unless experts have an
+            axis of their own.
         weight, sequence, pipeline, data, replicas, zero: degrees (of the dense axis).
-        weight_rank, sequence_rank, pipeline_rank, data_rank, replica_rank, zero_rank: places.
+        weight_rank, sequence_rank, pipeline_rank, data_rank, replica_rank, zero_rank: this rank's
+            coordinates.
         weight_group, gradient_group, sequence_group, data_group, replica_group, zero_group,
             zero_replica_group, stage_group, pipeline_group: process groups.
-        expert, expert_rank, expert_group: of the ranks that own different experts and exchange
+        expert, expert_rank, expert_group: of the ranks that hold different experts and exchange
             tokens.
-        timeout_seconds: after which a collective of these groups fails.
+        timeout_seconds: timeout of a collective in these groups.
         param_mesh: of the dense axis.
-        device: where this rank computes.
+        device: the device on which this rank computes.
     """
 
     def __init__(
@@ -184,11 +188,11 @@ class ParallelMesh:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self._models = 0
-        self._near: dict[tuple[str, int], dist.ProcessGroup] = {}
+        self._near_groups: dict[tuple[str, int], dist.ProcessGroup] = {}
         self.world_size = shape.world_size
         self.weight, self.sequence, self.pipeline = shape.weight, shape.sequence, shape.pipeline
         self.data, self.replicas, self.zero = shape.data, shape.replicas, shape.zero_size
-        self.pipeline_rank, inside, self.tensor_rank = shape.place(rank)
+        self.pipeline_rank, inside, self.tensor_rank = shape.coordinates(rank)
         self.tensor = shape.tensor
         self.sequence_rank, self.data_rank = inside % shape.sequence, inside // shape.sequence
         self.stage_group = groups["stage"]
@@ -198,8 +202,8 @@ class ParallelMesh:
         self.data_group = groups["data"]
         self.pipeline_group = groups["pipeline"]
         self.tensor_group, self.model_group = groups["tensor"], groups["model"]
-        self.stage_ranks = _with(rank, shape.ranks("stage"))
-        self.model_ranks = _with(rank, shape.ranks("model"))
+        self.stage_ranks = _group_with(rank, shape.ranks("stage"))
+        self.model_ranks = _group_with(rank, shape.ranks("model"))
         stage = shape.grid[self.pipeline_rank]
         self.dense = WeightAxis.create("weight", shape.dense, inside, stage, groups, device.type)
         self.experts = self.dense
@@ -237,22 +241,23 @@ class ParallelMesh:
         """Make the groups. Collective: all ranks call it with the same arguments; blocks.
 
         Args:
-            weight: ranks over which a weight is cut.
-            sequence: ranks over which a sequence is cut; independent of ``weight``.
+            weight: ranks over which a weight is sharded.
+            sequence: ranks over which a sequence is split; independent of ``weight``.
             pipeline: pipeline stages.
-            zero: replicas over which optimizer state is cut (``None``: all of them; fewer is
+            zero: replicas over which optimizer state is sharded (``None``: all of them; fewer is
                 ZeRO-1.5).
             device_type: ``"cpu"``, or the type of torch's accelerator here (``"cuda"``, ``"xpu"``,
                 a plugin's); ``None`` takes the accelerator where there is one.
-            timeout_seconds: after which a collective of these groups fails.
-            expert_weight: ranks over which the weights of experts are cut (``None``: ``weight``).
-            expert: expert parallel degree: so many ranks own different experts.
-            tensor: ranks over which torch's ``parallelize_module`` will cut layers (on
-                :attr:`tensor_mesh`, before ``internsp.parallelize``): neighbors.
-            ring: ranks of a sequence over which attention itself is cut, by positions; the others,
-                ``sequence / ring`` for each, share its heads.
-            near: which of these are neighbors, on the fastest links: the ranks that share
-                ``heads``, or those of a ``ring``. Of no effect where one of the two is one rank.
+            timeout_seconds: timeout of a collective in these groups.
+            expert_weight: ranks over which the weights of experts are sharded (``None``:
+                ``weight``).
+            expert: expert parallel degree: so many ranks hold different experts.
+            tensor: neighboring ranks over which torch's ``parallelize_module`` will shard layers
+                (on :attr:`tensor_mesh`, before ``internsp.parallelize``).
+            ring: ranks of a sequence over which attention itself is split, by positions; for each
+                of them, ``sequence / ring`` ranks share its heads.
+            near: which ranks are neighbors, on the fastest links: those that share ``heads``, or
+                those of a ``ring``. No effect where one of the two degrees is 1.
 
         Raises:
             MeshError: on every rank, when a degree does not fit or ranks disagree, or when no
@@ -263,7 +268,7 @@ class ParallelMesh:
             _initialize(device_type, timeout_seconds)
         device = _device(device_type)
         degrees = (weight, sequence, pipeline, zero, expert_weight, expert, tensor, ring, near)
-        return cls._made(degrees, device, timeout_seconds)
+        return cls._create(degrees, device, timeout_seconds)
 
     @classmethod
     def from_device_mesh(
@@ -284,30 +289,30 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """:meth:`create` with the degrees of ``device_mesh``. Collective; blocks.
 
-        Each axis is named by ``weight``, ``replicas``, ``pipeline`` or ``tensor`` (on which
-        ``parallelize_module`` cuts the layers). Sequences are cut in a factoring of their own, so
-        ``sequence`` may name what ``weight`` or ``replicas`` name too; along an axis that it names
-        alone weights are replicated. Several axes are given as a tuple.
+        Name each axis in ``weight``, ``replicas``, ``pipeline`` or ``tensor`` (over which
+        ``parallelize_module`` shards the layers). Sequences are split independently, so
+        ``sequence`` may name axes that ``weight`` or ``replicas`` name too; over an axis that only
+        ``sequence`` names, weights are replicated. Several axes are given as a tuple.
 
-        The axes may stand in any order, so that a group's ranks need not be neighbors; along each
-        of them ranks count up. One of ``sequence`` and ``weight`` is a part of the other. With axes
-        ``("pp", "dp", "sp")``::
+        The axes may be in any order, so that a group's ranks need not be neighbors; along each
+        axis the ranks must ascend. The axes of ``sequence`` must include those of ``weight``, or
+        the other way round. With axes ``("pp", "dp", "sp")``::
 
             from_device_mesh(m, pipeline="pp", replicas="dp", weight="sp", sequence="sp")
             from_device_mesh(m, pipeline="pp", weight=("dp", "sp"), sequence="sp")
             from_device_mesh(m, pipeline="pp", replicas="dp", weight="sp", sequence=("dp", "sp"))
 
-        Process groups are new ones, since gathers and reductions each need an order of their own;
-        ``device_mesh`` stays as it is, and parameters live on :attr:`param_mesh`, not on it.
+        New process groups are made, since all-gathers and reductions each need an order of their
+        own; ``device_mesh`` is not changed, and parameters are on :attr:`param_mesh`, not on it.
 
         Args:
-            device_mesh: of all ranks, with names of its axes. Its device type is taken.
+            device_mesh: a mesh of all ranks, with names of its axes; its device type is used.
             weight, replicas, sequence, pipeline, tensor: names of axes; ``()`` for none.
             zero, timeout_seconds, expert_weight, expert, ring, near: see :meth:`create`.
 
         Raises:
-            MeshError: on every rank: an axis is named twice, absent or left without a meaning, the
-                mesh lacks ranks, or they do not count up along an axis; and as :meth:`create`.
+            MeshError: on every rank: an axis is named twice, does not exist or is not named, the
+                mesh lacks ranks, or they do not ascend along an axis; and as :meth:`create`.
         """
         _check_timeout(timeout_seconds)
         kind = getattr(device_mesh, "device_type", None)
@@ -317,38 +322,46 @@ class ParallelMesh:
             "weight": weight, "replicas": replicas, "sequence": sequence, "pipeline": pipeline,
             "tensor": tensor,
         }  # fmt: skip
-        asked: Asked | MeshError
+        requested: RequestedDegrees | MeshError
         try:
             found, order = degrees_of(device_mesh, dist.get_world_size(), axes)
             *degrees, tensors = found.values()
-            asked = (*degrees, zero, expert_weight, expert, tensors, ring, near, order)
+            requested = (*degrees, zero, expert_weight, expert, tensors, ring, near, order)
         except MeshError as error:
-            asked = error
-        return cls._made(asked, _device(kind), timeout_seconds)
+            requested = error
+        return cls._create(requested, _device(kind), timeout_seconds)
 
     @classmethod
-    def _made(
-        cls, asked: Asked | MeshError, device: torch.device, timeout_seconds: float
+    def _create(
+        cls, requested: RequestedDegrees | MeshError, device: torch.device, timeout_seconds: float
     ) -> ParallelMesh:
-        """What all ranks ask for, if it is the same and possible; otherwise all of them raise."""
+        """Make the requested mesh if all ranks request the same one and it is possible.
+
+        Collective; blocks.
+
+        Raises:
+            MeshError: on every rank otherwise.
+        """
         world, rank = dist.get_world_size(), dist.get_rank()
         shape = None
-        if not isinstance(asked, MeshError):
+        if not isinstance(requested, MeshError):
             try:
-                shape = MeshShape(world, *asked)  # type: ignore[arg-type]
+                shape = MeshShape(world, *requested)  # type: ignore[arg-type]
             except MeshError as error:
-                asked = error
-        _agree(str(asked) if isinstance(asked, MeshError) else asked, rank)
+                requested = error
+        _require_same_request(
+            str(requested) if isinstance(requested, MeshError) else requested, rank
+        )
         if shape is None:
-            assert isinstance(asked, MeshError), "without a shape there is a mistake"
-            raise asked
+            assert isinstance(requested, MeshError), "without a shape there is an error"
+            raise requested
         groups = _make_groups(shape, timedelta(seconds=timeout_seconds))
         return cls(shape, rank, device, groups, timeout_seconds)
 
     def renew_pipeline_group(self) -> None:
-        """Make ``pipeline_group`` anew, after a step whose messages may still be on their way.
+        """Replace ``pipeline_group`` after a failed step, whose messages may still arrive.
 
-        Collective over all ranks. The old one is destroyed.
+        Collective over all ranks. The old group is destroyed.
         """
         if self.pipeline == 1:
             return
@@ -358,30 +371,30 @@ class ParallelMesh:
         dist.destroy_process_group(old)
 
     def next_model(self) -> int:
-        """A number for one more model on this mesh: the same on all ranks of a stage."""
+        """Number of the next model on this mesh, the same on all ranks of a stage."""
         self._models += 1
         return self._models
 
     def near_group(self, axis: WeightAxis, ranks: int) -> dist.ProcessGroup:
-        """``ranks`` neighbors of a weight group, this rank among them.
+        """Group of ``ranks`` neighbors of a weight group, this rank among them.
 
-        Collective over them where it is the first call with these arguments.
+        The first call with these arguments is collective over these ranks.
         """
-        if (axis.name, ranks) not in self._near:
+        if (axis.name, ranks) not in self._near_groups:
             everyone = dist.get_process_group_ranks(axis.weight_group)
             first = axis.rank // ranks * ranks
             timeout = timedelta(seconds=self.timeout_seconds)
-            self._near[axis.name, ranks] = dist.new_group(
+            self._near_groups[axis.name, ranks] = dist.new_group(
                 everyone[first : first + ranks], timeout=timeout, use_local_synchronization=True
             )
-        return self._near[axis.name, ranks]
+        return self._near_groups[axis.name, ranks]
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
-        """What ``parallelize_module`` takes: the tensor ranks.
+        """The mesh of the tensor ranks, for ``parallelize_module``.
 
         Raises:
-            MeshError: there is but one.
+            MeshError: the tensor degree is 1.
         """
         if self.tensor == 1:
             raise MeshError("this mesh has no tensor ranks: give ParallelMesh.create(tensor=...)")
@@ -394,15 +407,15 @@ class ParallelMesh:
 
     @property
     def pass_groups(self) -> list[dist.ProcessGroup]:
-        """Groups in whose collectives a forward or backward may wait, each once."""
+        """Process groups whose collectives a forward or backward may wait for, each once."""
         groups = [self.sequence_group, self.heads_group, self.ring_group, self.expert_group]
         for axis in self.axes:
             groups += [axis.weight_group, axis.gradient_group, axis.replica_group]
-        return list(dict.fromkeys([*groups, *self._near.values()]))
+        return list(dict.fromkeys([*groups, *self._near_groups.values()]))
 
     @property
     def stage_groups(self) -> list[dist.ProcessGroup]:
-        """Groups of several ranks of this rank's stage, each once."""
+        """Process groups within this rank's stage that have several ranks, each once."""
         groups = [self.stage_group, self.data_group, *self.pass_groups]
         for axis in self.axes:
             groups += [axis.zero_group, axis.zero_replica_group]
@@ -428,16 +441,19 @@ class ParallelMesh:
         return line
 
 
-def _with(rank: int, groups: list[list[int]]) -> list[int]:
+def _group_with(rank: int, groups: list[list[int]]) -> list[int]:
     return next(group for group in groups if rank in group)
 
 
 def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """Every named group of this rank; no message ever passes in one of a single rank."""
+    """Make every named group of this rank. Collective over all ranks.
+
+    Groups of one rank share one process group, which never carries a message.
+    """
     names = [*_GROUPS, *(f"expert_{name}" for name in _AXIS_GROUPS if shape.separate)]
     groups: dict[str, dist.ProcessGroup] = {}
-    alone: dist.ProcessGroup | None = None
-    for name in names:  # the same order on all ranks: making a group is collective
+    single_rank_group: dist.ProcessGroup | None = None
+    for name in names:  # in the same order on all ranks: making a group is collective
         ranks = shape.ranks(name)
         if name == "model" and shape.tensor == 1:
             groups[name] = groups["stage"]
@@ -448,10 +464,11 @@ def _make_groups(shape: MeshShape, timeout: timedelta) -> dict[str, dist.Process
         if len(ranks[0]) > 1:
             groups[name], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
             continue
-        if alone is None:  # each rank makes its own; as a collective it would be one for each rank
+        if single_rank_group is None:
+            # Made by each rank alone; a collective call would make one group for each rank.
             own = [dist.get_rank()]
-            alone = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-        groups[name] = alone
+            single_rank_group = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        groups[name] = single_rank_group
     return groups
 
 
@@ -466,23 +483,23 @@ def _initialize(device_type: str | None, timeout_seconds: float) -> None:
     try:
         if fresh_store.is_shared():
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            store = fresh_store.fresh(store, rank, world_size, timeout_seconds)
+            store = fresh_store.for_this_start(store, rank, world_size, timeout_seconds)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         else:
             dist.init_process_group(backend, timeout=timeout)
-    except (dist.DistError, ValueError) as error:  # of the store: RANK, MASTER_ADDR and kin
+    except (dist.DistError, ValueError) as error:  # the store's address: MASTER_ADDR and so on
         variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        told = ", ".join(f"{name}={os.environ.get(name)}" for name in variables)
+        settings = ", ".join(f"{name}={os.environ.get(name)}" for name in variables)
         raise MeshError(
-            f"this rank could not meet the others ({told}): {str(error).splitlines()[0]}; start "
-            "all ranks with one launcher, such as torchrun"
+            f"this rank could not meet the others ({settings}): {str(error).splitlines()[0]}; "
+            "start all ranks with one launcher, such as torchrun"
         ) from error
 
 
 def _check_timeout(seconds: float) -> None:
-    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # NaN is not, either
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:  # refuses NaN, too
         raise MeshError(
             f"timeout_seconds = {seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS} (30 "
             "days): the clocks of collectives overflow beyond it, and wait without an end"
@@ -491,10 +508,10 @@ def _check_timeout(seconds: float) -> None:
 
 def _device(device_type: str | None) -> torch.device:
     if device_type is None:
-        device_type = accelerator.kind()
+        device_type = accelerator.default_device_type()
     if device_type == accelerator.HOST:
         return torch.device(device_type)
-    if not accelerator.count(device_type):
+    if not accelerator.device_count(device_type):
         raise MachineError(
             f"device_type = {device_type!r}: torch finds no {device_type.upper()} device on this "
             "machine; use 'cpu', or install torch's plugin for it"
@@ -502,21 +519,24 @@ def _device(device_type: str | None) -> torch.device:
     return accelerator.local_device(device_type)
 
 
-def _agree(asked: Asked | str, rank: int) -> None:
-    """All ranks must ask for the same mesh; otherwise every rank raises, none waits (WP-10).
+def _require_same_request(requested: RequestedDegrees | str, rank: int) -> None:
+    """Check that all ranks request the same mesh. Collective; blocks.
 
     Args:
-        asked: degrees, or what is wrong with what this rank was given.
+        requested: degrees, or the error text for the arguments of this rank.
+
+    Raises:
+        MeshError: requests differ; raised on every rank, so that none waits (WP-10).
     """
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, asked)
+    dist.all_gather_object(everyone, requested)
     odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
     if odd:
         first, other = everyone[0], everyone[odd[0]]
         names = DEGREES if isinstance(first, str) else DEGREES[: len(first)]
-        told = [f"({a})" if isinstance(a, str) else a for a in (first, other)]
+        texts = [f"({a})" if isinstance(a, str) else a for a in (first, other)]
         raise MeshError(
-            f"ranks ask for different meshes: rank 0 ({', '.join(names)}) = {told[0]}, but rank "
-            f"{odd[0]} {told[1]} (this is rank {rank}); start every rank with the same "
+            f"ranks ask for different meshes: rank 0 ({', '.join(names)}) = {texts[0]}, but rank "
+            f"{odd[0]} {texts[1]} (this is rank {rank}); start every rank with the same "
             "configuration"
         )

@@ -1,15 +1,15 @@
-"""The ranks of one sequence by the two axes over which its attention is cut. Pure.
+"""How the ranks of one sequence form the two axes over which its attention is split. Pure.
 
-Ranks that share *heads* hold one part of the positions between them and exchange heads; ranks of a
-*ring* compute with other parts, and keys and values travel between them. Neighboring ranks are on
-the fastest links; ``near`` says which of the two they are. Of 4 = heads 2 x ring 2::
+Ranks that share *heads* hold one part of the positions together and exchange heads (Ulysses); ranks
+of a *ring* hold different parts, and send keys and values to each other. Neighboring ranks have the
+fastest links; ``near`` names the axis of neighbors. For 4 ranks = heads 2 x ring 2::
 
     near     rank 0            rank 1            rank 2            rank 3
     heads    part 0, share 0   part 0, share 1   part 1, share 0   part 1, share 1
     ring     part 0, share 0   part 1, share 0   part 0, share 1   part 1, share 1
 
-(head-first and context-first placement of LoongTrain, arXiv 2406.18485). This is the one place that
-knows the order: everything else asks it.
+(head-first and context-first placement of LoongTrain, arXiv 2406.18485). Only this module knows the
+order; all other code calls it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class SequenceAxes:
     """How the ranks of a sequence are numbered. Make it with :meth:`create`.
 
     Attributes:
-        heads: ranks that share one part's heads.
-        ring: parts of the positions, over which attention itself is cut.
-        near: ``heads`` or ``ring``: whose ranks are neighbors; ``heads`` where one of the two has
-            a single rank, since it makes no difference then.
+        heads: number of ranks that share one part's heads.
+        ring: number of parts of the positions, over which attention itself is split.
+        near: which ranks are neighbors, ``heads`` or ``ring``; always ``heads`` where one of the
+            two degrees is 1, since it makes no difference then.
     """
 
     heads: int = 1
@@ -40,60 +40,60 @@ class SequenceAxes:
 
     @classmethod
     def create(cls, size: int, ring: int = 1, near: str = HEADS) -> SequenceAxes:
-        """Of ``size`` ranks.
+        """The axes of a sequence over ``size`` ranks.
 
         Raises:
-            LayoutError: a ring that does not divide the ranks, or another ``near``.
+            LayoutError: ``ring`` does not divide ``size``, or ``near`` is not one of ``NEAR``.
         """
         if near not in NEAR:
-            raise LayoutError(f"near = {near!r}: choose whose ranks are neighbors, one of {NEAR}.")
+            raise LayoutError(f"near = {near!r}: choose which ranks are neighbors, one of {NEAR}.")
         if ring < 1 or size % ring:
             raise LayoutError(f"A ring of {ring} does not divide the {size} ranks of the sequence.")
         return cls(size // ring, ring, HEADS if ring in (1, size) else near)
 
     @property
     def size(self) -> int:
-        """Ranks of the sequence."""
+        """Number of ranks of the sequence."""
         return self.heads * self.ring
 
     def rank(self, part: int, share: int) -> int:
-        """Rank in the sequence of the one that computes some of ``part``'s heads."""
+        """The rank, in the sequence group, that computes heads ``share`` of ``part``."""
         if self.near == RING:
             return share * self.ring + part
         return part * self.heads + share
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(part, share) of a rank of the sequence."""
+        """(part, share) of a rank of the sequence group."""
         if self.near == RING:
             share, part = divmod(rank, self.ring)
             return part, share
         return divmod(rank, self.heads)
 
     def sharing(self, part: int) -> list[int]:
-        """Ranks in the sequence that share the heads of a part, in their order."""
+        """Ranks, in the sequence group, that share the heads of a part, in the order of shares."""
         return [self.rank(part, share) for share in range(self.heads)]
 
     def around(self, share: int) -> list[int]:
-        """Ranks in the sequence with the same heads, in the order of their parts."""
+        """Ranks, in the sequence group, of the ring with the same heads, in the order of parts."""
         return [self.rank(part, share) for part in range(self.ring)]
 
     def groups(self, name: str) -> list[list[int]]:
-        """All of :meth:`sharing` (``heads``) or of :meth:`around` (``ring``)."""
+        """All groups of :meth:`sharing` (``heads``) or of :meth:`around` (``ring``)."""
         if name == HEADS:
             return [self.sharing(part) for part in range(self.ring)]
         return [self.around(share) for share in range(self.heads)]
 
     def require_groups(self, heads: Sequence[int], ring: Sequence[int]) -> None:
-        """One rank's two groups are numbered so: nothing is sent.
+        """Check that this rank's two groups are numbered as these axes are. Not collective.
 
-        What does not show on this rank does on another, where its place in the groups is not that
-        of its rank in the sequence.
+        A mismatch that cannot be seen on this rank is seen on another one, whose position in its
+        groups does not fit its rank in the sequence.
 
         Args:
-            heads, ring: global ranks of the groups, ascending.
+            heads, ring: global ranks of the two groups, ascending.
 
         Raises:
-            LayoutError: groups of other sizes or another order.
+            LayoutError: groups of other sizes or in another order.
         """
         inner, outer = (ring, heads) if self.near == RING else (heads, ring)
         between = [rank for rank in outer if inner[0] < rank < inner[-1] and rank not in inner]
@@ -104,16 +104,20 @@ class SequenceAxes:
                 "(mesh.heads_group, mesh.ring_group, axes = mesh.sequence_axes)."
             )
 
-    def require_layout(self, dealt: SequenceAxes) -> None:
-        """A layout deals positions to these ranks, or to ranks without a ring, one after another.
+    def require_layout(self, layout_axes: SequenceAxes) -> None:
+        """Check that a layout distributes positions over these axes, or over axes without a ring.
+
+        Args:
+            layout_axes: the axes that the layout is made for.
 
         Raises:
-            LayoutError: it is made for another order. All ranks have the same, and raise together.
+            LayoutError: the layout is made for other axes. All ranks have the same layout, so that
+                all of them raise.
         """
-        if dealt.ring > 1 and dealt != self:
+        if layout_axes.ring > 1 and layout_axes != self:
             raise LayoutError(
-                f"The layout deals positions to {dealt}, but attention is cut over {self}: make it "
-                "with ring = mesh.ring and near = mesh.near."
+                f"The layout distributes positions over {layout_axes}, but attention is split over "
+                f"{self}: make it with ring = mesh.ring and near = mesh.near."
             )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The arithmetic of a mesh: which ranks belong together. Pure; :mod:`internsp.mesh` makes groups.
+"""The arithmetic of a mesh: which ranks form each group. Pure; ``ParallelMesh`` makes the groups.
 
 The same ranks are factored three times. With ``r = 0 .. stage - 1`` inside one pipeline stage::
 
@@ -8,11 +8,11 @@ The same ranks are factored three times. With ``r = 0 .. stage - 1`` inside one 
                                                 * expert_weight + expert_weight_rank
 
 so that the degrees are independent of each other (InternEvo, arXiv 2401.09149). The last two are
-weight axes (:class:`AxisShape`): the first is for dense weights, the second for experts.
+weight axes (:class:`AxisShape`): one for dense weights, one for experts.
 
-Where modules are tensor parallel (torch's ``parallelize_module``), each of ``tensor`` ranks holds a
-part of every layer and has a stage of its own, whose ranks hold the same part. Global ranks count
-through ``pipeline x stage x tensor``, unless ``order`` says otherwise.
+With tensor parallel modules (torch's ``parallelize_module``), each of ``tensor`` ranks holds a
+shard of every layer, and the ranks with the same shard form a stage. Global ranks enumerate
+``pipeline x stage x tensor``, unless ``order`` gives another order.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class AxisShape:
     """One factoring of a stage's ranks for weights: ``replica x expert x weight``.
 
     Attributes:
-        stage: ranks of a pipeline stage.
-        size: ranks over which a weight is cut.
-        expert: ranks with weights of their own; 1 where all ranks share the same weights.
-        zero: replicas over which optimizer state is cut:
+        stage: number of ranks of a pipeline stage.
+        size: number of ranks over which a weight is sharded.
+        expert: number of ranks with different experts; 1 if all ranks have the same weights.
+        zero: number of replicas over which optimizer state is sharded:
             ``replica_rank = zero_replica_rank * zero + zero_rank``.
     """
 
@@ -46,17 +46,17 @@ class AxisShape:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard of the same weight."""
+        """Number of ranks that hold the same shard of the same weight."""
         return self.stage // (self.size * self.expert)
 
-    def place(self, inside: int) -> tuple[int, int, int]:
-        """(replica rank, expert rank, weight rank) of a stage's rank ``inside``."""
+    def coordinates(self, inside: int) -> tuple[int, int, int]:
+        """(replica rank, expert rank, weight rank) of the rank at index ``inside`` of its stage."""
         outer, rank = divmod(inside, self.size)
         replica, expert = divmod(outer, self.expert)
         return replica, expert, rank
 
     def groups(self, world: torch.Tensor, name: str) -> torch.Tensor:
-        """Ranks of every group of one kind, a row each, in a fixed order.
+        """Ranks of every group of one kind, one row a group, in a fixed order.
 
         Args:
             world: global ranks ``[stages, ranks of a stage]``.
@@ -81,14 +81,14 @@ class MeshShape:
     """The degrees of a mesh, checked by arithmetic alone (no process group is needed).
 
     Attributes:
-        zero: replicas of a dense weight over which optimizer state is cut; ``None``: all.
-        expert_weight: ranks over which an expert's weight is cut; ``None``: as ``weight``.
-        expert: ranks that own experts of their own (expert parallel degree).
-        tensor: ranks over which torch's ``parallelize_module`` has cut the layers.
-        ring: of ``sequence``, the ranks between which keys and values travel; the others share
-            heads.
-        near: whose ranks are neighbors, ``heads`` or ``ring`` (:class:`SequenceAxes`).
-        order: the global rank at each place of ``pipeline x stage x tensor``; ``None``: its number.
+        zero: replicas of a dense weight over which optimizer state is sharded; ``None``: all.
+        expert_weight: ranks over which an expert's weight is sharded; ``None``: as ``weight``.
+        expert: ranks that hold different experts (expert parallel degree).
+        tensor: ranks over which torch's ``parallelize_module`` shards the layers.
+        ring: ranks of a sequence between which keys and values are sent; for each of them,
+            ``sequence / ring`` ranks share heads.
+        near: which ranks are neighbors, ``heads`` or ``ring`` (:class:`SequenceAxes`).
+        order: the global ranks in the order of ``pipeline x stage x tensor``; ``None``: ascending.
 
     Raises:
         MeshError: when a degree is not positive or does not divide what it must divide.
@@ -112,7 +112,7 @@ class MeshShape:
             raise MeshError("; ".join(mistakes))
 
     def mistakes(self) -> list[str]:
-        """Every reason why these degrees are impossible; empty when they fit."""
+        """Error texts, one for each reason why these degrees are impossible; empty if they fit."""
         degrees = {
             "weight": self.weight,
             "sequence": self.sequence,
@@ -177,15 +177,15 @@ class MeshShape:
             )
         if own and self.tensor > 1:
             found.append(
-                f"tensor={self.tensor} beside an axis for experts (expert_weight or expert) is not "
-                "supported: cut the experts' weights over the same ranks as all others"
+                f"tensor={self.tensor} together with an axis for experts (expert_weight or expert) "
+                "is not supported: shard the experts' weights over the same ranks as all others"
             )
         if not found and self.order is not None:
-            found += self._out_of_order()
+            found += self._unordered_groups()
         return found
 
-    def _out_of_order(self) -> list[str]:
-        """Groups in which ranks do not ascend: torch numbers the ranks of a group so."""
+    def _unordered_groups(self) -> list[str]:
+        """Error texts for groups whose ranks do not ascend, as torch requires."""
         names = ["tensor", "pipeline", "weight", "replica", "zero", "zero_replica", "sequence"]
         if self.separate:
             names += [f"expert_{n}" for n in ("weight", "replica", "zero", "zero_replica")]
@@ -195,34 +195,35 @@ class MeshShape:
                 if group != sorted(group):
                     return [
                         f"the ranks {group} of a {name.replace('_', ' ')} group do not ascend: "
-                        "make the DeviceMesh of ranks that count up along each of its axes, as "
-                        "init_device_mesh does, with the axes that weights and sequences are both "
-                        "cut over behind those of one of them"
+                        "make the DeviceMesh of ranks that ascend along each of its axes, as "
+                        "init_device_mesh does, and put the axes over which both weights and "
+                        "sequences are split after those over which only one of them is"
                     ]
         return []
 
     @property
     def stage_size(self) -> int:
-        """Ranks in one pipeline stage that hold the same part of its layers."""
+        """Number of ranks of one pipeline stage (with the same tensor rank)."""
         return self.world_size // (self.pipeline * self.tensor)
 
     @property
     def data(self) -> int:
-        """Different batches processed at a time by one pipeline stage."""
+        """Number of different batches that one pipeline stage processes at a time."""
         return self.stage_size // self.sequence
 
     @cached_property
     def dense(self) -> AxisShape:
-        """The axis of all weights but experts."""
+        """The axis of all weights except experts."""
         replicas = self.stage_size // self.weight
         zero = replicas if self.zero is None else self.zero
         return AxisShape(self.stage_size, self.weight, 1, zero)
 
     @cached_property
     def experts(self) -> AxisShape:
-        """The axis of experts; equal to :attr:`dense` where they have none of their own.
+        """The axis of experts; equal to :attr:`dense` if they have no axis of their own.
 
-        Of fewer replicas than ``zero`` asks for, the largest common divisor cuts their state.
+        If ``zero`` does not divide its replicas, optimizer state is sharded over the greatest
+        common divisor of both.
         """
         size = self.weight if self.expert_weight is None else self.expert_weight
         replicas = self.stage_size // (size * self.expert)
@@ -240,21 +241,21 @@ class MeshShape:
 
     @cached_property
     def sequence_axes(self) -> SequenceAxes:
-        """Which ranks of a sequence share heads, and which are a ring."""
+        """How the ranks of a sequence form groups that share heads, and rings."""
         return SequenceAxes.create(self.sequence, self.ring, self.near)
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard of a dense weight."""
+        """Number of ranks that hold the same shard of a dense weight."""
         return self.dense.replicas
 
     @property
     def zero_size(self) -> int:
-        """Replicas over which the optimizer state of dense weights is cut."""
+        """Number of replicas over which the optimizer state of dense weights is sharded."""
         return self.dense.zero
 
     def degrees(self) -> dict[str, int]:
-        """By name, for people; those of experts only where they have an axis of their own."""
+        """Degrees by name, to print; those of experts only if they have an axis of their own."""
         found = {
             "world": self.world_size,
             "pipeline": self.pipeline,
@@ -310,8 +311,8 @@ class MeshShape:
         ranks = torch.arange(self.world_size) if self.order is None else torch.tensor(self.order)
         return ranks.view(self.pipeline, self.stage_size, self.tensor)
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline rank, place in the stage, tensor rank) of a global rank."""
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline rank, index in the stage, tensor rank) of a global rank."""
         pipeline, inside, tensor = (self.grid == rank).nonzero()[0].tolist()
         return pipeline, inside, tensor
 

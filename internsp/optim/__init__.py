@@ -1,4 +1,4 @@
-"""The ZeRO optimizer: sums, slices, the step, and new parameters on their way to every rank."""
+"""The ZeRO optimizer: gradient slices, norm, loss scale, step, parameter all-gather."""
 
 from internsp.optim.norm import clip_grad_norm_
 from internsp.optim.scaler import LossScaler

@@ -1,14 +1,15 @@
-"""A unit's parameters in one flat piece of memory, cut into equal slices over the ZeRO group.
+"""A bucket: one unit's parameters in one flat buffer, cut into equal slices over the ZeRO group.
 
 ::
 
     flat     | w1 w1 w1 . | w2 w2 | w3 w3 w3 w3 . . |      (. = padding)
     slices   |    ZeRO rank 0    |    ZeRO rank 1   |
-    segments   w1, w2[:1]           w2[1:], w3             one inner tensor each
+    segments   w1, w2[:1]           w2[1:], w3             one tensor of the inner optimizer each
 
-Gradients travel by bucket, new values are published by bucket; optimizer state exists for this
-rank's segments only (ZeRO, Rajbhandari et al., arXiv 1910.02054). A segment never spans two
-parameters, so that each keeps its own settings, its own step count and its own "was not used".
+Gradients are reduce-scattered by bucket, and new values are all-gathered by bucket; optimizer state
+exists for this rank's segments only (ZeRO, Rajbhandari et al., arXiv 1910.02054). A segment never
+spans two parameters, so that each parameter keeps its own settings and its own step count, and can
+be skipped when it was not used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.layout import laid_out
 from internsp.wp.parameter import Member, ShardedParameter
 
-_Place = tuple[frozenset[str], HostLink | None, torch.device]
+_Memory = tuple[frozenset[str], HostLink | None, torch.device]
 
 
 @dataclass(eq=False)
@@ -38,10 +39,10 @@ class Segment:
     """The part of one parameter that lies in this rank's slice.
 
     Attributes:
-        tensor: 1-D view of the slice's master values: what the inner optimizer works on.
-        start: its first element in the slice.
-        offset: its first element in the parameter's own flat storage.
-        group: index of its settings.
+        tensor: 1-D view of the slice's master values, on which the inner optimizer works.
+        start: index of the segment's first element in the slice.
+        offset: index of the same element in the parameter's own flat storage.
+        group: index of the parameter's group in ``param_groups``.
     """
 
     member: Member
@@ -52,17 +53,17 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The end of it in the slice."""
+        """Index behind the segment's last element in the slice."""
         return self.start + self.tensor.numel()
 
     @cached_property
     def region(self) -> Region:
-        """Where it lies in the whole parameter."""
+        """The index ranges of the segment in the unsharded parameter."""
         return Region.of(self.member, self.offset, self.offset + self.tensor.numel())
 
 
-class Publication:
-    """A bucket's all-gather in flight. All its members wait for the same one (WP-3)."""
+class ParameterAllGather:
+    """A bucket's parameter all-gather in flight. All its members wait for the same one (WP-3)."""
 
     def __init__(self, collectives: Collectives, handle: Handle, unit: str) -> None:
         self._collectives = collectives
@@ -71,45 +72,50 @@ class Publication:
 
     @property
     def done(self) -> bool:
-        """Whether it need not be waited for."""
+        """Whether the all-gather has ended, or has been waited for."""
         return self._handle.done
 
     def wait(self) -> None:
-        """Wait on the current stream (CPU: block) until the whole bucket is new."""
+        """Wait on the current stream (CPU: block) until all new values have arrived."""
         self._collectives.wait(self._handle, self._unit, "", "publish")
         self._handle.keep = ()
 
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's parameters of one kind (dtype, axis, tensor parallel or not, what is offloaded,
-    tied to which other stages' weights or to none, by which optimizer they are stepped).
+    """One unit's parameters of one kind, in one flat buffer.
 
-    Moves their storage into ``flat`` when made.
+    A kind is: dtype, axis, tensor parallel or not, what is offloaded, the other stages with which a
+    weight is tied, and the class of the optimizer. :meth:`create` moves the parameters' storage
+    into ``flat``.
 
     Attributes:
-        axis: whose ZeRO group cuts it.
-        method: the class of its optimizer.
-        small: whether they are replicated: their gradient is summed over all ranks already.
-        tensor: whether tensor ranks hold different values of them.
-        flat: their storage, padded to a multiple of the ZeRO degree.
-        gaps: padding within ``flat``, as ranges.
+        axis: the weight axis, over whose ZeRO group ``flat`` is cut into slices.
+        method: the class of the optimizer that steps these parameters.
+        replicated: whether they are replicated parameters, whose gradients are all-reduced over all
+            ranks before they reach the bucket.
+        tensor_sharded: whether tensor ranks hold different values of them.
+        flat: the parameters' storage, padded to a multiple of the ZeRO degree.
+        gaps: padding within ``flat``, as ranges of elements.
         owned: this rank's slice of ``flat``.
-        master: the slice in fp32 or wider; ``owned`` itself where that is wide enough.
-        gradient: the slice's reduced sum, like ``master``; ``None`` when there is none.
+        master: the same slice in fp32 or wider; ``owned`` itself where that is wide enough.
+        gradient: the slice's reduced gradient, like ``master``; ``None`` when there is none.
         offload: what lies in host memory: ``flat`` (weights); ``master``, where it is a copy, and
             the state (optimizer); ``gradient`` (gradients).
-        link: copies that.
-        sum: what ``gradient`` is a part of, where that is offloaded.
-        inner: the optimizer of the segments; ``None`` when the slice is all padding, or where the
-            state is that of whole matrices (:mod:`internsp.optim.matrices`).
+        link: copies between the device and host memory; ``None`` without offload.
+        host_sum: the accumulator in host memory that holds ``gradient``, where gradients are
+            offloaded.
+        inner: the optimizer of the segments; ``None`` when the slice is all padding, or where each
+            matrix's state lies with its owner (:mod:`internsp.optim.matrices`).
+        group_index: index of each parameter's group in ``param_groups``.
+        groups: the indices of the groups that ``inner`` has, in its order.
     """
 
     name: str
     axis: WeightAxis
     method: Method
-    small: bool
-    tensor: bool
+    replicated: bool
+    tensor_sharded: bool
     flat: Tensor
     offsets: dict[Member, int]
     gaps: list[tuple[int, int]]
@@ -118,25 +124,26 @@ class Bucket:
     segments: list[Segment]
     offload: frozenset[str] = frozenset()
     link: HostLink | None = None
-    sum: HostSum | None = None
+    host_sum: HostSum | None = None
     gradient: Tensor | None = None
     inner: torch.optim.Optimizer | None = None
-    place: dict[Member, int] = field(default_factory=dict)
+    group_index: dict[Member, int] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)
-    slabs: dict[str, Tensor] = field(default_factory=dict)
-    """Offloaded state by its name, like ``master``."""
+    host_state: dict[str, Tensor] = field(default_factory=dict)
+    """Offloaded state in host memory: by the state's name, a 1-D tensor as long as ``master``."""
 
     @classmethod
     def create(
         cls,
         name: str,
         members: list[Member],
-        place: dict[Member, int],
+        group_index: dict[Member, int],
         mesh: ParallelMesh,
         method: Method,
         link: HostLink | None = None,
     ) -> Bucket:
-        """Lay ``members`` (of one kind) out and move their storage. No message."""
+        """Lay ``members`` (of one kind) out in one buffer and move their storage there. No
+        communication."""
         dtype, axis = members[0].dtype, members[0].axis
         numels = [member.storage.numel() for member in members]
         starts, length = laid_out(numels, dtype.itemsize, axis.zero)
@@ -145,8 +152,8 @@ class Bucket:
         gaps = list(zip(filled, [*starts[1:], length * axis.zero], strict=True))
         offload = members[0].offload
         link = link if offload else None
-        place_of = offload, link, mesh.device
-        flat = _zeros(WEIGHTS, place_of, length * axis.zero, dtype)
+        memory = offload, link, mesh.device
+        flat = _zeros(WEIGHTS, memory, length * axis.zero, dtype)
         for member, start in offsets.items():
             part = flat[start : start + member.storage.numel()]
             member.relocate(part.view(member.storage.shape))
@@ -155,33 +162,33 @@ class Bucket:
         wide = torch.promote_types(dtype, torch.float32)
         master = owned
         if wide != dtype:
-            master = _zeros(OPTIMIZER, place_of, length, wide)
+            master = _zeros(OPTIMIZER, memory, length, wide)
             master.copy_(owned)
         total = HostSum(link, length, wide) if link and GRADIENTS in offload else None
-        small, tensor = not isinstance(members[0], ShardedParameter), _tensor(members[0])
-        segments = _segments(offsets, master, place)
+        replicated = not isinstance(members[0], ShardedParameter)
+        segments = _segments(offsets, master, group_index)
         return cls(
-            name, axis, method, small, tensor, flat, offsets, gaps, owned, master, segments,
-            offload, link, total, place=place,
+            name, axis, method, replicated, _tensor_sharded(members[0]), flat, offsets, gaps, owned,
+            master, segments, offload, link, total, group_index=group_index,
         )  # fmt: skip
 
     def group_of(self, member: Member) -> int:
-        """The index of a member's settings."""
-        return self.place[member]
+        """The index of a member's group in ``param_groups``."""
+        return self.group_index[member]
 
     @property
     def counted(self) -> bool:
-        """False of a tied weight's copy: another stage counts it."""
+        """Whether the gradient norm counts it: not a tied weight's copies on later stages."""
         return all(member.counted for member in self.offsets)
 
     @property
     def nbytes(self) -> int:
-        """Of the shard's sums, in fp32 or wider."""
+        """Bytes of reduced gradients before they are cut into slices, in fp32 or wider."""
         return self.flat.numel() * self.master.element_size()
 
     @property
     def has_master(self) -> bool:
-        """Whether 16-bit parameters have a copy in fp32."""
+        """Whether ``master`` is a copy in fp32, as the parameters are 16-bit."""
         return self.master is not self.owned
 
     @property
@@ -191,50 +198,54 @@ class Bucket:
 
     @property
     def master_hosted(self) -> bool:
-        """Whether the master values do."""
+        """Whether the master values lie in host memory."""
         return (OPTIMIZER if self.has_master else WEIGHTS) in self.offload
 
-    def home(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
-        """Where a segment's state of this name lies in host memory."""
-        assert self.link is not None, "the caller has looked"
-        if name not in self.slabs:
-            self.slabs[name] = self.link.zeros(OPTIMIZER, (self.master.numel(),), dtype)
-        return self.slabs[name][segment.start : segment.stop]
+    def host_state_slice(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
+        """Where state ``name`` of a segment lies in host memory; allocated on first use."""
+        assert self.link is not None, "the caller checks"
+        if name not in self.host_state:
+            self.host_state[name] = self.link.zeros(OPTIMIZER, (self.master.numel(),), dtype)
+        return self.host_state[name][segment.start : segment.stop]
 
-    def kept(self, segment: Segment, name: str, value: Any) -> Any:
-        """``value`` of a segment's state, copied to where it belongs."""
+    def copy_to_state_memory(self, segment: Segment, name: str, value: Any) -> Any:
+        """A copy of ``value``, a state of ``segment``, where such state lies: in host memory if the
+        optimizer state is offloaded, else on the device; tensors without dimensions where they are.
+        """
         if not isinstance(value, Tensor):
             return value
         if not value.dim():
             return value.detach().clone()
         if OPTIMIZER in self.offload:
-            return self.home(segment, name, value.dtype).copy_(value)
+            return self.host_state_slice(segment, name, value.dtype).copy_(value)
         return value.detach().to(self.device, copy=True)
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """The device on which the step is computed."""
         return self.master.device if self.link is None else self.link.device
 
     def make_inner(self, settings: list[dict[str, Any]]) -> None:
         """Make the optimizer of this rank's segments with the settings of their groups."""
         self.groups = sorted({segment.group for segment in self.segments})
-        if self.groups and self.method.on_slices is not None:
-            self.inner = self.method.on_slices(
+        if self.groups and self.method.slice_optimizer is not None:
+            self.inner = self.method.slice_optimizer(
                 [
                     {**settings[g], "params": [s.tensor for s in self.segments if s.group == g]}
                     for g in self.groups
                 ]
             )
 
-    def adopt(self, masters: bool = True) -> None:
-        """Take over values that were written from outside since the last step.
+    def merge_external_writes(self, masters: bool = True) -> None:
+        """Take over values that were written to the parameters, not by the optimizer, since its
+        last step.
 
         A parameter may have new storage (``.data =``), and 16-bit values may have been loaded or
-        edited: where they are no longer the rounded master, they are the truth.
+        edited: where they differ from the rounded master, they replace it.
 
         Args:
-            masters: of 16-bit values too; the step of what is offloaded does it on the device.
+            masters: whether to update 16-bit parameters' masters too. The step of offloaded buckets
+                does that itself, on the device.
         """
         for member in self.offsets:
             local = member.parameter._local_tensor  # type: ignore[attr-defined]
@@ -242,97 +253,101 @@ class Bucket:
                 member.local(member.storage).copy_(local)
                 member.relocate(member.storage)
         if self.has_master and masters:
-            self.master.copy_(self.adopted(self.master, self.owned.to(self.master.device)))
+            self.master.copy_(self.merged_master(self.master, self.owned.to(self.master.device)))
 
     @staticmethod
-    def adopted(master: Tensor, owned: Tensor) -> Tensor:
-        """``master``, but ``owned`` where that is no longer its rounded value."""
+    def merged_master(master: Tensor, owned: Tensor) -> Tensor:
+        """``master``, but with ``owned`` where that differs from the rounded master."""
         return torch.where(master.to(owned.dtype) == owned, master, owned)
 
-    def add(self, total: Tensor) -> None:
-        """Add ``total``, like ``gradient`` but on the device and given away."""
-        if self.sum is not None:
+    def add_gradient(self, total: Tensor) -> None:
+        """Add ``total`` to the gradient. ``total`` is like ``gradient``, on the device; the bucket
+        may keep its memory, so the caller must not use it again."""
+        if self.host_sum is not None:
             if self.gradient is None:
-                self.sum.clear()
-            self.sum.add(total)
-            self.gradient = self.sum.values
+                self.host_sum.clear()
+            self.host_sum.add(total)
+            self.gradient = self.host_sum.values
         else:
             self.gradient = total if self.gradient is None else self.gradient.add_(total)
 
-    def configure(self, settings: list[dict[str, Any]]) -> None:
-        """Give the inner optimizer the settings of its groups."""
+    def set_settings(self, settings: list[dict[str, Any]]) -> None:
+        """Give the inner optimizer the current settings of its groups."""
         if self.inner is not None:
             for inner, index in zip(self.inner.param_groups, self.groups, strict=True):
                 inner.update(settings[index])
 
-    def update(self, used: set[Member], factor: float) -> None:
+    def step(self, used: set[Member], factor: float) -> None:
         """One step of the inner optimizer with ``factor`` times the gradient."""
         if self.inner is None:
             return
-        self.scale(factor)
+        self.scale_gradient(factor)
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         for segment in self.segments:
-            if segment.member in used:  # an unused one is skipped, as torch skips grad None
+            if segment.member in used:  # unused parameters are skipped, as torch skips `.grad` None
                 segment.tensor.grad = self.gradient[segment.start : segment.stop]
         self.inner.step()
         for segment in self.segments:
             segment.tensor.grad = None
-        self.round_off()
+        self.copy_master_to_owned()
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradient."""
+    def scale_gradient(self, factor: float) -> None:
+        """Multiply the gradient by ``factor``."""
         assert self.gradient is not None, "finish_reductions gives each bucket a gradient"
         if factor != 1.0:
             self.gradient.mul_(factor)
 
-    def round_off(self) -> None:
-        """Give 16-bit values what their new masters are."""
+    def copy_master_to_owned(self) -> None:
+        """Write the new master values to the 16-bit parameters, rounded."""
         if self.has_master:
             self.owned.copy_(self.master)
 
-    def gathered(self, own: Tensor) -> dict[Member, Tensor]:
-        """The members' parts of a slice like ``gradient``, each like its storage.
+    def all_gather_slices(self, own: Tensor) -> dict[Member, Tensor]:
+        """All-gather a slice that is laid out like ``gradient``: for each member the values, like
+        its storage.
 
         Collective over the ZeRO group; blocks.
         """
-        whole = torch.empty(self.flat.numel(), dtype=own.dtype, device=self.device)
-        work = gather_slices(whole, own.to(self.device), self.axis.zero_group)
+        full = torch.empty(self.flat.numel(), dtype=own.dtype, device=self.device)
+        work = gather_slices(full, own.to(self.device), self.axis.zero_group)
         if work is not None:
             work.wait()
         return {
-            member: whole[start : start + member.storage.numel()].view(member.storage.shape)
+            member: full[start : start + member.storage.numel()].view(member.storage.shape)
             for member, start in self.offsets.items()
         }
 
-    def put(self, own: Tensor, member: Member, values: Tensor) -> None:
-        """Write into ``own``, a slice like ``gradient``, its part of ``values`` (like storage)."""
+    def write_slice(self, own: Tensor, member: Member, values: Tensor) -> None:
+        """Write into ``own``, a slice like ``gradient``, its part of ``values`` (like
+        ``member``'s storage)."""
         flat = values.view(-1)
         for segment in self.segments:
             if segment.member is member:
                 part = flat[segment.offset : segment.offset + segment.tensor.numel()]
                 own[segment.start : segment.stop].copy_(part)
 
-    def drop_gradient(self, member: Member) -> None:
-        """Make zeros of what this rank's slice has of ``member``'s gradient."""
-        assert self.gradient is not None, "the caller has looked"
+    def zero_gradient(self, member: Member) -> None:
+        """Set this rank's part of ``member``'s gradient to zero."""
+        assert self.gradient is not None, "the caller checks"
         if self.link is not None:
-            self.link.rest()
-        self.zero(self.gradient, member)
+            self.link.synchronize()
+        self.zero_range(self.gradient, member)
 
-    def zero(self, slice_: Tensor, member: Member) -> None:
-        """Make zeros of what ``slice_``, like ``gradient``, has of ``member``'s."""
+    def zero_range(self, slice_: Tensor, member: Member) -> None:
+        """Set the part of ``member`` in ``slice_``, a slice like ``gradient``, to zero."""
         for segment in self.segments:
             if segment.member is member:
                 slice_[segment.start : segment.stop].zero_()
 
-    def announce(self, publication: Publication) -> None:
-        """New values are on their way: gathers wait for them, old slots are stale (WP-3, WP-11)."""
+    def set_pending_all_gather(self, all_gather: ParameterAllGather) -> None:
+        """Note that the members' new values are being all-gathered: later unshards wait for that,
+        and copies of the weights in slots are stale (WP-3, WP-11)."""
         for member in self.offsets:
-            member.ready = None if publication.done else publication
+            member.ready = None if all_gather.done else all_gather
             member.invalidate()
 
     def state_nbytes(self) -> int:
-        """Bytes of master values, and of state that has an element for each of a weight's."""
+        """Bytes of the master values, and of state with one element for each of a weight's."""
         total = self.master.numel() * self.master.element_size() if self.has_master else 0
         if self.inner is None:
             return total
@@ -340,7 +355,7 @@ class Bucket:
         return total + sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim())
 
 
-def _zeros(what: str, like: _Place, numel: int, dtype: torch.dtype) -> Tensor:
+def _zeros(what: str, like: _Memory, numel: int, dtype: torch.dtype) -> Tensor:
     offload, link, device = like
     if link is not None and what in offload:
         return link.zeros(what, (numel,), dtype)
@@ -348,9 +363,9 @@ def _zeros(what: str, like: _Place, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _segments(
-    offsets: dict[Member, int], master: Tensor, place: dict[Member, int]
+    offsets: dict[Member, int], master: Tensor, group_index: dict[Member, int]
 ) -> list[Segment]:
-    """The parameters' own elements (no padding) within this rank's slice."""
+    """This rank's slice as segments: the parameters' own elements, without padding."""
     length = master.numel()
     begin = next(iter(offsets)).axis.zero_rank * length
     segments = []
@@ -358,23 +373,23 @@ def _segments(
         valid = member.local(member.storage).numel()  # padded rows come last
         first, last = max(start, begin), min(start + valid, begin + length)
         if first < last:
-            tensor = master[first - begin : last - begin]
-            segments.append(Segment(member, tensor, first - begin, first - start, place[member]))
+            tensor, group = master[first - begin : last - begin], group_index[member]
+            segments.append(Segment(member, tensor, first - begin, first - start, group))
     return segments
 
 
-def _tensor(member: Member) -> bool:
-    return member.tensor is not None and member.tensor.cut
+def _tensor_sharded(member: Member) -> bool:
+    return member.tensor is not None and member.tensor.sharded
 
 
 def make_buckets(
-    communicator: ISPCommunicator, place: dict[Member, int], methods: Sequence[Method]
+    communicator: ISPCommunicator, group_index: dict[Member, int], methods: Sequence[Method]
 ) -> list[Bucket]:
-    """All buckets in the order in which forward needs them: small, embedding, blocks, head.
+    """All buckets, in the order in which forward needs them: replicated, embedding, blocks, head.
 
     Args:
-        place: the group of each parameter.
-        methods: of each group.
+        group_index: index of each trainable parameter's group in ``param_groups``.
+        methods: the optimizer of each group.
     """
     units: list[tuple[str, list[Member]]] = [("small", list(communicator.replicated.members))]
     if communicator.embedding is not None:
@@ -383,24 +398,25 @@ def make_buckets(
     if communicator.head is not None:
         units.append((communicator.head.unit.name, list(communicator.head.unit.weights)))
     known = {member for _, members in units for member in members}
-    rest: list[Member] = [w for w in communicator.replicated.sharded if w not in known]
-    # Where in forward they run is unknown: published first, so that no use waits for long.
-    units.insert(1, ("others", rest))
+    remaining: list[Member] = [w for w in communicator.replicated.sharded if w not in known]
+    # Where in forward these run is unknown: all-gathered first, so that none waits for long.
+    units.insert(1, ("others", remaining))
     buckets, placed = [], set[Member]()
     for name, members in units:
-        # A tied weight is in two units. It has one storage, and one gradient, which is the sum of
-        # both uses': it belongs to the first that forward needs, and to no second bucket.
-        trained = [m for m in members if m in place and m not in placed]
+        # A tied weight is in two units. It has one storage and one gradient, the sum over both
+        # uses, so it goes into one bucket: that of the unit which forward needs first.
+        trained = [m for m in members if m in group_index and m not in placed]
         placed.update(trained)
         mesh = communicator.mesh
-        # Slices of a weight that other stages have too must end where theirs do: it goes alone.
+        # Slices of a weight that is tied over stages must end at the same elements on all stages:
+        # such a weight has a bucket of its own.
         kinds = [
-            (m.dtype, m.axis, _tensor(m), m.offload, m.tied, methods[place[m]])
+            (m.dtype, m.axis, _tensor_sharded(m), m.offload, m.tied, methods[group_index[m]])
             for m in trained
         ]
         for kind in dict.fromkeys(kinds):
             same = [m for m, k in zip(trained, kinds, strict=True) if k == kind]
             link = communicator.state.link
-            buckets.append(Bucket.create(name, same, place, mesh, kind[-1], link))
-    assert len(placed) == len(place), "assign() takes none that is not this communicator's"
+            buckets.append(Bucket.create(name, same, group_index, mesh, kind[-1], link))
+    assert len(placed) == len(group_index), "optimizer_groups() refuses any other parameter"
     return buckets

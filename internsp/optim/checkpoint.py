@@ -1,10 +1,11 @@
-"""The optimizer's state as a dictionary that ``torch.distributed.checkpoint`` can save and fill.
+"""The optimizer's state as a dictionary that ``torch.distributed.checkpoint`` saves and fills.
 
-Entries are named by parameter and are tensors of the parameter's shape, of which each rank gives
-and takes its own index ranges (:mod:`internsp.optim.slices`): any mesh loads what any mesh saved.
+Entries are named by parameter and are tensors of the parameter's shape, of which each rank saves
+and loads its own index ranges (:mod:`internsp.optim.slices`): any mesh loads what any mesh saved.
 Every rank's dictionary has the same keys before the first step as after it: a parameter that was
-never used has zeros, and a mark that they are not to be taken. A weight that several stages have
-has one entry, by the whole model's name, of which they give and take the same.
+never used has zeros, and ``USED`` = 0 says that they are not to be loaded. A weight that is tied
+over stages has one entry, under its name in the whole model, which each of these stages saves and
+loads with the same values.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ from torch import Tensor
 
 from internsp.errors import LayoutError
 from internsp.optim.bucket import Bucket, Segment
+from internsp.optim.gathered_state import MASTER
 from internsp.optim.matrices import Matrix, MatrixSteps
 from internsp.optim.slices import Slices
-from internsp.optim.state_names import Names
-from internsp.optim.whole_state import MASTER
+from internsp.optim.state_names import StateNames
 
 StateDict = dict[str, Any]
 USED = "used"
-"""1 where a step has made the state of a parameter, a tensor without dimensions."""
+"""Key of a tensor without dimensions: 1 if a step has made the parameter's state, else 0."""
 
 
-def collect(
+def local_state(
     buckets: Sequence[Bucket],
     steps: MatrixSteps,
     settings: Sequence[StateDict],
-    names: dict[tuple[int, torch.dtype], Names],
+    names: dict[tuple[int, torch.dtype], StateNames],
 ) -> StateDict:
-    """This rank's state: ``{parameter's name: {kind: Slices, or a value of the whole}}``.
+    """This rank's state: ``{parameter's name: {kind: Slices, or a value of the whole parameter}}``.
 
-    Tensors are the live ones, not copies. No message. State of whole-matrix steps is their owner's.
+    Tensors are the live ones, not copies. No communication. The state of a matrix that is stepped
+    unsharded is in its owner's dictionary.
 
     Args:
-        steps: of whole matrices.
-        names: what was found out before, by group and dtype; added to.
+        steps: the steps of whole matrices.
+        names: cache of state names by group and dtype; this call adds to it.
     """
     state: StateDict = {}
     for bucket, segment in _segments(buckets):
@@ -48,11 +50,11 @@ def collect(
                 masters = Slices.of(segment.region, segment.tensor)
                 state.setdefault(segment.member.name_in_model, {})[MASTER] = masters
             continue
-        assert bucket.method.on_slices is not None, "it has an inner optimizer"
+        assert bucket.method.slice_optimizer is not None, "it has an inner optimizer"
         key = segment.group, bucket.master.dtype
         if key not in names:
             like = bucket.master.new_zeros(2)
-            names[key] = Names(like, bucket.method.on_slices, settings[segment.group])
+            names[key] = StateNames(like, bucket.method.slice_optimizer, settings[segment.group])
         live = bucket.inner.state.get(segment.tensor, {})
         entry: StateDict = {USED: torch.tensor(bool(live), dtype=torch.uint8)}
         for name, dtype in names[key].slices.items():
@@ -67,11 +69,11 @@ def collect(
             entry[MASTER] = Slices.of(segment.region, segment.tensor)
         state[segment.member.name_in_model] = entry
     for matrix in steps.own:
-        _collect_matrix(matrix, steps.names(matrix, settings), state)
+        _local_matrix_state(matrix, steps.state_names(matrix, settings), state)
     return state
 
 
-def _collect_matrix(matrix: Matrix, names: Names, state: StateDict) -> None:
+def _local_matrix_state(matrix: Matrix, names: StateNames, state: StateDict) -> None:
     entry = state.setdefault(matrix.member.name_in_model, {})
     live, like = matrix.state, matrix.bucket.master
     entry[USED] = torch.tensor(bool(live), dtype=torch.uint8)
@@ -86,11 +88,12 @@ def _collect_matrix(matrix: Matrix, names: Names, state: StateDict) -> None:
         entry[name] = matrix.slices(value) if isinstance(value, Tensor) and value.dim() else value
 
 
-def restore(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> None:
-    """Take what :func:`collect` gave on this mesh, refilled or not. Values are copied.
+def load_local_state(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> None:
+    """Load what :func:`local_state` returned on this mesh, with its old or other values. Values are
+    copied. No communication.
 
     Raises:
-        LayoutError: an entry is missing, or is of other index ranges. Nothing was taken then.
+        LayoutError: an entry is missing, or has other index ranges. Nothing was loaded then.
     """
     segments = list(_segments(buckets))
     for bucket, segment in segments:
@@ -98,7 +101,7 @@ def restore(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> 
     for matrix in steps.own:
         _check_matrix(matrix, state.get(matrix.member.name_in_model))
     for matrix in steps.own:
-        _restore_matrix(matrix, state[matrix.member.name_in_model])
+        _load_matrix_state(matrix, state[matrix.member.name_in_model])
     for bucket, segment in segments:
         if bucket.inner is None and not bucket.has_master:
             continue
@@ -112,7 +115,7 @@ def restore(buckets: Sequence[Bucket], steps: MatrixSteps, state: StateDict) -> 
         bucket.inner.state.pop(segment.tensor, None)
         if used:
             bucket.inner.state[segment.tensor] = {
-                kind: bucket.kept(segment, kind, _whole(value, segment))
+                kind: bucket.copy_to_state_memory(segment, kind, _segment_values(value, segment))
                 for kind, value in entry.items()
             }
 
@@ -128,11 +131,11 @@ def _check(bucket: Bucket, segment: Segment, entry: StateDict | None) -> None:
         return
     if entry is None or not wanted <= entry.keys():
         raise LayoutError(f"the optimizer state has no {sorted(wanted)} of {name}")
-    here = _places(Slices.of(segment.region, segment.tensor))
+    here = _index_ranges(Slices.of(segment.region, segment.tensor))
     for kind, value in entry.items():
         if bucket.inner is None and kind != MASTER:
-            continue  # the owner's
-        if isinstance(value, Slices) and (there := _places(value)) != here:
+            continue  # state of a matrix: its owner checks it
+        if isinstance(value, Slices) and (there := _index_ranges(value)) != here:
             raise LayoutError(
                 f"the optimizer state has {kind} of {name} at {there}, this rank has {here}: save "
                 "and load it through torch.distributed.checkpoint, which gives each rank its own"
@@ -146,29 +149,29 @@ def _check_matrix(matrix: Matrix, entry: StateDict | None) -> None:
     for kind, value in entry.items():
         if kind == MASTER or not isinstance(value, Slices):
             continue
-        box = matrix.box if value.shape == matrix.member.parameter.shape else (0,) * value.dim()
+        box = matrix.offsets if value.shape == matrix.member.parameter.shape else (0,) * value.dim()
         if box not in value.parts:
             raise LayoutError(
-                f"the optimizer state has {kind} of {name} at {_places(value)}, not where this "
-                "rank's matrix begins: save and load it through torch.distributed.checkpoint, "
-                "which gives each rank its own"
+                f"the optimizer state has {kind} of {name} at {_index_ranges(value)}, "
+                "not where this rank's matrix begins: save and load it through "
+                "torch.distributed.checkpoint, which gives each rank its own"
             )
 
 
-def _restore_matrix(matrix: Matrix, entry: StateDict) -> None:
+def _load_matrix_state(matrix: Matrix, entry: StateDict) -> None:
     own: StateDict = {}
     for kind, value in entry.items():
         if isinstance(value, Slices) and kind != MASTER:
             boxed = value.shape == matrix.member.parameter.shape
-            part = value.parts[matrix.box if boxed else (0,) * value.dim()]
+            part = value.parts[matrix.offsets if boxed else (0,) * value.dim()]
             own[kind] = (part.view(matrix.shape) if boxed else part).detach().clone()
         elif kind not in (MASTER, USED):
             own[kind] = value.detach().clone() if isinstance(value, Tensor) else value
-    matrix.take(own if bool(entry[USED]) else {})
+    matrix.load_state(own if bool(entry[USED]) else {})
 
 
-def _places(slices: Slices) -> list[list[str]]:
-    """Of each box its ranges."""
+def _index_ranges(slices: Slices) -> list[list[str]]:
+    """For each box, its index range in each dimension."""
     return [
         [f"{start}:{start + size}" for start, size in zip(offsets, part.shape, strict=True)]
         for offsets, part in slices.parts.items()
@@ -176,13 +179,13 @@ def _places(slices: Slices) -> list[list[str]]:
 
 
 def _fill(target: Tensor, value: Slices, segment: Segment) -> None:
-    parts = segment.region.cut(target)
+    parts = segment.region.box_views(target)
     for offsets, part in value.parts.items():
         parts[offsets].copy_(part)
 
 
-def _whole(value: Any, segment: Segment) -> Any:
-    """The values of a segment in one piece."""
+def _segment_values(value: Any, segment: Segment) -> Any:
+    """The values of a segment, 1-D; ``value`` itself if it is not ``Slices``."""
     if isinstance(value, Slices):
         made = torch.empty_like(segment.tensor, dtype=value.dtype)
         _fill(made, value, segment)

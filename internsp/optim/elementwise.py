@@ -1,4 +1,4 @@
-"""Which optimizers may work on slices, those that treat every element by itself, and which not."""
+"""Checks whether an optimizer is elementwise (may step slices) or needs whole matrices."""
 
 from __future__ import annotations
 
@@ -10,53 +10,54 @@ import torch
 from torch import Tensor
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
-"""A class of torch optimizers, or something that makes one."""
+"""A class of torch optimizers, or a function that makes one."""
 
 _LOG = logging.getLogger("internsp.optim")
-# Well-known ones, for a message that does not need an experiment.
-_WHOLE = ("Adafactor", "Muon")
+# Well-known classes, which need no experiment.
+_WHOLE_MATRIX = ("Adafactor", "Muon")
 _REFUSED = ("LBFGS", "SparseAdam")
-_STEPS = 12  # some change their ways after a few: a warm-up, a preconditioner computed now and then
-_SHAPES = ((4, 4), (48, 96))  # some begin to look at neighbors in large parameters only
+_STEPS = 12  # some step otherwise after a few steps: a warm-up, a preconditioner now and then
+_SHAPES = ((4, 4), (48, 96))  # some combine elements in large parameters only
 
 
 def name_of(cls: OptimizerClass) -> str:
-    """For a person."""
+    """The optimizer's name for messages."""
     return getattr(cls, "__name__", str(cls))
 
 
 def require_elementwise(
     cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
 ) -> None:
-    """Check by experiment: a 2-D parameter, whole and in two flat pieces, must fare the same.
+    """Check by experiment that ``cls`` steps a 2-D parameter as it steps the same values in two 1-D
+    parts.
 
     ZeRO cuts parameters at arbitrary elements, so that norms over a parameter (LAMB, Adafactor),
-    matrix steps (Muon, Shampoo) and line searches (LBFGS) would silently become something else.
+    matrix steps (Muon, Shampoo) and line searches (LBFGS) would silently compute something else.
 
     Raises:
         TypeError: when ``cls`` is not elementwise; names the remedy.
         Exception: whatever ``cls`` itself raises about its settings.
     """
     _require_possible(cls)
-    known = next((name for name in _named(cls) if name in _WHOLE), None)
+    known = next((name for name in _base_names(cls) if name in _WHOLE_MATRIX), None)
     if known is not None:
-        raise TypeError(_refusal(cls, f"it is {known}"))
-    why = _differs(cls, device, defaults)
+        raise TypeError(_not_elementwise_message(cls, f"it is {known}"))
+    why = _why_not_elementwise(cls, device, defaults)
     if why:
-        raise TypeError(_refusal(cls, why))
+        raise TypeError(_not_elementwise_message(cls, why))
 
 
 def require_whole_matrix(
     cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
 ) -> None:
-    """Check what is declared to need whole matrices.
+    """Check a class that is declared to need whole matrices.
 
-    A class of torch's own that is elementwise is refused, since its step would be right but slow
-    for nothing. Of any other one that the experiment finds elementwise a warning is logged: it may
-    look at whole matrices later, or in larger ones.
+    A class of torch's own that is elementwise is refused: its step would be right, but slow for
+    nothing. For any other class that the experiment finds elementwise a warning is logged: it may
+    look at whole matrices later, or only at larger ones.
 
     Raises:
-        TypeError: it need not have whole matrices, or no step of it is possible.
+        TypeError: ``cls`` does not need whole matrices, or its step fails.
         Exception: whatever ``cls`` itself raises about its settings.
     """
     _require_possible(cls)
@@ -67,11 +68,13 @@ def require_whole_matrix(
         optimizer.step()
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name_of(cls)}: its step of a matrix failed: {error}") from error
-    if any(name in _WHOLE for name in _named(cls)) or _differs(cls, device, defaults):
+    if any(name in _WHOLE_MATRIX for name in _base_names(cls)) or _why_not_elementwise(
+        cls, device, defaults
+    ):
         return
     text = (
-        f"{name_of(cls)} is declared to need whole matrices (whole_matrix), but a parameter cut in "
-        "two fares as a whole one"
+        f"{name_of(cls)} is declared to need whole matrices (whole_matrix), but a parameter split "
+        "in two is stepped as an unsplit one"
     )
     if getattr(cls, "__module__", "").startswith("torch.optim"):
         raise TypeError(f"{text}: it is elementwise, leave whole_matrix out")
@@ -81,39 +84,41 @@ def require_whole_matrix(
     )  # fmt: skip
 
 
-def _differs(cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]) -> str:
-    """Why a parameter cannot be cut; empty: it can."""
+def _why_not_elementwise(
+    cls: OptimizerClass, device: torch.device, defaults: dict[str, Any]
+) -> str:
+    """Why slices of a parameter cannot be stepped by ``cls``; empty if they can."""
     for rows, columns in _SHAPES:
         numel = rows * columns
         first = 5 * numel // 16
         start = torch.linspace(-3.0, 2.0, numel, device=device)
-        whole = start.clone().view(rows, columns)
+        unsplit = start.clone().view(rows, columns)
         pieces = [start[:first].clone(), start[first:].clone()]
-        runs = [cls([whole], **defaults)]
+        runs = [cls([unsplit], **defaults)]
         try:
             runs.append(cls(pieces, **defaults))
-        except ValueError as error:  # of the settings it would have been the first one's
+        except ValueError as error:  # not about the settings: the first one was made with them
             return f"it does not take a slice: {error}"
         for step in range(_STEPS):
             gradient = torch.linspace(0.1, 4.0 + step, numel, device=device).roll(3 * step).square()
-            whole.grad = gradient.view(rows, columns)
+            unsplit.grad = gradient.view(rows, columns)
             pieces[0].grad, pieces[1].grad = gradient[:first].clone(), gradient[first:].clone()
             for run in runs:
                 try:
                     run.step()
                 except (TypeError, RuntimeError) as error:
                     return f"its step failed: {error}"
-        if not torch.allclose(whole.flatten(), torch.cat(pieces), rtol=1e-4, atol=1e-6):
-            return "a parameter cut in two fares differently from a whole one"
+        if not torch.allclose(unsplit.flatten(), torch.cat(pieces), rtol=1e-4, atol=1e-6):
+            return "a parameter split in two is stepped otherwise than an unsplit one"
     return ""
 
 
-def _named(cls: OptimizerClass) -> list[str]:
+def _base_names(cls: OptimizerClass) -> list[str]:
     return [base.__name__ for base in getattr(cls, "__mro__", ())]
 
 
 def _require_possible(cls: OptimizerClass) -> None:
-    known = next((name for name in _named(cls) if name in _REFUSED), None)
+    known = next((name for name in _base_names(cls) if name in _REFUSED), None)
     if known is not None:
         raise TypeError(
             f"ZeroOptimizer needs an elementwise optimizer (AdamW, SGD, RMSprop, ...), or one of "
@@ -121,16 +126,18 @@ def _require_possible(cls: OptimizerClass) -> None:
         )
 
 
-def _refusal(cls: OptimizerClass, reason: str) -> str:
+def _not_elementwise_message(cls: OptimizerClass, reason: str) -> str:
     return (
         f"ZeroOptimizer cuts parameters into slices and needs an elementwise optimizer (AdamW, "
         f"SGD, RMSprop, ...); {name_of(cls)} is not one: {reason}. Declare whole_matrix = true "
         "(of ZeroOptimizer, of its group in param_groups, or optimizer.whole_matrix in a "
-        "configuration), and each matrix is brought together on one rank for its step"
+        "configuration), and each matrix is gathered on one rank for its step"
     )
 
 
-def default_settings(cls: OptimizerClass, defaults: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """All settings of ``cls`` with ``defaults`` filled in, as schedulers expect them."""
-    parameter: Tensor = torch.zeros((1, 1) if whole else 1)
+def default_settings(
+    cls: OptimizerClass, defaults: dict[str, Any], whole_matrix: bool
+) -> dict[str, Any]:
+    """All settings of ``cls``, with ``defaults`` filled in, as schedulers expect them."""
+    parameter: Tensor = torch.zeros((1, 1) if whole_matrix else 1)
     return dict(cls([parameter], **defaults).defaults)

@@ -1,7 +1,7 @@
-"""Where gradients or weights are not finite: agreed upon by all ranks, by parameter and rank.
+"""Finds which parameters' gradients or values are not finite, and on which ranks.
 
-Asked only when something is not: the verdict itself comes with the gradient norm, which is not
-finite on any rank when a gradient is not on some rank.
+Called only after a check has failed. The check itself is the gradient norm: if one rank's gradient
+is not finite, the norm is not finite on any rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NotFinite:
 
     Attributes:
         parameters: their names, by stage and in the order of the model.
-        ranks: the ranks on which such values arose. A gradient is looked at there before it is
-            summed over ranks, in its replicated parameters, through which nearly every backward
-            passes; empty where they showed nothing.
+        ranks: the ranks on which such values arose. This is found from the gradients of replicated
+            parameters, before they are all-reduced: nearly every backward passes through one of
+            them. Empty where these gradients were finite.
     """
 
     parameters: tuple[str, ...]
@@ -44,14 +44,14 @@ class NotFinite:
         return f"not finite{on}: {names or 'only the norm of all parameters together'}"
 
 
-def agree(
+def gather_not_finite(
     mesh: ParallelMesh, names: Sequence[str], bad: Sequence[Tensor], own: Tensor
 ) -> NotFinite:
-    """Put together what the ranks of all stages have found. Collective; blocks.
+    """Combine what the ranks of all stages have found. Collective; blocks.
 
     Args:
-        names: parameters of this rank's stage, the same on all its ranks.
-        bad: for each of them, whether it is not finite here.
+        names: parameters of this rank's stage, the same on all ranks of the stage.
+        bad: for each of them, whether it is not finite on this rank.
         own: whether such values arose on this rank.
     """
     stage = mesh.stage_ranks
@@ -79,7 +79,7 @@ def agree(
 
 
 def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether some element of some tensor is not finite, as a tensor: nothing waits for it."""
+    """Whether some element of some tensor is not finite, as a tensor: the host does not wait."""
     found = torch.zeros((), dtype=torch.bool, device=device)
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -87,7 +87,7 @@ def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return found
 
 
-def broken_gradients(buckets: Sequence[Bucket], own: Tensor, mesh: ParallelMesh) -> NotFinite:
+def not_finite_gradients(buckets: Sequence[Bucket], own: Tensor, mesh: ParallelMesh) -> NotFinite:
     """Which gradients, as they are in the ranks' slices, are not finite. Collective; blocks."""
     parts: dict[Member, list[Tensor]] = {m: [] for bucket in buckets for m in bucket.offsets}
     for bucket in buckets:
@@ -95,4 +95,4 @@ def broken_gradients(buckets: Sequence[Bucket], own: Tensor, mesh: ParallelMesh)
             for segment in bucket.segments:
                 parts[segment.member].append(bucket.gradient[segment.start : segment.stop])
     bad = [not_finite(tensors, mesh.device) for tensors in parts.values()]
-    return agree(mesh, [member.name_in_model for member in parts], bad, own)
+    return gather_not_finite(mesh, [member.name_in_model for member in parts], bad, own)

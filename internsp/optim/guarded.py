@@ -1,9 +1,9 @@
-"""What a parameter becomes under a ZeRO optimizer: it will not show what is not there yet.
+"""``GuardedParameter``: the class that a model's parameters get under a ZeRO optimizer.
 
-Between backward and step a gradient is in flight or summed in slices, and after a step a parameter
-may still be arriving. A subclass of ``DTensor`` is the only place where a read of either can be
-noticed: ``.grad`` has no values then (WP-9) but can be dropped, as ``zero_grad()`` and
-``p.grad = None`` do, and every operation waits for the publication first (WP-3).
+Between backward and step a gradient is in flight or summed in slices, and after a step a
+parameter's new values may still be in an all-gather. Only a subclass of ``DTensor`` can notice that
+either is read: ``.grad`` has no values then (WP-9) but can be dropped, as ``zero_grad()`` and
+``p.grad = None`` do, and every operation on the parameter waits for its all-gather first (WP-3).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def raw_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def drop_raw_gradient(parameter: Tensor) -> None:
-    """Set ``.grad`` to ``None``."""
+    """Set ``.grad`` to ``None`` without any check."""
     raw_grad.fset(parameter, None)
 
 
 class GradientOwner(Protocol):
-    """Who has the gradients of guarded parameters: a ``ZeroOptimizer``."""
+    """What holds the gradients of guarded parameters: a ``ZeroOptimizer``."""
 
     unfinished: bool
-    """Whether there are any."""
+    """Whether there are gradients that no step has used."""
 
     def _drop_gradient(self, member: Member, used: bool) -> None:
-        """Forget this rank's part of one; ``used``: its gradient is zeros, not none."""
+        """Drop this rank's part of ``member``'s gradient; ``used``: it is zero now, not absent."""
 
 
 def guard_parameter(member: Member, owner: GradientOwner, rank: int) -> None:
-    """Make ``member``'s parameter guarded, in place: modules keep the very same object."""
+    """Turn ``member``'s parameter into a ``GuardedParameter`` in place (modules keep it)."""
     parameter: Any = member.parameter
     parameter.__class__ = GuardedParameter
     parameter._member, parameter._owner, parameter._rank = member, owner, rank
@@ -99,23 +99,24 @@ class GuardedParameter(ShardParameter):
             self._owner._drop_gradient(self._member, used=True)
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """The whole parameter, published. Collective over the weight group; blocks."""
-        self._member.publish()
+        """The unsharded parameter with its new values. Collective over the weight group; blocks."""
+        self._member.wait_until_ready()
         return super().full_tensor(**options)
 
     def to_local(self, **options: Any) -> Tensor:
-        """This rank's rows, published."""
-        self._member.publish()
+        """This rank's rows with their new values; waits for the parameter all-gather."""
+        self._member.wait_until_ready()
         return super().to_local(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """Published, then as ``DTensor.redistribute``."""
-        self._member.publish()
+        """As ``DTensor.redistribute``, after waiting for the parameter all-gather."""
+        self._member.wait_until_ready()
         return super().redistribute(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Published; a copy belongs to no optimizer: an ordinary ``DTensor`` parameter."""
-        self._member.publish()
+        """An ordinary ``DTensor`` parameter, which belongs to no optimizer; waits for the parameter
+        all-gather first."""
+        self._member.wait_until_ready()
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -125,12 +126,13 @@ class GuardedParameter(ShardParameter):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Publish, then go on as the plain ``DTensor`` (whose C++ path knows no subclasses)."""
+        """Wait for the parameter all-gathers, then compute as plain ``DTensor`` (whose C++ path
+        knows no subclasses)."""
 
         def plain(value: Any) -> Any:
             if not isinstance(value, GuardedParameter):
                 return value
-            value._member.publish()
+            value._member.wait_until_ready()
             return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))

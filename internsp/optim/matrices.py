@@ -1,19 +1,20 @@
-"""Steps that need a whole matrix: each has one owner, to which the ranks send their parts of it.
+"""Steps that need a whole matrix: each matrix has one owner, to which all ranks send their pieces.
 
 A weight's elements lie in slices over its weight ranks and, within each shard, over their ZeRO
-ranks (:mod:`internsp.optim.bucket`). Of these ``n`` ranks one is its owner: it has the optimizer's
-state of it, receives values and gradient, steps, and sends the new values back. Of torch's Muon it
-receives and sends the update alone, and state stays in slices (:mod:`internsp.optim.muon`). As many
-matrices as there are ranks are one round, of which every rank owns one at the most::
+ranks (:mod:`internsp.optim.bucket`). One of these ``n`` ranks is the matrix's owner: it holds the
+optimizer's state for it, receives values and gradient, steps, and sends the new values back. For
+torch's Muon it receives and returns the update alone, and state stays in slices
+(:mod:`internsp.optim.muon`). As many matrices as there are ranks form one round, in which every
+rank owns at most one::
 
     round 0    gather 0   .   step 0      scatter 0   .                  .
     round 1       .    gather 1   .         step 1    scatter 1          .
     round 2       .       .    gather 2       .         step 2    scatter 2
 
-A round is gathered while the one before it is stepped, and its new values leave while the next one
-is: two whole matrices are on a rank at a time, and the values of a third leave. Rounds, owners and
-the order of messages follow from the model and the mesh alone: they are the same on all ranks
-(WP-2). Masters and gradients stay in slices, as they are for elementwise optimizers.
+A round is gathered while the round before it is stepped, and its new values are sent while the next
+round is stepped: a rank holds two whole matrices at a time, and the new values of a third. Rounds,
+owners and the order of collectives follow from the model and the mesh alone, so they are the same
+on all ranks (WP-2). Masters and gradients stay in slices, as for elementwise optimizers.
 """
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import muon
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.slices import Slices
-from internsp.optim.state_names import Names
+from internsp.optim.state_names import StateNames
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ShardedParameter
 
 State = dict[str, Any]
-Place = tuple[int, int, int]
-"""A rank's number in a group, its weight rank and its ZeRO rank."""
+RankPosition = tuple[int, int, int]
+"""A rank's number in the group that exchanges matrices, its weight rank and its ZeRO rank."""
 
 
 @dataclass(eq=False)
 class Matrix:
-    """What is stepped as one: a parameter, or one matrix of a stack.
+    """What is stepped as one: a parameter, or one matrix of a 3-D parameter (a stack of matrices).
 
     Attributes:
-        index: in the stack; 0 where the parameter is one.
-        shape: as the optimizer sees it.
+        index: index in the stack; 0 where the parameter is one matrix.
+        shape: the shape that the optimizer sees.
         dim: the dimension that comes first in storage.
-        pieces: first element and number of elements by rank of the group.
-        start: of this rank's piece, in its bucket's slice.
-        owner: rank in the group.
-        inner: its optimizer, on its owner; ``None`` elsewhere, and where state is in slices.
-        tensor: what that steps; without memory between two steps.
-        segment: of this rank, in which its piece lies; ``None``: it has none.
+        group: index of the parameter's group in ``param_groups``.
+        pieces: by rank of the exchanging group, the first element and the number of elements of the
+            piece that lies in that rank's slice.
+        start: index of this rank's piece in its bucket's slice.
+        owner: the owner's rank in the group.
+        inner: the matrix's optimizer, on its owner; ``None`` on other ranks, and where state is in
+            slices.
+        tensor: the parameter of ``inner``; has no memory between two steps.
+        segment: this rank's segment in which its piece lies; ``None``: this rank has no piece.
     """
 
     member: Member
@@ -72,43 +76,43 @@ class Matrix:
     segment: Segment | None = None
 
     @property
-    def split(self) -> bool:
-        """Whether its state is in slices, and only the update travels."""
-        return self.bucket.method.on_slices is not None
+    def state_sliced(self) -> bool:
+        """Whether the state is in slices, so that only the update is sent."""
+        return self.bucket.method.slice_optimizer is not None
 
     @property
-    def sent(self) -> tuple[int, torch.dtype]:
-        """How many tensors like it travel to its owner (one comes back), and in which dtype."""
-        return (1, muon.SENT) if self.split else (2, self.bucket.master.dtype)
+    def send_spec(self) -> tuple[int, torch.dtype]:
+        """How many tensors of this size the owner gets (it returns one), and their dtype."""
+        return (1, muon.UPDATE_DTYPE) if self.state_sliced else (2, self.bucket.master.dtype)
 
     def pieces_to_send(self, numel: int, settings: Mapping[str, Any]) -> list[Tensor]:
-        """This rank's piece of what its owner needs."""
-        bucket, reach = self.bucket, slice(self.start, self.start + numel)
+        """This rank's piece (``numel`` elements) of each tensor that the owner needs."""
+        bucket, index = self.bucket, slice(self.start, self.start + numel)
         assert bucket.gradient is not None, "finish_reductions gives each bucket a gradient"
-        if not self.split:
-            return [bucket.master[reach], bucket.gradient[reach]]
-        assert isinstance(bucket.inner, muon.MuonSlices), "what Method.on_slices says"
+        if not self.state_sliced:
+            return [bucket.master[index], bucket.gradient[index]]
+        assert isinstance(bucket.inner, muon.MuonSlices), "the method's slice_optimizer"
         assert self.segment is not None, "its piece lies in one"
         momentum = bucket.inner.momentum(self.segment.tensor)
         own = momentum[self.start - self.segment.start :][:numel]
-        return [muon.update(own, bucket.gradient[reach], settings)]
+        return [muon.momentum_update(own, bucket.gradient[index], settings)]
 
-    def take_piece(self, values: Tensor, settings: Mapping[str, Any]) -> None:
-        """Make this rank's piece new by what its owner has sent."""
+    def write_piece(self, values: Tensor, settings: Mapping[str, Any]) -> None:
+        """Update this rank's piece of the master values with what the owner has sent."""
         piece = self.bucket.master[self.start : self.start + values.numel()]
-        if self.split:
-            muon.apply(piece, values, self.shape, settings)
+        if self.state_sliced:
+            muon.apply_update(piece, values, self.shape, settings)
         else:
             piece.copy_(values)
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def cost(self) -> int:
-        """Operations of a step, as far as matrices are multiplied."""
+        """Operations of a step, up to a factor: those of its matrix products."""
         return self.numel * (min(self.shape[-2:]) if len(self.shape) > 1 else 1)
 
     @property
@@ -119,21 +123,25 @@ class Matrix:
         return self.inner.state[self.tensor]
 
     @property
-    def _front(self) -> tuple[int, ...]:
+    def _storage_shape(self) -> tuple[int, ...]:
         at = self.dim
         return (self.shape[at], *self.shape[:at], *self.shape[at + 1 :]) if self.shape else ()
 
-    def whole(self, flat: Tensor) -> Tensor:
-        """Its elements, in the order of storage, in its shape, contiguous."""
-        return flat.view(self._front).movedim(0, self.dim).contiguous() if self.shape else flat[0]
+    def from_storage(self, flat: Tensor) -> Tensor:
+        """The matrix in its shape, contiguous, from its elements in the order of storage."""
+        return (
+            flat.view(self._storage_shape).movedim(0, self.dim).contiguous()
+            if self.shape
+            else flat[0]
+        )
 
-    def flat(self, whole: Tensor) -> Tensor:
-        """The reverse of :meth:`whole`."""
-        return (whole.movedim(self.dim, 0) if self.shape else whole).reshape(-1)
+    def to_storage(self, matrix: Tensor) -> Tensor:
+        """The reverse of :meth:`from_storage`: 1-D, in the order of storage."""
+        return (matrix.movedim(self.dim, 0) if self.shape else matrix).reshape(-1)
 
     @cached_property
-    def box(self) -> tuple[int, ...]:
-        """Of each dimension of the parameter, the first index: where it lies in there."""
+    def offsets(self) -> tuple[int, ...]:
+        """Where the matrix lies in the unsharded parameter: its first index in each dimension."""
         parameter: Any = self.member.parameter
         offset = [0] * parameter.dim()
         member = self.member
@@ -143,8 +151,9 @@ class Matrix:
             offset[0] += self.index
         return tuple(offset)
 
-    def take(self, state: State) -> None:
-        """On its owner: go on from ``state``, which is given away; empty: none was taken yet."""
+    def load_state(self, state: State) -> None:
+        """On its owner: continue from ``state``, which must not be used elsewhere; empty: as before
+        the first step."""
         assert self.inner is not None, "on its owner"
         assert self.tensor is not None, "made with it"
         self.inner.state.pop(self.tensor, None)
@@ -152,55 +161,61 @@ class Matrix:
             self.inner.state[self.tensor] = state
 
     def slices(self, values: Tensor) -> Slices:
-        """State of this matrix, as :mod:`torch.distributed.checkpoint` takes it."""
+        """``values``, a state of this matrix, in the form that
+        :mod:`torch.distributed.checkpoint` saves."""
         parameter = self.member.parameter
-        if values.shape != self.shape:  # of the whole: rows' and columns' statistics, and the like
+        if values.shape != self.shape:  # statistics of rows or columns, and the like
             return Slices(values.shape, values, {(0,) * values.dim(): values})
         boxed = values.view(*(1,) * (parameter.dim() - values.dim()), *values.shape)
-        return Slices(parameter.shape, values, {self.box: boxed})
+        return Slices(parameter.shape, values, {self.offsets: boxed})
 
-    def make(self, settings: Mapping[str, Any]) -> None:
+    def make_optimizer(self, settings: Mapping[str, Any]) -> None:
         """On its owner: make the optimizer."""
         like = self.bucket.master
         self.tensor = torch.zeros(self.shape, dtype=like.dtype, device=like.device)
-        self.inner = self.bucket.method.make(self.tensor, settings)
-        self.rest()
+        self.inner = self.bucket.method.make_optimizer(self.tensor, settings)
+        self.free_step_memory()
 
-    def rest(self) -> None:
-        """Let go of what a step needed."""
+    def free_step_memory(self) -> None:
+        """Free the memory of gradient and values, which only a step needs."""
         assert self.tensor is not None, "on its owner"
-        # Some optimizers make state like the parameter at their first step: its shape is kept, but
-        # of one element's memory.
+        # The shape is kept, with the memory of one element: some optimizers make state like the
+        # parameter at their first step.
         self.tensor.grad = None
         self.tensor.data = self.tensor.new_zeros(()).expand(self.shape)
 
     def step(self, arrived: list[Tensor], settings: Mapping[str, Any]) -> Tensor:
-        """What its owner makes of what the pieces are, put together (flat, as in storage).
+        """On its owner: step, and return the new values or the update, 1-D, in the order of
+        storage.
 
         Args:
-            arrived: given away: emptied.
+            arrived: the tensors that the pieces make up, each 1-D, in the order of storage. The
+                list is emptied, so that their memory can be freed early.
         """
-        if self.split:
-            return self.flat(muon.orthogonalized(self.whole(arrived.pop()), settings))
+        if self.state_sliced:
+            return self.to_storage(muon.orthogonalize(self.from_storage(arrived.pop()), settings))
         assert self.inner is not None, "on its owner"
         assert self.tensor is not None, "made with it"
         self.inner.param_groups[0].update(settings)
-        gradient = self.whole(arrived.pop())
-        self.tensor.data = self.whole(arrived.pop())
+        gradient = self.from_storage(arrived.pop())
+        self.tensor.data = self.from_storage(arrived.pop())
         self.tensor.grad = gradient
         try:
             self.inner.step()
-            return self.flat(self.tensor.data)
+            return self.to_storage(self.tensor.data)
         finally:
-            self.rest()
+            self.free_step_memory()
 
 
 @dataclass
-class Arrival:
-    """Parts of one round's matrices on their way to their owners, or back.
+class PendingExchange:
+    """An all-to-all in flight: pieces of one round's matrices on their way to their owners, or
+    back.
 
     Attributes:
-        received: of several kinds, one after another, by rank.
+        received: the output: by sending rank, the pieces one after another (first value, then
+            gradient, where both are sent).
+        sent: the input, laid out by receiving rank.
     """
 
     handle: Handle
@@ -209,10 +224,10 @@ class Arrival:
 
 
 class Round:
-    """Matrices of which each rank of a group owns one at the most.
+    """Matrices of which each rank of a group owns at most one.
 
     Args:
-        collectives: of the group; this rank's number in it is ``collectives.rank``.
+        collectives: those of the group; this rank's number in it is ``collectives.rank``.
     """
 
     def __init__(self, number: int, matrices: Sequence[Matrix], collectives: Collectives) -> None:
@@ -221,8 +236,8 @@ class Round:
         self._collectives = collectives
 
     @property
-    def own(self) -> Matrix | None:
-        """The one that this rank owns."""
+    def own_matrix(self) -> Matrix | None:
+        """The matrix that this rank owns, if any."""
         rank = self._collectives.rank
         return next((matrix for matrix in self.matrices if matrix.owner == rank), None)
 
@@ -231,18 +246,19 @@ class Round:
         pieces: Callable[[Matrix, int], Sequence[Tensor]],
         number: int,
         dtype: torch.dtype,
-        taking: Sequence[Matrix],
-    ) -> Arrival:
-        """Start sending this rank's pieces to the owners.
+        active: Sequence[Matrix],
+    ) -> PendingExchange:
+        """Start sending this rank's pieces to the owners. Does not block with overlap.
 
         Args:
-            pieces: of a matrix what is sent, ``number`` tensors of so many elements in ``dtype``.
-            taking: the round's matrices that take part, in its order, the same on all ranks.
+            pieces: returns what is sent of a matrix, given the number of elements of this rank's
+                piece: ``number`` tensors of ``dtype``.
+            active: the round's matrices that take part, in its order, the same on all ranks.
         """
         rank, size = self._collectives.rank, self._collectives.size
         parts: list[Tensor] = []
         sent, received = [0] * size, [0] * size
-        for matrix in taking:
+        for matrix in active:
             numel = self._numel(matrix)
             sent[matrix.owner] = numel * number
             if numel:
@@ -250,92 +266,93 @@ class Round:
             if matrix.owner == rank:
                 for peer, (_, count) in matrix.pieces.items():
                     received[peer] = count * number
-        return self._launch(taking, parts, received, sent, number, dtype)
+        return self._all_to_all(active, parts, received, sent, number, dtype)
 
-    def gathered(self, arrival: Arrival, number: int) -> list[Tensor]:
-        """On an owner, after the wait: each kind of its matrix, flat, as in storage."""
-        self.wait(arrival)
-        own = self.own
-        assert own is not None, "the caller has looked"
-        found = [arrival.received.new_empty(own.numel) for _ in range(number)]
+    def finish_gather(self, exchange: PendingExchange, number: int) -> list[Tensor]:
+        """On an owner: wait; returns the ``number`` tensors of its matrix, 1-D, as in storage."""
+        self.wait(exchange)
+        own = self.own_matrix
+        assert own is not None, "the caller checks"
+        found = [exchange.received.new_empty(own.numel) for _ in range(number)]
         at = 0
         for _, (first, count) in sorted(own.pieces.items()):
-            for whole in found:
-                whole[first : first + count].copy_(arrival.received[at : at + count])
+            for tensor in found:
+                tensor[first : first + count].copy_(exchange.received[at : at + count])
                 at += count
-        arrival.received = arrival.received.new_empty(0)  # before the step
+        exchange.received = exchange.received.new_empty(0)  # frees it before the step
         return found
 
     def scatter(
-        self, whole: Tensor | None, dtype: torch.dtype, taking: Sequence[Matrix]
-    ) -> Arrival:
-        """Start sending the owners' matrices back to where their pieces lie.
+        self, own_values: Tensor | None, dtype: torch.dtype, active: Sequence[Matrix]
+    ) -> PendingExchange:
+        """Start sending the owners' matrices back to the slices in which their pieces lie.
 
         Args:
-            whole: this rank's own one, flat; ``None``: it has none that takes part.
+            own_values: the matrix that this rank owns, 1-D; ``None``: it owns none that takes part.
         """
         rank, size = self._collectives.rank, self._collectives.size
         parts, sent, received = [], [0] * size, [0] * size
-        for matrix in taking:
+        for matrix in active:
             received[matrix.owner] = self._numel(matrix)
             if matrix.owner == rank:
-                assert whole is not None, "its owner has stepped it"
+                assert own_values is not None, "its owner has stepped it"
                 for peer, (first, count) in sorted(matrix.pieces.items()):
                     sent[peer] = count
-                    parts.append(whole[first : first + count])
-        return self._launch(taking, parts, received, sent, 1, dtype)
+                    parts.append(own_values[first : first + count])
+        return self._all_to_all(active, parts, received, sent, 1, dtype)
 
-    def scattered(
-        self, arrival: Arrival, taking: Sequence[Matrix]
+    def finish_scatter(
+        self, exchange: PendingExchange, active: Sequence[Matrix]
     ) -> Iterator[tuple[Matrix, Tensor]]:
-        """After the wait: this rank's piece of each matrix, where it has one."""
-        self.wait(arrival)
+        """Wait, and return this rank's piece of each matrix of which it has one."""
+        self.wait(exchange)
         at = 0
-        for matrix in taking:
+        for matrix in active:
             numel = self._numel(matrix)
             if numel:
-                yield matrix, arrival.received[at : at + numel]
+                yield matrix, exchange.received[at : at + numel]
                 at += numel
 
-    def wait(self, arrival: Arrival) -> None:
+    def wait(self, exchange: PendingExchange) -> None:
         """Wait on the current stream (CPU: block)."""
-        self._collectives.wait(arrival.handle, self.name, "", "step")
-        arrival.handle.keep, arrival.sent = (), arrival.sent.new_empty(0)
+        self._collectives.wait(exchange.handle, self.name, "", "step")
+        exchange.handle.keep, exchange.sent = (), exchange.sent.new_empty(0)
 
     def _numel(self, matrix: Matrix) -> int:
         return matrix.pieces.get(self._collectives.rank, (0, 0))[1]
 
-    def _launch(
+    def _all_to_all(
         self,
-        taking: Sequence[Matrix],
+        active: Sequence[Matrix],
         parts: Sequence[Tensor],
         received: list[int],
         sent: list[int],
         number: int,
         dtype: torch.dtype,
-    ) -> Arrival:
-        empty = taking[0].bucket.master.new_empty(0, dtype=dtype)
+    ) -> PendingExchange:
+        empty = active[0].bucket.master.new_empty(0, dtype=dtype)
         packed = torch.cat(list(parts)) if parts else empty
-        # In a group of one nothing travels.
+        # In a group of one nothing is sent.
         arrived = packed
         if self._collectives.size > 1:
             arrived = packed.new_empty(sum(received))
-        total = sum(matrix.numel for matrix in taking) * number * dtype.itemsize
+        total = sum(matrix.numel for matrix in active) * number * dtype.itemsize
         handle = self._collectives.exchange_parts(
-            arrived, packed, received, sent, self.name, taking[0].member.name, total
+            arrived, packed, received, sent, self.name, active[0].member.name, total
         )
-        return Arrival(handle, arrived, packed)
+        return PendingExchange(handle, arrived, packed)
 
 
 class MatrixSteps:
     """All whole-matrix steps of one communicator's parameters.
 
     Args:
-        buckets: all of them; those of elementwise methods are passed over.
+        buckets: all buckets; those of elementwise methods are skipped.
 
     Attributes:
-        matrices: in the order of the model.
-        rounds: in the order of their steps: those that cost most first.
+        matrices: all matrices, in the order of the model.
+        rounds: the rounds in the order of their steps: those that cost most first.
+        own: the matrices whose state this rank holds as their owner.
     """
 
     def __init__(
@@ -346,210 +363,222 @@ class MatrixSteps:
     ) -> None:
         state, mesh = communicator.state, communicator.mesh
         self._trace = state.trace
-        self._names: dict[tuple[int, torch.dtype, tuple[int, ...]], Names] = {}
+        self._names: dict[tuple[int, torch.dtype, tuple[int, ...]], StateNames] = {}
         self.matrices: list[Matrix] = []
         self.rounds: list[Round] = []
         alike: dict[tuple[str, int, torch.dtype], list[Matrix]] = {}
         groups: dict[str, Collectives] = {}
         load: dict[str, dict[int, int]] = {}
         for bucket in buckets:
-            if not bucket.method.whole:
+            if not bucket.method.whole_matrix:
                 continue
-            group, places = _places(bucket, mesh)
+            group, positions = _group_and_positions(bucket, mesh)
             name = group.group_name
             if name not in groups:
                 shared = state.collectives
                 groups[name] = Collectives(
-                    group, shared.overlap, state.trace, state.counters, shared.ledger, mesh.device
+                    group,
+                    shared.overlap,
+                    state.trace,
+                    state.counters,
+                    shared.comm_context,
+                    mesh.device,
                 )
-                load[name] = dict.fromkeys(sorted(peer for peer, _, _ in places), 0)
+                load[name] = dict.fromkeys(sorted(peer for peer, _, _ in positions), 0)
             for member, start in bucket.offsets.items():
-                for made in _matrices(member, bucket, start, places, groups[name].rank):
-                    alike.setdefault((name, *made.sent), []).append(made)
+                for made in _matrices(member, bucket, start, positions, groups[name].rank):
+                    alike.setdefault((name, *made.send_spec), []).append(made)
                     self.matrices.append(made)
         for (group_name, *_), matrices in alike.items():
             self._form_rounds(matrices, groups[group_name], load[group_name])
         self.own: list[Matrix] = []
-        for each in self.rounds:
-            if each.own is not None and not each.own.split:
-                each.own.make(settings[each.own.group])
-                self.own.append(each.own)
+        for round_ in self.rounds:
+            if round_.own_matrix is not None and not round_.own_matrix.state_sliced:
+                round_.own_matrix.make_optimizer(settings[round_.own_matrix.group])
+                self.own.append(round_.own_matrix)
 
     @property
-    def held(self) -> list[Matrix]:
-        """Those whose state is their owners'."""
-        return [matrix for matrix in self.matrices if not matrix.split]
+    def with_owner_state(self) -> list[Matrix]:
+        """The matrices whose state lies with their owners, not in slices."""
+        return [matrix for matrix in self.matrices if not matrix.state_sliced]
 
     def _form_rounds(
         self, matrices: list[Matrix], collectives: Collectives, load: dict[int, int]
     ) -> None:
-        """Matrices of about the same cost in one round; each goes to who has least so far."""
+        """Form rounds of matrices of about the same cost. Each matrix goes to the rank that owns
+        the fewest elements so far."""
         order = sorted(matrices, key=lambda matrix: -matrix.cost)  # stable: then as in the model
         for first in range(0, len(order), len(load)):
-            some = order[first : first + len(load)]
+            members = order[first : first + len(load)]
             free = sorted(load, key=lambda peer: (load[peer], peer))
-            for matrix, peer in zip(sorted(some, key=lambda m: -m.numel), free, strict=False):
+            for matrix, peer in zip(sorted(members, key=lambda m: -m.numel), free, strict=False):
                 matrix.owner = peer
                 load[peer] += matrix.numel
-            self.rounds.append(Round(len(self.rounds), some, collectives))
+            self.rounds.append(Round(len(self.rounds), members, collectives))
 
     def step(
         self,
         used: set[Member],
         settings: Sequence[Mapping[str, Any]],
-        meanwhile: Callable[[], None],
-        done: Callable[[Bucket], None],
+        during_first_gather: Callable[[], None],
+        on_updated: Callable[[Bucket], None],
     ) -> None:
-        """Step what was ``used``; buckets have their gradients as they are to be taken.
+        """Step the matrices of the parameters in ``used``. The buckets' gradients must be scaled
+        already.
 
         Collective; blocks.
 
         Args:
-            meanwhile: called when the first messages are on their way.
-            done: called with each bucket when this rank's slice of it is new.
+            during_first_gather: called while the first round's gather is in flight.
+            on_updated: called with each bucket once this rank's slice of it has its new values.
         """
-        left = dict.fromkeys([matrix.bucket for matrix in self.matrices], 0)
+        pending = dict.fromkeys([matrix.bucket for matrix in self.matrices], 0)
         for matrix in self.matrices:
-            left[matrix.bucket] += matrix.member in used
-        some = [(each, [m for m in each.matrices if m.member in used]) for each in self.rounds]
-        some = [(each, taking) for each, taking in some if taking]
+            pending[matrix.bucket] += matrix.member in used
+        rounds = [(r, [m for m in r.matrices if m.member in used]) for r in self.rounds]
+        rounds = [(round_, active) for round_, active in rounds if active]
 
-        def gather(number: int) -> Arrival | None:
-            if number == len(some):
+        def gather(number: int) -> PendingExchange | None:
+            if number == len(rounds):
                 return None
-            each, taking = some[number]
-            return each.gather(
+            round_, active = rounds[number]
+            return round_.gather(
                 lambda matrix, numel: matrix.pieces_to_send(numel, settings[matrix.group]),
-                *taking[0].sent, taking,
+                *active[0].send_spec, active,
             )  # fmt: skip
 
-        coming = gather(0)
-        meanwhile()
-        for bucket, count in left.items():
+        gathering = gather(0)
+        during_first_gather()
+        for bucket, count in pending.items():
             if not count:
-                done(bucket)
-        leaving: tuple[Round, list[Matrix], Arrival] | None = None
-        for number, (each, taking) in enumerate(some):
-            assert coming is not None, "launched a round before"
-            here, coming = coming, gather(number + 1)
-            new = self._stepped(each, taking, here, settings)
-            del here  # its memory
-            self._arrive(leaving, left, settings, done)
-            leaving = each, taking, each.scatter(new, taking[0].sent[1], taking)
-        self._arrive(leaving, left, settings, done)
+                on_updated(bucket)
+        scattering: tuple[Round, list[Matrix], PendingExchange] | None = None
+        for number, (round_, active) in enumerate(rounds):
+            assert gathering is not None, "launched a round before"
+            current, gathering = gathering, gather(number + 1)
+            new_values = self._step_own(round_, active, current, settings)
+            del current  # frees the received pieces' memory
+            self._finish_scatter(scattering, pending, settings, on_updated)
+            scattering = round_, active, round_.scatter(new_values, active[0].send_spec[1], active)
+        self._finish_scatter(scattering, pending, settings, on_updated)
 
-    def _stepped(
+    def _step_own(
         self,
-        each: Round,
-        taking: Sequence[Matrix],
-        coming: Arrival,
+        round_: Round,
+        active: Sequence[Matrix],
+        gathering: PendingExchange,
         settings: Sequence[Mapping[str, Any]],
     ) -> Tensor | None:
-        own = each.own
-        if own is None or own not in taking:
-            each.wait(coming)
+        own = round_.own_matrix
+        if own is None or own not in active:
+            round_.wait(gathering)
             return None
-        arrived = each.gathered(coming, own.sent[0])
+        arrived = round_.finish_gather(gathering, own.send_spec[0])
         start = self._trace.now()
-        new = own.step(arrived, settings[own.group])
+        new_values = own.step(arrived, settings[own.group])
         self._trace.record("STEP", own.member.name, start=start, end=self._trace.now())
-        return new
+        return new_values
 
-    def _arrive(
+    def _finish_scatter(
         self,
-        leaving: tuple[Round, list[Matrix], Arrival] | None,
-        left: dict[Bucket, int],
+        scattering: tuple[Round, list[Matrix], PendingExchange] | None,
+        pending: dict[Bucket, int],
         settings: Sequence[Mapping[str, Any]],
-        done: Callable[[Bucket], None],
+        on_updated: Callable[[Bucket], None],
     ) -> None:
-        """New values come back to this rank's slices."""
-        if leaving is None:
+        """Wait for a round's new values and write this rank's pieces into its slices."""
+        if scattering is None:
             return
-        each, taking, back = leaving
-        for matrix, values in each.scattered(back, taking):
-            matrix.take_piece(values, settings[matrix.group])
-        for matrix in taking:
-            left[matrix.bucket] -= 1
-            if not left[matrix.bucket]:
-                matrix.bucket.round_off()
-                done(matrix.bucket)
+        round_, active, exchange = scattering
+        for matrix, values in round_.finish_scatter(exchange, active):
+            matrix.write_piece(values, settings[matrix.group])
+        for matrix in active:
+            pending[matrix.bucket] -= 1
+            if not pending[matrix.bucket]:
+                matrix.bucket.copy_master_to_owned()
+                on_updated(matrix.bucket)
 
     # state
 
-    def names(self, matrix: Matrix, settings: Sequence[Mapping[str, Any]]) -> Names:
-        """What its state consists of: found out once for each shape, by a step of a stand-in."""
+    def state_names(self, matrix: Matrix, settings: Sequence[Mapping[str, Any]]) -> StateNames:
+        """The names of a matrix's state, found once for each shape by a step of a stand-in."""
         like = matrix.bucket.master
         key = matrix.group, like.dtype, matrix.shape
         if key not in self._names:
             stand_in = like.new_zeros(matrix.shape)
             cls = matrix.bucket.method.cls
-            self._names[key] = Names(stand_in, cls, dict(settings[matrix.group]))
+            self._names[key] = StateNames(stand_in, cls, dict(settings[matrix.group]))
         return self._names[key]
 
-    def spread(self, settings: Sequence[Mapping[str, Any]]) -> dict[Bucket, dict[str, Tensor]]:
-        """State that has an element for each of a parameter's, as slices like masters. Collective;
-        blocks."""
+    def state_to_slices(
+        self, settings: Sequence[Mapping[str, Any]]
+    ) -> dict[Bucket, dict[str, Tensor]]:
+        """Owners' state with one element for round_ element of a parameter, scattered into slices
+        laid out like masters. Collective; blocks."""
         found: dict[Bucket, dict[str, Tensor]] = {}
-        for each, name, dtype, taking in self._kinds(settings):
-            own, whole = each.own, None
-            like = taking[0].bucket.master.new_empty(0, dtype=dtype)
-            if own in taking:
+        for round_, name, dtype, active in self._state_exchanges(settings):
+            own, own_values = round_.own_matrix, None
+            like = active[0].bucket.master.new_empty(0, dtype=dtype)
+            if own in active:
                 assert own is not None, "it is in the list"
                 value = own.state.get(name)
-                whole = like.new_zeros(own.numel) if value is None else own.flat(value)
-            back = each.scatter(whole, dtype, taking)
-            for matrix, values in each.scattered(back, taking):
+                own_values = like.new_zeros(own.numel) if value is None else own.to_storage(value)
+            exchange = round_.scatter(own_values, dtype, active)
+            for matrix, values in round_.finish_scatter(exchange, active):
                 of = found.setdefault(matrix.bucket, {})
                 if name not in of:
                     of[name] = torch.zeros_like(matrix.bucket.master, dtype=dtype)
                 of[name][matrix.start : matrix.start + values.numel()].copy_(values)
         return found
 
-    def bring(
+    def state_from_slices(
         self,
         slices: Mapping[Bucket, Mapping[str, Tensor]],
         settings: Sequence[Mapping[str, Any]],
     ) -> dict[Matrix, State]:
-        """The reverse of :meth:`spread`: of each matrix of this rank what it is given. Collective;
-        blocks."""
+        """The reverse of :meth:`state_to_slices`: the state of each matrix that this rank owns,
+        gathered from ``slices``. Collective; blocks."""
         found: dict[Matrix, State] = {matrix: {} for matrix in self.own}
-        for each, name, dtype, taking in self._kinds(settings):
+        for round_, name, dtype, active in self._state_exchanges(settings):
 
             def piece(matrix: Matrix, numel: int, name: str = name) -> list[Tensor]:
                 return [slices[matrix.bucket][name][matrix.start : matrix.start + numel]]
 
-            coming = each.gather(piece, 1, dtype, taking)
-            own = each.own
-            if own is None or own not in taking:
-                each.wait(coming)
+            gathering = round_.gather(piece, 1, dtype, active)
+            own = round_.own_matrix
+            if own is None or own not in active:
+                round_.wait(gathering)
             else:
-                found[own][name] = own.whole(each.gathered(coming, 1)[0])
+                found[own][name] = own.from_storage(round_.finish_gather(gathering, 1)[0])
         return found
 
-    def _kinds(
+    def _state_exchanges(
         self, settings: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[Round, str, torch.dtype, list[Matrix]]]:
-        for each in self.rounds:
-            held = [matrix for matrix in each.matrices if not matrix.split]
-            of = {matrix: self.names(matrix, settings).slices for matrix in held}
+        for round_ in self.rounds:
+            held = [matrix for matrix in round_.matrices if not matrix.state_sliced]
+            of = {matrix: self.state_names(matrix, settings).slices for matrix in held}
             for name, dtype in sorted({(n, d) for s in of.values() for n, d in s.items()}, key=str):
-                yield each, name, dtype, [m for m in held if of[m].get(name) == dtype]
+                yield round_, name, dtype, [m for m in held if of[m].get(name) == dtype]
 
     def state_nbytes(self) -> int:
-        """Of this rank's matrices."""
+        """Bytes of the state that this rank holds as an owner."""
         values = [v for matrix in self.own for v in matrix.state.values()]
         return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim())
 
 
-def _places(bucket: Bucket, mesh: ParallelMesh) -> tuple[dist.ProcessGroup, list[Place]]:
-    """A group that has all ranks among which a bucket's parameters are cut, and their places.
+def _group_and_positions(
+    bucket: Bucket, mesh: ParallelMesh
+) -> tuple[dist.ProcessGroup, list[RankPosition]]:
+    """A group of all ranks over which a bucket's parameters are cut, and the positions of these
+    ranks.
 
-    It may have more ranks than these: of other owners of experts, and those that hold the same
-    slices, which exchange their own matrices in the same rounds.
+    The group may have further ranks, which exchange their own matrices in the same rounds: ranks
+    that own other experts, and ranks that hold the same slices.
     """
     axis = bucket.axis
     ranks = range(axis.zero)
-    if bucket.small or axis.size == 1:  # weight ranks hold the same of what is replicated
+    if bucket.replicated or axis.size == 1:  # all weight ranks hold the same replicated parameters
         return axis.zero_group, [(z, 0, z) for z in ranks]
     if axis.zero == 1:
         return axis.weight_group, [(w, w, 0) for w in range(axis.size)]
@@ -562,9 +591,9 @@ def _places(bucket: Bucket, mesh: ParallelMesh) -> tuple[dist.ProcessGroup, list
 
 
 def _matrices(
-    member: Member, bucket: Bucket, start: int, places: Sequence[Place], rank: int
+    member: Member, bucket: Bucket, start: int, positions: Sequence[RankPosition], rank: int
 ) -> list[Matrix]:
-    """What is stepped as one of ``member``, which begins at ``start`` in the bucket's storage."""
+    """The matrices of ``member``, whose storage begins at ``start`` in the bucket's buffer."""
     shape, dim, shard, rows = tuple(member.shape), 0, 0, member.storage.numel()
     if isinstance(member, ShardedParameter):
         layout = member.layout
@@ -577,11 +606,12 @@ def _matrices(
     for index in range(count):
         made = Matrix(member, bucket, index, shape, dim, bucket.group_of(member))
         begin = index * numel
-        for peer, w, z in places:
+        for peer, w, z in positions:
             valid = rows
             if isinstance(member, ShardedParameter):
                 valid = member.layout.valid_rows(w) * rows
-            # In the bucket's storage: the slice's, the parameter's own, and the matrix's elements.
+            # The intersection, in the bucket's buffer, of the slice, the parameter's own elements
+            # (no padding) and the matrix.
             at = start + begin - w * shard
             low = max(z * length, start, at)
             high = min((z + 1) * length, start + valid, at + numel)

@@ -1,4 +1,4 @@
-"""By which optimizer a group's parameters are stepped, and whether it needs whole matrices."""
+"""Which optimizer steps each group of parameters, and whether it needs whole matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from internsp.optim.elementwise import (
     require_elementwise,
     require_whole_matrix,
 )
-from internsp.optim.muon import MuonSlices, splits
+from internsp.optim.muon import MuonSlices, can_slice_state
 from internsp.wp.parameter import Member, ShardedParameter
 
 _OWN_KEYS = ("params", "param_names", "optimizer", "whole_matrix")
@@ -25,44 +25,44 @@ _OWN_KEYS = ("params", "param_names", "optimizer", "whole_matrix")
 
 @dataclass(frozen=True)
 class Method:
-    """A class of optimizers.
+    """The class of optimizer that steps a group.
 
     Attributes:
-        whole: a step needs a whole parameter, so that one rank makes it
-            (:mod:`internsp.optim.matrices`); else it works on any slice.
-        on_slices: what has the state, and steps unless ``whole``, on any slice; ``None``: each
-            matrix's state is its owner's.
+        whole_matrix: whether a step needs a whole parameter, so that one rank makes it
+            (:mod:`internsp.optim.matrices`); else the class steps any slice.
+        slice_optimizer: the class that holds the state of slices, and steps them unless
+            ``whole_matrix``; ``None``: each matrix's state lies with its owner.
     """
 
     cls: OptimizerClass
-    whole: bool
-    on_slices: OptimizerClass | None
+    whole_matrix: bool
+    slice_optimizer: OptimizerClass | None
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
         return name_of(self.cls)
 
     @property
     def stacks(self) -> bool:
-        """Whether a 3-D parameter is a stack of matrices, each stepped by itself: Muon's own are
-        2-D, and so are the experts of a grouped weight."""
-        return _is(self.cls, "Muon")
+        """Whether a 3-D parameter is a stack of matrices, each stepped by itself. So it is for
+        Muon, which takes 2-D matrices: the experts of a grouped weight are such a stack."""
+        return _is_torch_class(self.cls, "Muon")
 
-    def make(self, tensor: Tensor, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    def make_optimizer(self, tensor: Tensor, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
         """The optimizer of one tensor."""
         return self.cls([{**settings, "params": [tensor]}])
 
 
-def _is(cls: Any, name: str) -> bool:
+def _is_torch_class(cls: Any, name: str) -> bool:
     known = getattr(torch.optim, name, None)
     return known is not None and isinstance(cls, type) and issubclass(cls, known)
 
 
-def whole_by_name(cls: OptimizerClass) -> bool:
-    """Whether it is known that a step needs a whole parameter: of torch's Muon, any Adafactor."""
+def is_known_whole_matrix(cls: OptimizerClass) -> bool:
+    """Whether the class is known to need a whole parameter: torch's Muon, and any Adafactor."""
     named = [base.__name__ for base in getattr(cls, "__mro__", ())]
-    return _is(cls, "Muon") or "Adafactor" in named  # transformers has its own
+    return _is_torch_class(cls, "Muon") or "Adafactor" in named  # transformers has its own
 
 
 def methods_of(
@@ -72,11 +72,12 @@ def methods_of(
     defaults: dict[str, Any],
     device: torch.device,
 ) -> list[Method]:
-    """Of each group, which then has all settings of its class, and no longer says which it is.
+    """The method of each group. Fills all settings of its class into each group, and removes
+    ``"optimizer"`` and ``"whole_matrix"`` from it.
 
     Args:
-        cls, whole_matrix, defaults: of groups that name no ``"optimizer"`` of their own. One that
-            does has ``lr`` of ``defaults``, if it gives none.
+        cls, whole_matrix, defaults: for groups without an ``"optimizer"`` of their own. A group
+            with one takes only ``lr`` from ``defaults``, unless it has its own.
 
     Raises:
         TypeError: a class is not what it is declared to be.
@@ -86,21 +87,21 @@ def methods_of(
     found = []
     for group in groups:
         given = {name: value for name, value in group.items() if name not in _OWN_KEYS}
-        own, said = group.pop("optimizer", None), group.pop("whole_matrix", None)
+        own, declared = group.pop("optimizer", None), group.pop("whole_matrix", None)
         if own is None:
             chosen, arguments = cls, defaults
-            said = whole_matrix if said is None else said
+            declared = whole_matrix if declared is None else declared
         else:
             chosen = own
             arguments = {**({"lr": defaults["lr"]} if "lr" in defaults else {}), **given}
-        key = chosen, whole_by_name(chosen) if said is None else bool(said)
+        key = chosen, is_known_whole_matrix(chosen) if declared is None else bool(declared)
         if key not in checked:
             check = require_whole_matrix if key[1] else require_elementwise
             check(chosen, device, arguments)
-            on_slices: OptimizerClass | None = chosen
+            slice_optimizer: OptimizerClass | None = chosen
             if key[1]:
-                on_slices = MuonSlices if splits(chosen, device, arguments) else None
-            checked[key] = Method(*key, on_slices)
+                slice_optimizer = MuonSlices if can_slice_state(chosen, device, arguments) else None
+            checked[key] = Method(*key, slice_optimizer)
         for name, value in default_settings(chosen, arguments, key[1]).items():
             group.setdefault(name, value)
         found.append(checked[key])
@@ -108,38 +109,36 @@ def methods_of(
 
 
 def require_steppable(member: Member, method: Method) -> None:
-    """Check that a step of ``member`` is possible, of slices or of whole matrices.
+    """Check that ``method`` can step ``member``, by slices or by whole matrices.
 
     Raises:
-        ConfigError: it is not; names the parameter and the remedy.
+        ConfigError: it cannot; names the parameter and the remedy.
     """
     if member.dtype.is_complex:
         raise ConfigError(
             f"{member.name} is complex, and a ZeroOptimizer keeps parameters in one real vector: "
             "hold its torch.view_as_real in the module, or take a torch optimizer in a plain loop"
         )
-    if not method.whole:
+    if not method.whole_matrix:
         return
     shape = tuple(member.shape)
     why = ""
     if method.stacks and len(shape) not in (2, 3):
         why = f"its shape is {list(shape)}, no matrix and no stack of them"
-    elif member.tensor is not None and member.tensor.cut:
+    elif member.tensor is not None and member.tensor.sharded:
         why = "its layer is tensor parallel, so that no rank of the weight group has all of it"
     elif member.offload:
         why = (
             f"{', '.join(sorted(member.offload))} of it lie in host memory "
-            "(weight_parallel.offload), from where no matrix is sent yet: do not offload it"
+            "(weight_parallel.offload), from where matrices cannot be sent yet: do not offload it"
         )
     elif isinstance(member, ShardedParameter):
         if member.axis.expert > 1 and not method.stacks:
-            why = (
-                "ranks own parts of it (parallel.expert), which one process steps as one"
-            )
+            why = "ranks own parts of it (parallel.expert), which one process steps together"
         elif method.stacks and len(shape) == 3 and member.layout.dim:
             why = (
-                f"a stack of matrices that is cut on dimension {member.layout.dim}: cut it on "
-                "dimension 0 (a rule with shard_dim = 0, docs/plan.md)"
+                f"a stack of matrices that is sharded on dimension {member.layout.dim}: shard "
+                "it on dimension 0 (a rule with shard_dim = 0, docs/plan.md)"
             )
     if why:
         raise ConfigError(

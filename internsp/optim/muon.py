@@ -1,9 +1,9 @@
-"""torch's Muon, split: momentum stays in slices, and only the update goes to a matrix's owner.
+"""torch's Muon in two parts: momentum stays in slices, only the update is sent to a matrix's owner.
 
-Momentum, decay and the addition of the update treat every element by itself; what needs the whole
-matrix is the Newton-Schulz iteration, which torch computes in bf16. So slices of the update travel
-in bf16 and come back in bf16: a third of the bytes of values and gradient in fp32, with the bits of
-``torch.optim.Muon``.
+Momentum, weight decay and the addition of the update are elementwise; what needs the whole matrix
+is the Newton-Schulz iteration, which torch computes in bf16. So slices of the update are sent in
+bf16 and come back in bf16: a third of the bytes of values and gradient in fp32, with bitwise the
+results of ``torch.optim.Muon``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from internsp.optim.elementwise import OptimizerClass
 
 try:
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-except ImportError:  # another torch: its own class steps whole matrices
+except ImportError:  # another torch: its class is used as it is, on whole matrices
     _adjust_lr = _zeropower_via_newtonschulz = None  # type: ignore[assignment]
 
-SENT = torch.bfloat16
-"""What the update is computed in."""
+UPDATE_DTYPE = torch.bfloat16
+"""The dtype in which the update is computed and sent."""
 
 
 class MuonSlices(torch.optim.Optimizer):
@@ -32,11 +32,12 @@ class MuonSlices(torch.optim.Optimizer):
         super().__init__(params, settings)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state of what has a gradient; the step itself is :func:`update` and the rest."""
+        """Make the state of every tensor with a gradient. The step itself is
+        :func:`momentum_update`, :func:`orthogonalize` and :func:`apply_update`."""
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
-                    update(self.momentum(tensor), tensor.grad, group)
+                    momentum_update(self.momentum(tensor), tensor.grad, group)
 
     def momentum(self, tensor: Tensor) -> Tensor:
         """The momentum of a slice."""
@@ -47,14 +48,14 @@ class MuonSlices(torch.optim.Optimizer):
         return buffer
 
 
-def update(momentum: Tensor, gradient: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """What is to be orthogonalized, of any slice; ``momentum`` is new then."""
+def momentum_update(momentum: Tensor, gradient: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Update ``momentum``, any slice of it, in place; returns the update to orthogonalize."""
     weight = settings["momentum"]
     momentum.lerp_(gradient, 1 - weight)
-    return (gradient.lerp(momentum, weight) if settings["nesterov"] else momentum).to(SENT)
+    return (gradient.lerp(momentum, weight) if settings["nesterov"] else momentum).to(UPDATE_DTYPE)
 
 
-def orthogonalized(whole: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def orthogonalize(whole: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """The update of a whole matrix, in bf16."""
     made: Tensor = _zeropower_via_newtonschulz(
         whole, settings["ns_coefficients"], settings["ns_steps"], settings["eps"]
@@ -62,18 +63,20 @@ def orthogonalized(whole: Tensor, settings: Mapping[str, Any]) -> Tensor:
     return made
 
 
-def apply(
+def apply_update(
     values: Tensor, change: Tensor, shape: tuple[int, ...], settings: Mapping[str, Any]
 ) -> None:
-    """Decay a slice of a matrix of ``shape``, and take its part of :func:`orthogonalized`."""
+    """Decay ``values``, a slice of a matrix of ``shape``, and subtract its part ``change`` of the
+    update from :func:`orthogonalize`, in place."""
     lr = settings["lr"].item() if isinstance(settings["lr"], Tensor) else settings["lr"]
     adjusted = _adjust_lr(lr, settings["adjust_lr_fn"], torch.Size(shape))
     values.mul_(1 - lr * settings["weight_decay"])
     values.add_(change, alpha=-adjusted)
 
 
-def splits(cls: OptimizerClass, device: torch.device, arguments: dict[str, Any]) -> bool:
-    """Whether the parts together are ``cls``: by experiment, since torch may change its own."""
+def can_slice_state(cls: OptimizerClass, device: torch.device, arguments: dict[str, Any]) -> bool:
+    """Whether these functions together step as ``cls`` does: by experiment, as torch may change
+    it."""
     if cls is not torch.optim.Muon or _zeropower_via_newtonschulz is None:
         return False
     for shape in ((6, 4), (4, 6)):
@@ -86,8 +89,8 @@ def splits(cls: OptimizerClass, device: torch.device, arguments: dict[str, Any])
             whole.grad = torch.linspace(0.1, 4.0, 24, device=device).roll(5 + step).view(shape)
             theirs.step()
             try:
-                change = update(ours.momentum(values), whole.grad, settings)
-                apply(values, orthogonalized(change, settings), shape, settings)
+                change = momentum_update(ours.momentum(values), whole.grad, settings)
+                apply_update(values, orthogonalize(change, settings), shape, settings)
             except (TypeError, KeyError):
                 return False
         if not torch.equal(whole, values):

@@ -1,4 +1,4 @@
-"""The global gradient norm: every parameter counted once, on every rank the same number."""
+"""The global gradient norm: every parameter counted once, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from internsp.wp.collectives import all_reduce
 
 
 def squared_norm(buckets: list[Bucket], mesh: ParallelMesh) -> Tensor:
-    """The sum of squares of all gradients of all stages, fp64, not finite if any of them is not.
+    """The sum of squares of all gradients of all stages, fp64; not finite if any gradient is not.
 
-    Slices of cut weights differ between weight ranks and expert ranks, those of replicated
-    parameters do not; tensor ranks hold the same slices of what is not cut over them, and ranks of
-    one ``zero_replica_group`` the same of all. Of a weight tied over stages the first one's counts.
-    Collective (one number); blocks.
+    Slices of sharded weights differ between weight ranks and expert ranks, slices of replicated
+    parameters do not. Tensor ranks hold the same slices of parameters that are not sharded over
+    them, and ranks of one ``zero_replica_group`` hold the same slices of all. Of a weight tied over
+    stages the first stage's copy counts. Collective (one number); blocks.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for bucket in buckets:
         axis = bucket.axis
-        if not bucket.tensor and mesh.tensor_rank:
+        if not bucket.tensor_sharded and mesh.tensor_rank:
             continue  # tensor ranks hold the same values
         if not bucket.counted:
-            continue  # another stage has it, too
-        counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.small)
+            continue  # a copy of a tied weight: an earlier stage counts it
+        counts = axis.replica_rank < axis.zero and (axis.rank == 0 or not bucket.replicated)
         if counts and bucket.gradient is not None:
             parts: Iterable[Tensor] = (bucket.gradient,)
-            if bucket.sum is not None and bucket.link is not None:
-                parts = bucket.link.through(bucket.gradient)
+            if bucket.host_sum is not None and bucket.link is not None:
+                parts = bucket.link.iterate_on_device(bucket.gradient)
             for part in parts:
                 total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
     for group in (mesh.stage_group, mesh.tensor_group, mesh.pipeline_group):
@@ -60,15 +60,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for dense weights and experts together (a plain loop).
 
-    torch's own takes ``DTensor`` of one mesh only, but experts may live on another. The 2-norm
-    over ``.grad`` of all of them, each element counted once (of a weight tied over stages the first
-    one's); gradients are clipped in place.
-    Collective; on a device the host does not wait.
+    torch's own takes ``DTensor`` of one mesh only, but experts may be on another mesh. The 2-norm
+    is over ``.grad`` of all parameters, each element counted once (for a weight tied over stages
+    the first stage's copy); gradients are clipped in place. Collective; on a device the host does
+    not wait.
 
     Args:
-        parameters: one, or several; those without a gradient are passed over.
-        group: over whose ranks the model is cut too: ``mesh.pipeline_group`` where ``parameters``
-            are those of a pipeline's chunks on this rank.
+        parameters: one, or several; those without a gradient are skipped.
+        group: the ranks over which the model is further divided: ``mesh.pipeline_group`` where
+            ``parameters`` are those of a pipeline's chunks on this rank.
 
     Returns:
         The norm before clipping: a plain tensor without dimensions, fp64 (torch's own has the
@@ -78,7 +78,7 @@ def clip_grad_norm_(
     by_mesh: dict[tuple[DeviceMesh | None, torch.device], list[Tensor]] = {}
     copies: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None:  # on the host where the weight is offloaded
+        if parameter.grad is not None:  # may be on the host, where the weight is offloaded
             key = getattr(parameter.grad, "device_mesh", None), _local(parameter.grad).device
             alike = by_mesh.setdefault(key, [])
             member = getattr(parameter, "_member", None)
@@ -86,7 +86,7 @@ def clip_grad_norm_(
     kinds = [mesh.device_type if mesh else device for mesh, device in by_mesh]
     squares = torch.zeros((), dtype=torch.float64, device=kinds[0] if kinds else None)
     for (mesh, _), gradients in by_mesh.items():
-        if not gradients:  # all of them are copies
+        if not gradients:  # all of them are copies of tied weights
             continue
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor) and mesh is not None:
@@ -98,11 +98,11 @@ def clip_grad_norm_(
         if work is not None:
             work.wait()
     total = squares.sqrt()
-    # A tensor, also where it is 1: the host need not wait for a device to know it, and a number
-    # would be rounded to bf16 before it is multiplied with gradients of that dtype.
+    # The factor stays a tensor, even where it is 1: the host need not wait for the device, and a
+    # Python number would be rounded to bf16 before it is multiplied with gradients of that dtype.
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for (_, device), gradients in by_mesh.items():
-        # Local parts: for each DTensor torch would work out the result's layout, which takes long.
+        # On local tensors: for DTensor torch would find out each result's layout, which is slow.
         local = [_local(g) for g in gradients]
         local += [_local(g) for g in copies if _local(g).device == device]
         if local:

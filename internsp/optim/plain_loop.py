@@ -1,6 +1,6 @@
-"""The end of a plain loop's backward: every ``.grad`` complete, on every rank (WP-5, WP-9).
+"""The end of backward in a plain loop: every ``.grad`` complete, on every rank (WP-5, WP-9).
 
-What a loop without a ``ZeroOptimizer`` has in the place of :mod:`internsp.optim.reduction`.
+A plain loop is one without a ``ZeroOptimizer``, which has :mod:`internsp.optim.reduction` instead.
 """
 
 from __future__ import annotations
@@ -30,61 +30,65 @@ class PlainLoop:
     ``.grad``.
 
     Attributes:
-        sums: of exchanges that are finished.
-        unfinished: gradients whose sums wait for a later backward.
+        sums: results of finished all-reduces that are not in ``.grad`` yet.
+        unfinished: the placeholders in ``.grad`` while sums wait for a later backward.
     """
 
     def __init__(self, communicator: ISPCommunicator) -> None:
         self._communicator, self._state = communicator, communicator.state
-        self._flying: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
+        self._in_flight: deque[tuple[ShardedParameter, Tensor, Handle] | None] = deque()
         self.sums: dict[ShardedParameter, Tensor] = {}
         discard = partial(discard_sums, communicator.state, communicator.replicated)
         self.unfinished = UnfinishedGradients(discard, communicator.mesh.rank)
-        beside = communicator.beside()
-        head = [u for u in communicator.units() if u.block < 0 and u not in beside]
+        root = communicator.root_units()
+        head = [u for u in communicator.units() if u.block < 0 and u not in root]
         per_unit = [
             [
-                Parcel(w.name, (w,), w.storage.numel() * _wide(w).itemsize)
+                Parcel(w.name, (w,), w.storage.numel() * _sum_dtype(w).itemsize)
                 for w in reversed(unit.weights)
                 if w.axis.replicas > 1
             ]
-            for unit in (*head, *reversed(communicator.blocks), *beside)
-        ]  # in the order in which a backward completes them
+            for unit in (*head, *reversed(communicator.blocks), *root)
+        ]  # in the order in which a backward completes their gradients
         parcels = {parcel.name: parcel for unit in per_unit for parcel in unit}
         sizes = sorted(sum(parcel.nbytes for parcel in unit) for unit in per_unit)
         self._state.queue.reductions.exchanges.declare([*parcels.values()], sum(sizes[-2:]))
         self._state.replicas = self
 
     def backward_ended(self, more: bool) -> None:
-        """Complete ``.grad``, or where ``more`` is to come say that it is not complete."""
+        """Complete ``.grad``; or, if ``more`` backwards belong to this step, put placeholders
+        into ``.grad``."""
         if more:
-            sums = [*self._communicator.replicated.with_gradient(), *self._state.reducer.touched]
-            self.unfinished.show(sums)
+            sums = [
+                *self._communicator.replicated.with_gradient(),
+                *self._state.reducer.had_gradient,
+            ]
+            self.unfinished.set_placeholders(sums)
         else:
-            self.unfinished.take()
-            self._collect()
+            self.unfinished.restore_grad()
+            self._finalize_gradients()
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
         """See :class:`internsp.wp.reductions.ReplicaExchange`.
 
-        Also of a weight without a gradient here: the data of another replica may have gone through
-        a block that this one left out, and then this one's part is zero.
+        A weight without a gradient on this rank is exchanged, too: another replica's data may have
+        gone through a block that this rank's data left out. This rank contributes zeros then.
         """
         weight = parcel.weights[0]
-        if not weight.requires_grad and weight not in self._state.reducer.touched:
-            self._flying.append(None)
+        if not weight.requires_grad and weight not in self._state.reducer.had_gradient:
+            self._in_flight.append(None)
             return
         if weight.reduced_grad is None:
-            weight.add_reduced_grad(weight.zeros(_wide(weight)))
+            weight.add_reduced_grad(weight.zeros(_sum_dtype(weight)))
         mine = weight.own_reduced_grad()
-        weight.drop_reduced_grad()  # a later gradient must not be added to what is on its way
+        weight.drop_reduced_grad()  # a later gradient must not be added to a tensor in flight
         collectives = self._state.between[weight.axis].replica
         handle = collectives.all_reduce(mine, "", weight.name)
-        self._flying.append((weight, mine, handle))
+        self._in_flight.append((weight, mine, handle))
 
     def finish_oldest(self) -> None:
         """See :class:`internsp.wp.reductions.ReplicaExchange`."""
-        exchange = self._flying.popleft()
+        exchange = self._in_flight.popleft()
         if exchange is None:
             return
         weight, total, handle = exchange
@@ -95,15 +99,16 @@ class PlainLoop:
 
     def discard(self) -> None:
         """See :class:`internsp.wp.reductions.ReplicaExchange`."""
-        while self._flying:
+        while self._in_flight:
             self.finish_oldest()
         self.sums.clear()
 
-    def _collect(self) -> None:
+    def _finalize_gradients(self) -> None:
         """Finish all reductions and complete ``.grad`` of every parameter. Collective; blocks.
 
         Raises:
-            ConfigError: optimizer state is to lie in host memory, and no ``ZeroOptimizer`` has it.
+            ConfigError: optimizer state is to be offloaded to host memory, which needs a
+                ``ZeroOptimizer``.
         """
         communicator, state = self._communicator, self._state
         replicated, mesh, mean = communicator.replicated, communicator.mesh, communicator.mean
@@ -112,22 +117,22 @@ class PlainLoop:
                 if OPTIMIZER in weight.offload and weight.requires_grad:
                     raise ConfigError(
                         f'weight_parallel: offload = "optimizer" of {weight.name} (on rank '
-                        f"{mesh.rank}) is the business of a ZeroOptimizer, and there is none: a "
-                        "torch optimizer has its state where the parameters are, which offload = "
+                        f"{mesh.rank}) needs a ZeroOptimizer, and there is none: a torch optimizer "
+                        "has its state where the parameters are, which offload = "
                         '"weights" puts into host memory'
                     )
-        flat = replicated.reduce(state.reducer.touched, state.collectives)
+        flat = replicated.reduce(state.reducer.had_gradient, state.collectives)
         state.complete_gradients()
         if flat is not None:
-            state.collectives.ledger.wait(flat, SMALL)
-        used_small, used_sharded = replicated.used(_settled)
+            state.collectives.comm_context.wait(flat, SMALL)
+        used_replicated, used_sharded = replicated.used(_known_use)
         ranks = mesh.shape.stage_size
-        small, values = replicated.members, replicated.values()
-        read = zip(small, used_small, trained(small), values, strict=True)
+        members, values = replicated.members, replicated.values()
+        read = zip(members, used_replicated, trained(members), values, strict=True)
         for member, used, wanted, value in read:
             if used and wanted:
                 _accumulate(member, value.div_(ranks) if mean else value)
-        _own(replicated.sharded)
+        _copy_shared_gradients(replicated.sharded)
         hosted: list[tuple[ShardedParameter, Tensor]] = []
         sharded = replicated.sharded
         for weight, used, wanted in zip(sharded, used_sharded, trained(sharded), strict=True):
@@ -137,42 +142,46 @@ class PlainLoop:
                 if weight.hosted and weight.link is not None:
                     value = value.to(grad_dtype(weight.parameter))
                     hosted.append((weight, weight.link.empty("grad", value.shape, value.dtype)))
-                    weight.link.store([(hosted[-1][1], value)])
+                    weight.link.copy_to_host([(hosted[-1][1], value)])
                 else:
                     _accumulate(weight, value)
             weight.drop_reduced_grad()
         if state.link is not None:
-            state.link.rest()
+            state.link.synchronize()
         for weight, value in hosted:
             _accumulate(weight, value)
         replicated.reset()
-        state.reducer.touched.clear()
+        state.reducer.had_gradient.clear()
 
 
-def _wide(weight: ShardedParameter) -> torch.dtype:
+def _sum_dtype(weight: ShardedParameter) -> torch.dtype:
     return torch.promote_types(weight.reduce_dtype, torch.float32)
 
 
-def _settled(member: Member) -> bool | None:
-    """Zeros may be added to a ``.grad`` that is there, whether or not another rank used it."""
+def _known_use(member: Member) -> bool | None:
+    """Whether some rank used ``member``, if this rank knows it; ``None``: the ranks must agree.
+
+    False if it is frozen. True where ``.grad`` exists: adding zeros to it is right, whether another
+    rank used it or not.
+    """
     if not member.requires_grad:
         return False
     return None if member.parameter.grad is None else True
 
 
-def _own(weights: Iterable[ShardedParameter]) -> None:
-    """Copy borrowed gradients that two weights were given: they are about to be changed."""
+def _copy_shared_gradients(weights: Iterable[ShardedParameter]) -> None:
+    """Copy a borrowed gradient that two weights share, as each is about to be changed in place."""
     seen: set[int] = set()
     for weight in weights:
         if weight.reduced_grad is not None and weight.borrowed:
-            place = weight.reduced_grad.data_ptr()
-            if place in seen:
+            address = weight.reduced_grad.data_ptr()
+            if address in seen:
                 weight.own_reduced_grad()
-            seen.add(place)
+            seen.add(address)
 
 
 def _accumulate(member: Member, value: Tensor) -> None:
-    """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of that."""
+    """Add ``value`` (like the parameter's storage) to ``.grad``, in the dtype of ``.grad``."""
     dtype = grad_dtype(member.parameter)
     gradient = member.wrap(value if value.dtype == dtype else value.to(dtype))
     before: Any = member.parameter.grad
@@ -185,22 +194,23 @@ def _accumulate(member: Member, value: Tensor) -> None:
 def discard_sums(
     state: Chunk, replicated: ReplicatedParameters, member: Member, used: bool
 ) -> None:
-    """Forget ``member``'s sums on this rank; waits for what is in flight. No message.
+    """Drop ``member``'s sums on this rank; waits for what is in flight. No communication.
 
-    A sum becomes zeros, not nothing: the ranks' next messages stay the same (WP-2).
+    A sum becomes zeros instead of ``None``, so that all ranks go on launching the same collectives
+    (WP-2).
 
     Args:
-        used: whether its gradient is zeros rather than none, where this rank had one: a gradient
+        used: whether the gradient, where this rank had one, is zero rather than absent: a gradient
             that was set to zero in place exists, and optimizers step with it.
     """
     state.finish_reductions()
     if isinstance(member, ReplicatedParameter):
         replicated.discard(member, used)
         return
-    state.reducer.whole.drop(member)
+    state.reducer.unsharded_sums.drop(member)
     if member.reduced_grad is not None:
         wide = torch.promote_types(member.reduced_grad.dtype, torch.float32)
         member.drop_reduced_grad()
         member.add_reduced_grad(member.zeros(wide))
-    if member in state.reducer.touched:
-        state.reducer.touched[member] &= used
+    if member in state.reducer.had_gradient:
+        state.reducer.had_gradient[member] &= used

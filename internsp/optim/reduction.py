@@ -1,11 +1,12 @@
-"""How gradient sums become slices: the ZeRO part of finishing reductions.
+"""``ZeroReducer``: from reduced gradients to slices of them, the ZeRO part of finishing reductions.
 
-Every bucket's shard-sized sums go through one exchange over the ZeRO group and a local sum (a
-reduce-scatter, see ``wp.collectives``), and where there are more replicas than that, the slice is
-summed over the ranks that hold the same one (ZeRO-1.5). When, the queue decides: in the last
-backward before the step, which is known or expected, while it runs
-(:mod:`internsp.wp.reductions`). Replicated parameters arrive by one flat
-all-reduce over all ranks of the stage, with a flag for each parameter that some rank used.
+Each bucket's reduced gradients (of the length of the shards) go through one exchange over the ZeRO
+group and a local sum (a reduce-scatter, see ``wp.collectives``). Where there are more replicas than
+ZeRO ranks, the slice is then all-reduced over the ranks that hold the same one (ZeRO-1.5). When a
+bucket is exchanged, the gather queue decides: while the last backward before the step runs, where
+it is known or expected to be the last (:mod:`internsp.wp.reductions`). Gradients of replicated
+parameters come by one flat all-reduce over all ranks of the stage, with a flag for each parameter
+that some rank used.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member, ReplicatedParameter, ShardedParameter
 from internsp.wp.reductions import Parcel
 
-IN_FLIGHT = 2  # exchanges: several moderate ones use both directions of a link (DESIGN 8)
+IN_FLIGHT = 2  # exchanges: several of moderate size use both directions of a link (DESIGN 8)
 
 
 @dataclass
 class _Exchange:
     bucket: Bucket
-    received: Tensor
-    packed: Tensor
+    output: Tensor
+    input: Tensor
     handle: Handle
     total: Tensor | None = None  # this rank's slice, where it is summed over further ranks
     dropped: list[Member] = field(default_factory=list)
 
 
-class Reducer:
-    """Reduces one communicator's sums into its buckets' slices.
+class ZeroReducer:
+    """Reduces one communicator's gradients into its buckets' slices.
 
     Args:
-        reduce_dtype: what slices travel in; ``None``: what they were summed in.
+        reduce_dtype: the dtype in which gradients are exchanged; ``None``: the dtype of the sums.
 
     Attributes:
-        broken: whether this rank's own sums of replicated parameters were not finite, as a tensor.
+        local_not_finite: whether this rank's own gradients of replicated parameters, before their
+            all-reduce, were not finite; a tensor.
     """
 
     def __init__(
@@ -59,16 +61,17 @@ class Reducer:
     ) -> None:
         self._communicator = communicator
         self._state = communicator.state
-        self._state.finish_reductions()  # what is in flight was declared otherwise
+        self._state.finish_reductions()  # in flight, but not by the parcels declared below
         self._mesh: ParallelMesh = communicator.mesh
         self._buckets = buckets
         self._dtype = reduce_dtype
-        self.broken = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
-        self._flying: deque[_Exchange] = deque()
-        self._slices: list[_Exchange] = []  # whose slices are on their way over further ranks
-        self._backwards = self._expected = 0  # that exchange, since the last run and before it
-        self._put_off = False  # one since the last run has said that more come
-        # In the order in which a backward completes them.
+        self.local_not_finite = torch.zeros((), dtype=torch.bool, device=self._mesh.device)
+        self._in_flight: deque[_Exchange] = deque()
+        self._replica_sums: list[_Exchange] = []  # their slices are being all-reduced
+        self._backwards = 0  # since the last step, without those that announced further ones
+        self._expected_backwards = 0  # as many as the last step had
+        self._saw_accumulation = False  # a backward since the last step announced further ones
+        # In the order in which a backward completes the gradients.
         self._bucket_of: dict[Parcel[ShardedParameter], Bucket] = {}
         for bucket in reversed(buckets):
             weights = [m for m in bucket.offsets if isinstance(m, ShardedParameter)]
@@ -77,81 +80,91 @@ class Reducer:
         sizes = sorted(parcel.nbytes for parcel in self._bucket_of)
         self._state.queue.reductions.exchanges.declare([*self._bucket_of], sum(sizes[-IN_FLIGHT:]))
         self._state.replicas = self
-        communicator.expects_exchange = self.expects
+        communicator.expects_exchange = self.expects_exchange
 
-    def run(self) -> set[Member]:
-        """Add every gradient that is ready on any rank to the slices. Collective, always all of it;
-        blocks.
+    def finalize_gradients(self) -> set[Member]:
+        """Add every gradient that is ready on any rank to the slices. Always covers all parameters.
+        Collective; blocks.
 
-        The launch order is the same on every rank (WP-2): whole sums that no backward has reduced
-        (``no_sync``), the replicated parameters, then the buckets that are not exchanged yet, in
-        the order in which a backward completes them.
+        The launch order is the same on every rank (WP-2): unsharded sums that no backward has
+        reduced (``no_sync``), the replicated parameters, then the buckets that are not exchanged
+        yet, in the order in which a backward completes them.
 
         Returns:
             The parameters that some rank used.
         """
         replicated = self._communicator.replicated
         self._state.reduce_accumulated()
-        direct = {}
+        autograd_gradients = {}
         for bucket in self._buckets:
             for member in bucket.offsets:
-                local = self._take_direct(member)
+                local = self._pop_autograd_gradient(member)
                 if local is not None:
-                    direct[member] = local
-        # Before it is summed with the other ranks': here such values show where they arose.
-        self.broken |= not_finite([replicated.gradient()[: replicated.numel]], self._mesh.device)
+                    autograd_gradients[member] = local
+        # Before the all-reduce: only here can be seen on which rank such values arose.
+        self.local_not_finite |= not_finite(
+            [replicated.gradient()[: replicated.numel]], self._mesh.device
+        )
         collectives = self._state.collectives
-        flat = self._launched(replicated.reduce(self._state.reducer.touched, collectives))
+        flat = self._replicated_handle(
+            replicated.reduce(self._state.reducer.had_gradient, collectives)
+        )
         self._state.complete_gradients()
-        self._arrive()
+        self._finish_replica_sums()
         collectives.wait(flat, "small", "", "finish")
         for bucket in self._buckets:
-            if bucket.small:
-                self._add_small(bucket)
+            if bucket.replicated:
+                self._add_replicated(bucket)
             else:
-                self._add_direct(bucket, direct)
-        # A parameter that no rank used is not stepped; of a frozen one nothing is asked.
-        used_small, used_sharded = replicated.used(lambda m: None if m.requires_grad else False)
-        used: set[Member] = {m for m, u in zip(replicated.members, used_small, strict=True) if u}
+                self._add_autograd_gradients(bucket, autograd_gradients)
+        # A parameter that no rank used is not stepped; frozen ones need no agreement.
+        used_replicated, used_sharded = replicated.used(
+            lambda m: None if m.requires_grad else False
+        )
+        members: zip[tuple[Member, bool]] = zip(replicated.members, used_replicated, strict=True)
+        used: set[Member] = {m for m, u in members if u}
         used |= {w for w, u in zip(replicated.sharded, used_sharded, strict=True) if u}
         replicated.reset()
-        self._state.reducer.touched.clear()
+        self._state.reducer.had_gradient.clear()
         if self._backwards:
-            self._expected = self._backwards
-        self._backwards, self._put_off = 0, False
+            self._expected_backwards = self._backwards
+        self._backwards, self._saw_accumulation = 0, False
         return used
 
     def backward_ended(self) -> None:
-        """Count it, unless it said that more come: the next step is expected to take as many."""
+        """Count this backward, unless it announced further ones before the step (``no_sync`` and
+        kin). The next step is expected to have as many."""
         communicator = self._communicator
         if communicator.queue.reductions.accumulating or communicator.more_to_come:
-            self._put_off = True
+            self._saw_accumulation = True
         else:
             self._backwards += 1
 
-    def expects(self) -> bool:
-        """Whether the backward that begins is expected to be the last before :meth:`run`.
+    def expects_exchange(self) -> bool:
+        """Whether the backward that begins is expected to be the last before
+        :meth:`finalize_gradients`.
 
-        As many as the last time; before the first time one, if others have said that more come.
+        It is if the last step ended after as many backwards. In the first step it is if earlier
+        backwards announced further ones (``no_sync``): the first without is taken for the last.
         """
-        return self._backwards + 1 == (self._expected or int(self._put_off))
+        return self._backwards + 1 == (self._expected_backwards or int(self._saw_accumulation))
 
-    def drop(self, member: Member, used: bool) -> None:
-        """Forget the sums of one parameter on this rank, without a message."""
+    def drop_sums(self, member: Member, used: bool) -> None:
+        """Drop the sums of one parameter on this rank. No communication."""
         discard_sums(self._state, self._communicator.replicated, member, used)
-        for exchange in (*self._flying, *self._slices):
+        for exchange in (*self._in_flight, *self._replica_sums):
             if member in exchange.bucket.offsets:
                 exchange.dropped.append(member)
 
-    def discard_all(self) -> None:
-        """Let what is pending arrive and drop every sum, without a message."""
-        self._state.reducer.whole.discard()
+    def drop_all_sums(self) -> None:
+        """Wait for what is in flight, and drop every sum. No new collective."""
+        self._state.reducer.unsharded_sums.discard()
         self._state.finish_reductions()
-        expected = self._expected
+        expected = self._expected_backwards
         self.discard()
-        self._expected = expected
+        self._expected_backwards = expected
         self._state.queue.reductions.exchanges.reset()
-        self._state.reducer.touched.clear()
+        self._state.reducer.had_gradient.clear()
         self._communicator.replicated.reset()
         for weight in self._communicator.replicated.sharded:
             weight.drop_reduced_grad()
@@ -159,102 +172,106 @@ class Reducer:
     # between replicas (internsp.wp.reductions.ReplicaExchange)
 
     def start(self, parcel: Parcel[ShardedParameter]) -> None:
-        """Launch the exchange of a bucket's sums over its ZeRO group."""
+        """Launch the exchange of a bucket's reduced gradients over its ZeRO group."""
         bucket = self._bucket_of[parcel]
         zero, buffers = bucket.axis.zero, self._state.reducer.buffers
         dtype = self._dtype or bucket.master.dtype
-        packed = buffers.take(bucket.flat.numel(), dtype)
+        packed = buffers.acquire(bucket.flat.numel(), dtype)
         for member, start in bucket.offsets.items():
-            assert isinstance(member, ShardedParameter), "a small bucket is no parcel"
-            place = packed[start : start + member.storage.numel()]
+            assert isinstance(member, ShardedParameter), "replicated parameters have no parcel"
+            part = packed[start : start + member.storage.numel()]
             total = member.reduced()
-            if total is None:  # unused on this rank, perhaps not on others: zeros
-                place.zero_()
+            if total is None:  # unused on this rank, but perhaps used on others: zeros
+                part.zero_()
             else:
-                place.copy_(total.flatten())
+                part.copy_(total.flatten())
                 member.drop_reduced_grad()
         for start, stop in bucket.gaps:
             packed[start:stop].zero_()
-        received = packed if zero == 1 else buffers.take(packed.numel(), dtype)
+        received = packed if zero == 1 else buffers.acquire(packed.numel(), dtype)
         collectives = self._state.between[bucket.axis].zero
         handle = collectives.exchange(received, packed, bucket.name)
         exchange = _Exchange(bucket, received, packed, handle)
         if zero == 1:
-            self._sum(exchange)
-        self._flying.append(exchange)
+            self._sum_slice(exchange)
+        self._in_flight.append(exchange)
 
     def finish_oldest(self) -> None:
-        """Wait for it and, where more ranks hold the same slice, launch their sum."""
-        exchange = self._flying.popleft()
+        """Wait for the exchange that was launched first. Where further ranks hold the same slice,
+        launch the all-reduce over them."""
+        exchange = self._in_flight.popleft()
         if exchange.total is None:
-            self._sum(exchange)
-        if exchange.bucket.sum is not None:  # to the host at once
-            self._add(exchange)
+            self._sum_slice(exchange)
+        if exchange.bucket.host_sum is not None:  # to host memory at once
+            self._add_slice(exchange)
         else:
-            self._slices.append(exchange)
+            self._replica_sums.append(exchange)
 
     def discard(self) -> None:
-        """Let what is in flight arrive and keep nothing: no step is expected to be like the last.
+        """Wait for what is in flight, keep nothing of it, and forget how many backwards a step has.
 
-        No message.
+        No new collective.
         """
-        for exchange in (*self._flying, *self._slices):
+        for exchange in (*self._in_flight, *self._replica_sums):
             self._state.collectives.wait(exchange.handle, exchange.bucket.name, "", "finish")
             if exchange.total is None:
-                self._give_back(exchange)
-        self._flying.clear()
-        self._slices.clear()
-        self._backwards, self._expected, self._put_off = 0, 0, False
+                self._release_buffers(exchange)
+        self._in_flight.clear()
+        self._replica_sums.clear()
+        self._backwards, self._expected_backwards, self._saw_accumulation = 0, 0, False
 
-    def _give_back(self, exchange: _Exchange) -> None:
-        self._state.reducer.buffers.give(exchange.packed)
-        if exchange.received is not exchange.packed:
-            self._state.reducer.buffers.give(exchange.received)
+    def _release_buffers(self, exchange: _Exchange) -> None:
+        self._state.reducer.buffers.release(exchange.input)
+        if exchange.output is not exchange.input:
+            self._state.reducer.buffers.release(exchange.output)
 
-    def _sum(self, exchange: _Exchange) -> None:
+    def _sum_slice(self, exchange: _Exchange) -> None:
         bucket = exchange.bucket
         between = self._state.between[bucket.axis]
         self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
         exchange.handle.keep = ()
         dtype = bucket.master.dtype
-        exchange.total = between.zero.sum_received(exchange.received, exchange.packed, dtype)
-        self._give_back(exchange)
+        exchange.total = between.zero.sum_output(exchange.output, exchange.input, dtype)
+        self._release_buffers(exchange)
         exchange.handle = between.zero_replica.all_reduce(exchange.total, bucket.name)
 
-    def _arrive(self) -> None:
-        """All exchanges are finished: their slices are in their buckets when they are summed."""
-        for exchange in self._slices:
-            self._add(exchange)
-        self._slices.clear()
+    def _finish_replica_sums(self) -> None:
+        """Wait for the all-reduces of all slices, and add them to their buckets' gradients."""
+        for exchange in self._replica_sums:
+            self._add_slice(exchange)
+        self._replica_sums.clear()
         if self._state.link is not None:
-            self._state.link.rest()
+            self._state.link.synchronize()
 
-    def _add(self, exchange: _Exchange) -> None:
+    def _add_slice(self, exchange: _Exchange) -> None:
         bucket, total = exchange.bucket, exchange.total
         assert total is not None, "finish_oldest has summed it"
         self._state.collectives.wait(exchange.handle, bucket.name, "", "finish")
         for member in exchange.dropped:
-            bucket.zero(total, member)
-        bucket.add(total)
+            bucket.zero_range(total, member)
+        bucket.add_gradient(total)
 
-    def _add_small(self, bucket: Bucket) -> None:
+    def _add_replicated(self, bucket: Bucket) -> None:
         replicated = self._communicator.replicated
         if bucket.gradient is None:
             bucket.gradient = torch.zeros_like(bucket.master)
         index = {member: i for i, member in enumerate(replicated.members)}
         for segment in bucket.segments:
-            assert isinstance(segment.member, ReplicatedParameter), "a small bucket's members"
-            whole = replicated.value(index[segment.member]).flatten()
-            part = whole[segment.offset : segment.offset + segment.tensor.numel()]
+            assert isinstance(segment.member, ReplicatedParameter), "bucket.replicated"
+            value = replicated.value(index[segment.member]).flatten()
+            part = value[segment.offset : segment.offset + segment.tensor.numel()]
             bucket.gradient[segment.start : segment.stop] += part
 
-    def _take_direct(self, member: Member) -> Tensor | None:
-        """A gradient that autograd left in ``.grad``: the loss used the ``DTensor`` itself.
+    def _pop_autograd_gradient(self, member: Member) -> Tensor | None:
+        """Take a gradient that autograd left in ``.grad``: the loss used the ``DTensor`` itself.
 
-        Such a term is the same on all ranks, so it counts once and not once a rank.
+        Such a term is the same on all ranks, so it counts once and not once for each rank.
 
         Returns:
-            What a shard gets of it, like the parameter's storage.
+            The part that is added to this rank's shard, like the parameter's storage; ``None`` if
+                there
+            is none, or if the parameter is replicated (then it was added to the replicated
+                gradients).
         """
         raw = raw_gradient(member.parameter)
         if raw is None:
@@ -262,30 +279,32 @@ class Reducer:
         drop_raw_gradient(member.parameter)
         value = raw.redistribute(placements=member.parameter.placements)  # type: ignore[attr-defined]
         local = value._local_tensor
-        if self._communicator.mean:  # everything is divided by the number of ranks later
+        if self._communicator.mean:  # all gradients are divided by the number of ranks later
             local = local * self._mesh.shape.stage_size
         if isinstance(member, ReplicatedParameter):
             first = dist.get_rank(self._mesh.stage_group) == 0
             index = self._communicator.replicated.members.index(member)
             self._communicator.replicated.add(index, local if first else torch.zeros_like(local))
             return None
-        self._state.reducer.touched[member] = True
+        self._state.reducer.had_gradient[member] = True
         padded = member.zeros(local.dtype)
         member.local(padded).copy_(local)
         return padded
 
-    def _add_direct(self, bucket: Bucket, direct: Mapping[Member, Tensor]) -> None:
-        """Every rank has them: into the slices, past all exchanges."""
+    def _add_autograd_gradients(
+        self, bucket: Bucket, autograd_gradients: Mapping[Member, Tensor]
+    ) -> None:
+        """Add these gradients to the slices without an exchange: every rank has them already."""
         assert bucket.gradient is not None, "it has been exchanged"
         for segment in bucket.segments:
-            if segment.member in direct:
+            if segment.member in autograd_gradients:
                 begin, end = segment.offset, segment.offset + segment.tensor.numel()
-                part = direct[segment.member].flatten()[begin:end]
-                place = bucket.gradient[segment.start : segment.stop]
-                place += part.to(place.device)
+                part = autograd_gradients[segment.member].flatten()[begin:end]
+                target = bucket.gradient[segment.start : segment.stop]
+                target += part.to(target.device)
 
-    def _launched(self, work: dist.Work | None) -> Handle:
-        """Of the replicated parameters."""
+    def _replicated_handle(self, work: dist.Work | None) -> Handle:
+        """The handle of the replicated parameters' all-reduce."""
         if work is None:
             return Handle(None)
         event = self._state.trace.record("FINISH", "small", "", "zero", in_flight=True)

@@ -10,14 +10,14 @@ class LossScaler:
     """A factor on the loss that keeps fp16 gradients within their range.
 
     After a step with a gradient that is not finite the factor falls; after ``growth_interval``
-    good steps in a row it rises. It has no communication of its own: the optimizer tells it the
-    same verdict on every rank, so that it stays the same on all of them.
+    good steps in a row it rises. It does not communicate: the optimizer calls :meth:`update` with
+    the same verdict on every rank, so that the factor stays the same on all of them.
 
     Args:
         init_scale: the first factor. Powers of two make scaling and unscaling exact.
         growth_factor, backoff_factor: how it rises (above 1) and falls (between 0 and 1).
         growth_interval: good steps in a row before it rises.
-        min_scale, max_scale: it never leaves these.
+        min_scale, max_scale: its bounds.
 
     Raises:
         ValueError: for settings with which the scale could not adapt.
@@ -57,7 +57,8 @@ class LossScaler:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step. ``overflow`` must be the same on every rank."""
+        """Adapt the scale after a step. ``overflow``: whether a gradient was not finite; it must be
+        the same on every rank."""
         if overflow:
             self.skipped_steps += 1
             self.good_steps = 0

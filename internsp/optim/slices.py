@@ -1,4 +1,4 @@
-"""A rank's slice of one kind of optimizer state, placed within the whole by its index ranges.
+"""``Slices``: a rank's slice of one kind of optimizer state, as index ranges of the whole tensor.
 
 State lies in flat slices over the replicas of a shard (:mod:`internsp.optim.bucket`), which end
 anywhere in a row. Such a slice is a few boxes of the whole tensor::
@@ -8,8 +8,8 @@ anywhere in a row. Such a slice is a few boxes of the whole tensor::
                                         X X X X X
                                         X X . . .        [3:4, 0:2]
 
-so that ``torch.distributed.checkpoint`` writes what a rank has without any message, and any mesh
-reads its own ranges of it.
+so that ``torch.distributed.checkpoint`` writes what a rank has without any communication, and any
+mesh reads its own ranges of it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from internsp.wp.parameter import Member, ShardedParameter
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Offsets, sizes, and the first of its elements, counted from the slice's first one."""
+"""Offsets, sizes, and the index of the box's first element in the slice."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where a flat range of a parameter's storage lies in the whole parameter.
+    """The part of an unsharded parameter that a flat range of its storage covers.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: of the unsharded parameter.
         dim: the dimension that comes first in storage.
-        boxes: of the range, dimensions as in storage.
-        offsets: of each box, in the whole parameter.
+        boxes: the range as boxes, with dimensions in the order of storage.
+        offsets: each box's offsets in the unsharded parameter.
     """
 
     shape: torch.Size
@@ -52,7 +52,7 @@ class Region:
 
     @classmethod
     def of(cls, member: Member, start: int, stop: int) -> Region:
-        """Of the elements ``start`` to ``stop`` of the member's storage."""
+        """The region of the elements ``start`` to ``stop`` of the member's storage."""
         parameter: Any = member.parameter
         _, origin = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
@@ -67,55 +67,58 @@ class Region:
             offsets.append(tuple(a + o for a, o in zip(at, origin, strict=True)))
         return cls(parameter.shape, dim, found, offsets)
 
-    def cut(self, values: Tensor) -> dict[tuple[int, ...], Tensor]:
-        """The boxes of ``values`` (1-D, the range) by their offsets: views."""
-        if len(self.boxes) == 1:  # the usual case, without the cut of each save's copy
+    def box_views(self, values: Tensor) -> dict[tuple[int, ...], Tensor]:
+        """Views of the boxes of ``values`` (1-D, the range), by their offsets."""
+        if len(self.boxes) == 1:  # the usual case: without a slice operation at each save
             parts = [values.view(self.boxes[0][1])]
         else:
             parts = [
-                values[place : place + math.prod(sizes)].view(sizes)
-                for _, sizes, place in self.boxes
+                values[first : first + math.prod(sizes)].view(sizes)
+                for _, sizes, first in self.boxes
             ]
         moved = [part.movedim(0, self.dim) for part in parts] if self.dim else parts
         return dict(zip(self.offsets, moved, strict=True))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` (in rows) of a tensor ``shape``, as boxes, in order."""
+    """The elements ``start`` to ``stop`` (row-major) of a tensor of ``shape`` as boxes, in
+    order."""
     if start >= stop:
         return []
     if not shape:
         return [((), (), 0)]
     inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows
+    first, last = -(-start // inner), stop // inner  # complete rows
     found: list[Box] = []
     if first > last:  # within one row
-        return _in_row(shape, last, start, stop, start)
+        return _boxes_in_row(shape, last, start, stop, start)
     if start < first * inner:
-        found += _in_row(shape, first - 1, start, first * inner, start)
+        found += _boxes_in_row(shape, first - 1, start, first * inner, start)
     if first < last:
         sizes = (last - first, *shape[1:])
         found.append(((first, *(0 for _ in shape[1:])), sizes, first * inner - start))
     if last * inner < stop:
-        found += _in_row(shape, last, last * inner, stop, start)
+        found += _boxes_in_row(shape, last, last * inner, stop, start)
     return found
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int, origin: int) -> list[Box]:
+def _boxes_in_row(
+    shape: tuple[int, ...], row: int, start: int, stop: int, origin: int
+) -> list[Box]:
     inner = math.prod(shape[1:])
     return [
-        ((row, *offsets), (1, *sizes), place + start - origin)
-        for offsets, sizes, place in boxes(shape[1:], start - row * inner, stop - row * inner)
+        ((row, *offsets), (1, *sizes), first + start - origin)
+        for offsets, sizes, first in boxes(shape[1:], start - row * inner, stop - row * inner)
     ]
 
 
 class Slices(Tensor):
-    """A tensor of which this rank holds the boxes :attr:`parts`; it has no values of its own.
+    """A tensor of which this rank holds the boxes in :attr:`parts`; it has no values of its own.
 
     ``torch.distributed.checkpoint`` saves and fills the parts.
 
     Attributes:
-        parts: by their offsets; views of the live values.
+        parts: views of the live values, by their offsets.
     """
 
     parts: dict[tuple[int, ...], Tensor]
@@ -129,8 +132,8 @@ class Slices(Tensor):
 
     @classmethod
     def of(cls, region: Region, values: Tensor) -> Slices:
-        """``values`` (1-D) are this rank's, of ``region``."""
-        made: Slices = cls(region.shape, values, region.cut(values))
+        """``values`` (1-D) as this rank's part of ``region``."""
+        made: Slices = cls(region.shape, values, region.box_views(values))
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -140,13 +143,13 @@ class Slices(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Refused: only parts are here."""
+        """Raises ``TypeError``: this rank has only parts of the tensor."""
         raise TypeError(
             f"{func} of a rank's slices of optimizer state: take their parts, or "
             "ZeroOptimizer.state_dict(), which gathers them"
         )
 
-    # what torch.distributed.checkpoint asks for (torch.distributed._checkpointable)
+    # the interface of torch.distributed.checkpoint (torch.distributed._checkpointable)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
@@ -166,5 +169,5 @@ class Slices(Tensor):
         return [ChunkStorageMetadata(torch.Size(o), p.size()) for o, p in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None, "of a box that these functions named"
+        assert index.offset is not None, "__create_write_items__ and __create_chunk_list__ give it"
         return self.parts[tuple(index.offset)]

@@ -1,14 +1,14 @@
-"""The step of offloaded weights: what lies in host memory passes the device in bounded pieces.
+"""The step of offloaded weights: their state in host memory passes the device piece by piece.
 
-The device steps, not the host: any elementwise optimizer then runs its own device kernels and gives
-the bits that it gives without offload, however few cores a rank has. The link carries optimizer
-state both ways, about 24 bytes an element of AdamW in fp32; both directions at once, while the
-device steps the piece between, so that a step takes as long as its slower direction. (A step on the
-host would send less, and read and write the same bytes by its cores, at several times fewer a
-second unless a rank has many of them.)
+The device steps, not the host: any elementwise optimizer then runs its own device kernels, with
+bitwise the results that it has without offload, however few cores a rank has. The link carries
+optimizer state both ways, about 24 bytes an element for AdamW in fp32; both directions are busy at
+once while the device steps the piece between, so that a step takes as long as its slower direction.
+(A step on the host would send less, but read and write the same bytes by its cores, at several
+times fewer bytes a second unless a rank has many of them.)
 
-A piece is one weight's slice or several small ones. Three are on the device at the most: one comes,
-one steps, one leaves.
+A piece is one weight's slice or several small ones. At most three are on the device: one is copied
+to the device, one is stepped, one is copied back.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.host import OPTIMIZER, PIECE, HostLink
+from internsp.host import OPTIMIZER, PIECE_BYTES, HostLink
 from internsp.optim.bucket import Bucket, Segment
 from internsp.wp.parameter import Member
 
 
-def update(bucket: Bucket, link: HostLink, used: set[Member], factor: float) -> None:
+def step(bucket: Bucket, link: HostLink, used: set[Member], factor: float) -> None:
     """One step of ``bucket``'s segments with ``factor`` times the gradient.
 
-    Host memory is complete after :meth:`HostLink.rest`.
+    The results are complete in host memory only after :meth:`HostLink.synchronize`.
     """
-    ahead: _Piece | None = None
+    current: _Piece | None = None
     for segments in (*_pieces(bucket, used), None):
-        coming = None if segments is None else _Piece(bucket, link, segments)
-        if ahead is not None:
-            ahead.step(factor)
-        ahead = coming
+        following = None if segments is None else _Piece(bucket, link, segments)
+        if current is not None:
+            current.step(factor)
+        current = following
 
 
 def _pieces(bucket: Bucket, used: set[Member]) -> Iterator[Sequence[Segment]]:
-    """An unused one is skipped, as torch skips grad None."""
-    size = PIECE // bucket.master.element_size()
+    """The segments in pieces of at most ``PIECE_BYTES``, or of one segment. Those of unused
+    parameters are skipped, as torch skips ``.grad`` ``None``."""
+    size = PIECE_BYTES // bucket.master.element_size()
     piece: list[Segment] = []
     for segment in bucket.segments:
         if segment.member not in used:
@@ -53,7 +54,8 @@ def _pieces(bucket: Bucket, used: set[Member]) -> Iterator[Sequence[Segment]]:
 
 
 class _Piece:
-    """Some segments of a bucket, on their way to the device, there, and back."""
+    """Some segments of a bucket, copied to the device when created; :meth:`step` steps them and
+    copies them back."""
 
     def __init__(self, bucket: Bucket, link: HostLink, segments: Sequence[Segment]) -> None:
         assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
@@ -62,7 +64,7 @@ class _Piece:
         self._inner: Any = bucket.inner
         pairs: list[tuple[Tensor, Tensor]] = []
 
-        def there(values: Tensor, hosted: bool) -> Tensor:
+        def on_device(values: Tensor, hosted: bool) -> Tensor:
             if not hosted:
                 return values
             pairs.append((torch.empty_like(values, device=link.device), values))
@@ -70,26 +72,26 @@ class _Piece:
 
         self.values, self.owned, self.gradients, self.states = [], [], [], []
         for s in segments:
-            reach = slice(s.start, s.stop)
-            self.values.append(there(s.tensor.data, bucket.master_hosted))
-            self.owned.append(there(bucket.owned[reach], bucket.has_master and bucket.hosted))
-            self.gradients.append(there(bucket.gradient[reach], bucket.sum is not None))
+            index = slice(s.start, s.stop)
+            self.values.append(on_device(s.tensor.data, bucket.master_hosted))
+            self.owned.append(on_device(bucket.owned[index], bucket.has_master and bucket.hosted))
+            self.gradients.append(on_device(bucket.gradient[index], bucket.host_sum is not None))
             state = self._inner.state.get(s.tensor, {})
             self.states.append({
-                name: there(value, OPTIMIZER in bucket.offload)
+                name: on_device(value, OPTIMIZER in bucket.offload)
                 for name, value in state.items()
                 if isinstance(value, Tensor) and value.dim()
             })  # fmt: skip
-        self._came = link.fetch(pairs)
+        self._copy_handle = link.copy_to_device(pairs)
 
     def step(self, factor: float) -> None:
-        """Step, and send back what came, and new state."""
+        """Step, and start to copy values and state, also new state, back to host memory."""
         bucket, segments = self.bucket, self.segments
-        self._came.wait()
-        homes = [s.tensor.data for s in segments]
+        self._copy_handle.wait()
+        host_values = [s.tensor.data for s in segments]
         for i, s in enumerate(segments):
             if bucket.has_master:
-                self.values[i].copy_(bucket.adopted(self.values[i], self.owned[i]))
+                self.values[i].copy_(bucket.merged_master(self.values[i], self.owned[i]))
             s.tensor.data = self.values[i]
             s.tensor.grad = self.gradients[i].mul_(factor) if factor != 1.0 else self.gradients[i]
             if self.states[i]:
@@ -97,32 +99,33 @@ class _Piece:
         try:
             self._inner.step()
         finally:
-            for s, home in zip(segments, homes, strict=True):
-                s.tensor.grad, s.tensor.data = None, home
-        back: list[tuple[Tensor, Tensor]] = []
+            for s, host in zip(segments, host_values, strict=True):
+                s.tensor.grad, s.tensor.data = None, host
+        to_store: list[tuple[Tensor, Tensor]] = []
         for i, s in enumerate(segments):
             if bucket.master_hosted:
-                back.append((homes[i], self.values[i]))
+                to_store.append((host_values[i], self.values[i]))
             if bucket.has_master:
                 rounded, own = self.values[i].to(bucket.owned.dtype), bucket.owned[s.start : s.stop]
                 if bucket.hosted:
-                    back.append((own, rounded))
+                    to_store.append((own, rounded))
                 else:
                     own.copy_(rounded)
             if OPTIMIZER in bucket.offload:
                 state = self._inner.state[s.tensor]
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.dim():
-                        state[name] = bucket.home(s, name, value.dtype)
-                        back.append((state[name], value))
-        self.link.store(back)
+                        state[name] = bucket.host_state_slice(s, name, value.dtype)
+                        to_store.append((state[name], value))
+        self.link.copy_to_host(to_store)
 
 
-def brought(bucket: Bucket, link: HostLink) -> tuple[Tensor, Tensor]:
-    """Room on the device for a bucket's weights, and this rank's new slice at its place in it."""
+def to_device(bucket: Bucket, link: HostLink) -> tuple[Tensor, Tensor]:
+    """A buffer on the device for a bucket's unsharded weights, and the view of it that is this
+    rank's slice, copied from host memory."""
     own, rank = bucket.owned, bucket.axis.zero_rank
-    link.settle()  # the slice is new
+    link.finish_copies_to_host()  # among them this step's copy of the slice
     flat = torch.empty(bucket.flat.numel(), dtype=own.dtype, device=link.device)
-    place = flat[rank * own.numel() : (rank + 1) * own.numel()]
-    link.fetch([(place, own)]).wait()
-    return flat, place
+    own_slice = flat[rank * own.numel() : (rank + 1) * own.numel()]
+    link.copy_to_device([(own_slice, own)]).wait()
+    return flat, own_slice

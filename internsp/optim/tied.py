@@ -1,7 +1,8 @@
-"""What one step of a pipeline adds to a ``ZeroOptimizer``'s gradients of weights that are tied.
+"""Gradients that one step of a pipeline adds to a ``ZeroOptimizer``'s, for weights tied over
+stages.
 
 Such a weight has a bucket of its own (:func:`internsp.optim.bucket.make_buckets`), so that slices
-of its copies end at the same elements on all stages, and can be added up.
+of its copies end at the same elements on all stages and can be summed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from internsp.wp.parameter import Member
 
 
 class ZeroGradients:
-    """This rank's slices (:class:`internsp.pipeline.tied.StepGradients`).
+    """This rank's slices of tied weights' gradients
+    (:class:`internsp.pipeline.tied.StepGradients`).
 
     Args:
-        finish: finishes the reductions, and returns what was used on some rank.
-        used: what the optimizer will step.
+        finish: finishes the reductions, and returns the parameters that some rank used.
+        used: returns the set of parameters that the optimizer will step.
     """
 
     def __init__(
@@ -35,14 +37,16 @@ class ZeroGradients:
         self._added: set[Member] = set()
 
     def trains(self, member: Member) -> bool:
-        """See :class:`StepGradients`; what was frozen when the optimizer was made has no bucket."""
+        """See :class:`StepGradients`; a parameter that was frozen when the optimizer was made
+        has no bucket."""
         return member.requires_grad and member in self._bucket
 
-    def begin(self, member: Member) -> None:
+    def begin_step(self, member: Member) -> None:
         """See :class:`StepGradients`."""
         bucket = self._bucket[member]
         self._before[member] = bucket.gradient
-        if bucket.gradient is not None and bucket.sum is not None:  # its memory is used again
+        # Host memory of an offloaded sum is used again.
+        if bucket.gradient is not None and bucket.host_sum is not None:
             self._before[member] = bucket.gradient.clone()
         bucket.gradient = None
 
@@ -50,13 +54,13 @@ class ZeroGradients:
         """See :class:`StepGradients`."""
         self._added = self._finish()
 
-    def take(self, member: Member) -> tuple[Tensor, bool]:
+    def local_sum(self, member: Member) -> tuple[Tensor, bool]:
         """See :class:`StepGradients`."""
         bucket = self._bucket[member]
         assert bucket.gradient is not None, "finish() gives every bucket a gradient"
         return bucket.gradient.to(bucket.device), member in self._added
 
-    def give(self, member: Member, total: Tensor | None) -> None:
+    def set_total(self, member: Member, total: Tensor | None) -> None:
         """See :class:`StepGradients`."""
         bucket, before = self._bucket[member], self._before.pop(member)
         assert bucket.gradient is not None, "finish() gives every bucket a gradient"
@@ -68,11 +72,11 @@ class ZeroGradients:
         if before is not None:
             bucket.gradient.add_(before)
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """See :class:`StepGradients`."""
         for member, before in self._before.items():
             bucket = self._bucket[member]
-            bucket.gradient = None if bucket.sum is not None else before
+            bucket.gradient = None if bucket.host_sum is not None else before
         self._before.clear()
 
     def values(self, member: Member) -> list[Tensor]:
@@ -81,5 +85,5 @@ class ZeroGradients:
         local: Any = parameter._local_tensor  # type: ignore[attr-defined]
         if bucket is None:
             return [local]
-        bucket.adopt()
+        bucket.merge_external_writes()
         return [local, *([bucket.master] if bucket.has_master else [])]

@@ -1,4 +1,4 @@
-"""``ZeroOptimizer``: the step, and new weights on their way to every rank (DESIGN 4)."""
+"""``ZeroOptimizer``: the step of sharded weights, and the all-gather of their new values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from internsp.dtensor.unfinished import gradients_lost
-from internsp.failure.recovery import unbroken
+from internsp.failure.recovery import reporting_refusals
 from internsp.host import OPTIMIZER
-from internsp.optim import checkpoint, streamed, whole_state
-from internsp.optim.bucket import Bucket, Publication, make_buckets
+from internsp.optim import checkpoint, gathered_state, streamed
+from internsp.optim.bucket import Bucket, ParameterAllGather, make_buckets
 from internsp.optim.elementwise import OptimizerClass
-from internsp.optim.finite import NotFinite, broken_gradients
-from internsp.optim.groups import ParamGroups, assign, members
+from internsp.optim.finite import NotFinite, not_finite_gradients
+from internsp.optim.gathered_state import StateView
+from internsp.optim.groups import ParamGroups, optimizer_groups, trainable_members
 from internsp.optim.guarded import guard_parameter
 from internsp.optim.matrices import MatrixSteps
 from internsp.optim.methods import methods_of, require_steppable
 from internsp.optim.norm import clip_factor, squared_norm
-from internsp.optim.reduction import Reducer
+from internsp.optim.reduction import ZeroReducer
 from internsp.optim.scaler import LossScaler
-from internsp.optim.state_names import Names
+from internsp.optim.state_names import StateNames
 from internsp.optim.tied import ZeroGradients
-from internsp.optim.whole_state import States
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -35,57 +35,59 @@ _LOG = logging.getLogger("internsp.optim")
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Any elementwise torch optimizer with its state cut over the replicas of a shard.
+    """Any elementwise torch optimizer, with its state sharded over the replicas of a weight shard.
 
-    Gradients stay with the communicator until :meth:`step`, which finishes their reductions in
-    launch order, reduce-scatters them over their axis' ``zero_group``, updates this rank's slice
-    and sends the new values out by all-gather; the next forward waits for them block by block
-    (WP-3). From its making on, ``.grad`` of a parameter has no values while a gradient is
-    unfinished: reading them raises (WP-9), ``model.zero_grad()``, ``.grad = None`` and the like
+    Reduced gradients stay with the communicator until :meth:`step`, which finishes the reductions
+    in launch order, reduce-scatters the gradients over their axis' ``zero_group``, updates this
+    rank's slice and all-gathers the new values; the next forward waits for them block by block
+    (WP-3). As soon as the optimizer exists, ``.grad`` of a parameter has no values while a gradient
+    is unfinished: reading them raises (WP-9); ``model.zero_grad()``, ``.grad = None`` and the like
     drop it. ``param_groups`` are the model's parameters, so that torch's learning-rate schedules
     work.
 
     The norm and the clip follow DESIGN 6: over all parameters of all stages, each counted once.
 
     Args:
-        communicator: what ``parallelize`` returned. Storage of its parameters moves.
+        communicator: what ``parallelize`` returned. The storage of its parameters moves.
         optimizer_class: ``torch.optim.AdamW``, ``SGD``, ... ; called with ``lr`` and ``defaults``.
-            One whose step needs a whole parameter (``torch.optim.Muon``, ``Adafactor``, or what is
-            declared) steps on one rank, to which the others send their parts of it, one matrix
-            after another, while the one before is stepped (:mod:`internsp.optim.matrices`).
+            A class whose step needs a whole parameter (``torch.optim.Muon``, ``Adafactor``, or
+            one that is declared so) steps each matrix on one rank, to which the others send their
+            parts; one matrix is sent while the one before is stepped
+            (:mod:`internsp.optim.matrices`).
         lr: learning rate (``None``: the class's own default).
         whole_matrix: whether a step of ``optimizer_class`` needs a whole parameter; ``None``: if it
-            is Muon or Adafactor. Checked by experiment, as far as one shows it.
+            is Muon or Adafactor. Checked by experiment, as far as an experiment can show it.
         max_grad_norm: gradients are clipped to this global norm; ``None``: not clipped.
         param_groups: as for torch; ``None`` puts every trainable parameter into one group. A group
-            may have an ``"optimizer"`` of its own, a class, with that one's settings (and
-            ``"whole_matrix"``): Muon for matrices of blocks, AdamW for the rest. ``defaults`` are
-            not for it, but for ``lr``. Of a 3-D parameter Muon steps each matrix by itself.
+            may have an ``"optimizer"`` of its own, a class, with the settings of that class (and
+            ``"whole_matrix"``): Muon for matrices of blocks, AdamW for the rest. Of ``defaults``
+            such a group takes only ``lr``. Of a 3-D parameter Muon steps each matrix by itself.
         loss_scaler: for fp16. A step that is skipped lowers its scale.
         skip_not_finite: a step whose gradients are not finite on some rank is skipped on all of
             them, with or without clipping: parameters and state stay as they are, the gradients
-            are dropped, and rank 0 logs which parameters and ranks it were. The verdict comes
-            with the norm, without a message of its own. Always so with a ``loss_scaler``.
-        reduce_dtype: what shard-sized sums travel in between replicas, once a step; ``None``: the
-            fp32 or wider that they were summed in, so that a gradient is rounded only once.
+            are dropped, and rank 0 logs the parameters and the ranks. The verdict comes with the
+            norm, without a collective of its own. Always so with a ``loss_scaler``.
+        reduce_dtype: the dtype in which gradients are exchanged between replicas, once a step;
+            ``None``: that of the sums, fp32 or wider, so that a gradient is rounded only once.
 
     Attributes:
-        grad_norm: of the last step, a number: the global norm of the unscaled gradient before
-            clipping; not finite where some rank's gradient was not, and then the step was skipped.
-            NaN before the first step.
+        grad_norm: the last step's global norm of the unscaled gradient before clipping, a number;
+            not finite where some rank's gradient was not, and then the step was skipped. NaN before
+            the first step.
         skipped: whether the last step was skipped because gradients were not finite.
-        not_finite: where they were not, of the last step; ``None`` if it was not skipped, or if it
-            lowered the loss scale, as is usual with fp16.
+        not_finite: the parameters and ranks with such gradients in the last step; ``None`` if it
+            was not skipped, or if it lowered the loss scale, as is usual with fp16.
         skipped_steps: how many steps were skipped so far, for whatever cause.
-        skipped_in_a_row: how many of the last ones had ``not_finite``: a loop may want to stop.
+        skipped_in_a_row: how many of the last steps in a row had ``not_finite``: a loop may want to
+            stop.
         loss_scaler: as given.
-        unfinished: whether there are gradients that no step has taken.
+        unfinished: whether there are gradients that no step has used.
 
     Raises:
         TypeError: the class is not elementwise and not declared, or declared and elementwise; or it
             is neither (LBFGS, SparseAdam).
         ValueError: wrong parameter groups, or a second optimizer for the same communicator, or a
-            parameter of which no whole matrix can be stepped (offloaded, tensor parallel, ...).
+            parameter that cannot be stepped as a whole matrix (offloaded, tensor parallel, ...).
     """
 
     def __init__(
@@ -114,17 +116,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if lr is not None:
             defaults["lr"] = lr
-        groups, place = assign(communicator, param_groups)
+        groups, group_index = optimizer_groups(communicator, param_groups)
         device = communicator.mesh.device
         methods = methods_of(groups, optimizer_class, whole_matrix, defaults, device)
-        for member, index in place.items():
+        for member, index in group_index.items():
             require_steppable(member, methods[index])
         super().__init__(groups, {})
-        # What schedules ask for (OneCycleLR looks for a momentum here); groups have all of it.
+        # Learning-rate schedules read these (OneCycleLR a momentum); every group has all settings.
         self.defaults = dict(self.param_groups[0])
         del self.defaults["params"]
-        self._sealed = True
-        self._place = place
+        self._groups_fixed = True
+        self._group_index = group_index
         self._communicator = communicator
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(
@@ -138,26 +140,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self.not_finite: NotFinite | None = None
         self.skipped_steps = self.skipped_in_a_row = 0
-        self.unfinished = communicator.plain.unfinished.take()
+        self.unfinished = communicator.plain.unfinished.restore_grad()
         self._used: set[Member] = set()
-        self._lost: set[Member] = set()  # whose earlier gradients a failed pass has taken with it
-        self._kinds: dict[tuple[int, torch.dtype], Names] = {}  # of state, by group
+        self._lost: set[Member] = set()  # their earlier gradients were lost in a failed step
+        self._state_names: dict[tuple[int, torch.dtype], StateNames] = {}  # by group and dtype
         with torch.no_grad():
-            self._buckets = make_buckets(communicator, place, methods)
+            self._buckets = make_buckets(communicator, group_index, methods)
             for bucket in self._buckets:
                 bucket.make_inner(self._settings())
             self._matrices = MatrixSteps(communicator, self._buckets, self._settings())
         if communicator.state.link is not None:
-            communicator.state.link.trim()  # of where the shards were
-        self._reducer = Reducer(communicator, self._buckets, reduce_dtype)
-        for member in members(communicator):
+            communicator.state.link.empty_host_cache()  # the shards have left their old memory
+        self._reducer = ZeroReducer(communicator, self._buckets, reduce_dtype)
+        for member in trainable_members(communicator):
             guard_parameter(member, self, communicator.mesh.rank)
         communicator.plain = None
         communicator.step_gradients = ZeroGradients(
-            self._buckets, self._finished, lambda: self._used
+            self._buckets, self._finalize_gradients, lambda: self._used
         )
         communicator.after_backward.append(self._backward_ended)
-        communicator.after_rest.append(self._rested)
+        communicator.after_reset.append(self._after_reset)
         communicator.sums_wait = lambda: self.unfinished
 
     # the user's loop
@@ -168,15 +170,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the reductions, clip, update, publish. Collective; blocks, but not for the
-        publication.
+        """Finish the reductions, clip, update, and start the parameter all-gathers. Collective;
+        blocks, but not for the parameter all-gathers.
 
         Args:
             closure: called once, with gradients enabled, before anything else: forward and
                 backward (``zero_grad`` too, as for torch).
 
         Returns:
-            What ``closure`` returned (its loss), without one ``None``: as torch's optimizers do.
+            What ``closure`` returned (its loss), ``None`` without one: as torch's optimizers do.
             The norm is :attr:`grad_norm`.
         """
         loss = None
@@ -187,63 +189,64 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop every gradient. After :meth:`step` there is none, so then it does nothing."""
+        """Drop every gradient. After :meth:`step` there is none, so that it does nothing then."""
         self._communicator.recover()
-        self._reducer.discard_all()
-        self._release()
+        self._reducer.drop_all_sums()
+        self._clear_gradients()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def _drop_gradient(self, member: Member, used: bool) -> None:
-        """Forget this rank's part of one gradient. No message; waits for what is in flight.
+        """Drop this rank's part of one gradient. No communication; waits for what is in flight.
 
-        After a pass that failed all ranks call it, as :meth:`zero_grad`.
+        After a failed step all ranks must call it, as :meth:`zero_grad`.
 
         Args:
-            used: it was set to zero, not to ``None``: the next step takes it as zeros.
+            used: whether it was set to zero, not to ``None``: the next step then uses zeros.
         """
         self._communicator.recover()
         self._lost.discard(member)
-        self._reducer.drop(member, used)
+        self._reducer.drop_sums(member, used)
         if not used:
             self._used.discard(member)
         for bucket in self._buckets:
             if bucket.gradient is not None and member in bucket.offsets:
-                bucket.drop_gradient(member)
+                bucket.zero_gradient(member)
 
     @torch.no_grad()
     def finish_reductions(self) -> None:
-        """Reduce the gradients that are ready into this rank's slices. Collective; blocks. ``step``
-        does it.
+        """Reduce the gradients that are ready into this rank's slices. Collective; blocks.
+        :meth:`step` calls it.
 
-        Called after each micro-batch it keeps slices instead of shard-sized sums between them, at
-        the price of one exchange a micro-batch.
+        Called after each micro-batch it keeps slices instead of gradients of the shards' size
+        between micro-batches, at the price of one exchange for each.
         """
-        self._finished()
+        self._finalize_gradients()
 
-    def _finished(self) -> set[Member]:
+    def _finalize_gradients(self) -> set[Member]:
         self._communicator.recover()
         if self._lost:
             raise gradients_lost(len(self._lost), self._communicator.mesh.rank)
-        used = self._reducer.run()
+        used = self._reducer.finalize_gradients()
         self._used |= used
         return used
 
     @torch.no_grad()
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Whole reduced gradients by parameter name, unscaled, fp32 or wider; unused ones absent.
+        """Unsharded reduced gradients by parameter name, unscaled, fp32 or wider; unused ones are
+        absent.
 
-        For tests and for looking. Collective, blocks, makes everything whole; what :meth:`step`
+        For tests and for inspection. Collective, blocks, gathers all gradients; what :meth:`step`
         will use stays as it is.
         """
         self.finish_reductions()
         found = {}
         for bucket in self._buckets:
             assert bucket.gradient is not None, "finish_reductions gives every bucket a gradient"
-            for member, part in bucket.gathered(bucket.gradient).items():
+            for member, part in bucket.all_gather_slices(bucket.gradient).items():
                 if member in self._used:
-                    found[member.name] = member.wrap(part).full_tensor() * self._unit()
+                    found[member.name] = member.wrap(part).full_tensor() * self._gradient_factor()
         return found
 
     # state
@@ -251,35 +254,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """By parameter, this rank's slices of its state, 1-D; :meth:`state_dict` has all of it."""
-        return States(self._buckets, self._matrices, self._settings(), self._place)
+        return StateView(self._buckets, self._matrices, self._settings(), self._group_index)
 
     @state.setter
     def state(self, value: Any) -> None:
-        pass  # torch's own dictionary, which has nothing to hold
+        pass  # torch's constructor sets a dictionary, which is not needed
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State and settings in the form of torch's optimizers. Collective; blocks.
 
-        ``{"state": {index: {name: value}}, "param_groups": [...]}``: what has a value for each
+        ``{"state": {index: {name: value}}, "param_groups": [...]}``: state with one value for each
         element is a ``DTensor`` like the parameter (``"master"``: the fp32 values of a 16-bit one),
         gathered from the replicas' slices, so that it needs their memory; other meshes and
         optimizers can load it. Unused parameters have the state before a first step. It serves
         ``torch.distributed.checkpoint`` and its ``get_optimizer_state_dict`` and kin.
-        :meth:`local_state_dict` takes no memory and no message.
+        :meth:`local_state_dict` needs no memory and no communication.
 
         Raises:
             CollectiveError: not all ranks of the stage call it.
         """
         communicator = self._communicator
         communicator.recover()
-        communicator.meeting.same("optimizer", "ZeroOptimizer.state_dict()")
-        communicator.publish()
-        with unbroken([communicator.recovery], "the optimizer's state_dict()"):
+        communicator.store_group.require_same("optimizer", "ZeroOptimizer.state_dict()")
+        communicator.wait_until_ready()
+        with reporting_refusals([communicator.recovery], "the optimizer's state_dict()"):
             for bucket in self._buckets:
-                bucket.adopt()
-            states = whole_state.collect(
-                self._buckets, self._matrices, self._settings(), self._place, communicator.mesh
+                bucket.merge_external_writes()
+            states = gathered_state.gather_state(
+                self._buckets,
+                self._matrices,
+                self._settings(),
+                self._group_index,
+                communicator.mesh,
             )
         index = {id(p): i for i, p in enumerate(self._parameters())}
         groups, start = self._settings(), 0
@@ -296,11 +303,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Continue from :meth:`state_dict`, of any mesh and of torch's own optimizer of the class.
+        """Continue from :meth:`state_dict`, of any mesh, or of the same class's torch optimizer.
 
-        Parameters are matched by their order, whatever they are called (indices, names). Values:
-        ``DTensor``, whole tensors, or this rank's part; they are copied. Load the model's own
-        values too. Gradients that were not stepped with are dropped. All ranks call it.
+        Parameters are matched by their order, whatever the keys are (indices, names). Values:
+        ``DTensor``, unsharded tensors, or this rank's part; they are copied. Load the model's own
+        values too. Gradients that no step has used are dropped. All ranks call it.
 
         Raises:
             LayoutError: a value of another shape.
@@ -314,15 +321,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state is of groups of {sizes[0]} parameters, this optimizer has {sizes[1]}"
             )
         names = [name for group in saved for name in group["params"]]
-        of = {id(m.parameter): m for m in self._place}
+        of = {id(m.parameter): m for m in self._group_index}
         states = {
             of[id(p)]: state_dict["state"].get(name, {})
             for name, p in zip(names, self._parameters(), strict=True)
         }
-        self._communicator.publish()
-        with unbroken([self._communicator.recovery], "the optimizer's load_state_dict()"):
-            whole_state.restore(self._buckets, self._matrices, self._settings(), states)
-        self._continue(saved, state_dict)
+        self._communicator.wait_until_ready()
+        with reporting_refusals([self._communicator.recovery], "the optimizer's load_state_dict()"):
+            gathered_state.load_state(self._buckets, self._matrices, self._settings(), states)
+        self._load_settings(saved, state_dict)
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's slices of the state, masters, settings and loss scale. Not collective.
@@ -334,8 +341,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         with torch.no_grad():
             state: dict[str, Any] = {
-                "state": checkpoint.collect(
-                    self._buckets, self._matrices, self._settings(), self._kinds
+                "state": checkpoint.local_state(
+                    self._buckets, self._matrices, self._settings(), self._state_names
                 ),
                 "param_groups": self._settings(),
             }
@@ -347,7 +354,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_local_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from this rank's :meth:`local_state_dict`, refilled. Not collective.
 
-        Load the model's own values too. Gradients that were not stepped with are dropped.
+        Load the model's own values too. Gradients that no step has used are dropped.
 
         Raises:
             LayoutError: another rank's slices, or another model's.
@@ -359,11 +366,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"the state has {len(saved)} parameter groups, this optimizer has "
                 f"{len(self.param_groups)}"
             )
-        checkpoint.restore(self._buckets, self._matrices, state_dict["state"])
-        self._continue(saved, state_dict)
+        checkpoint.load_local_state(self._buckets, self._matrices, state_dict["state"])
+        self._load_settings(saved, state_dict)
 
-    def _continue(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-        """With these settings, without gradients."""
+    def _load_settings(self, saved: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+        """Continue with the saved settings and loss scale, without gradients."""
         for group, settings in zip(self.param_groups, saved, strict=True):
             left_out = ("params", "param_names")
             group.update({name: v for name, v in settings.items() if name not in left_out})
@@ -372,8 +379,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def memory(self) -> list[tuple[str, int]]:
-        """(component, bytes) on the device: gradient sums at their largest, optimizer state."""
-        sums = sum(b.nbytes for b in self._buckets if not b.small and b.sum is None)
+        """(component, bytes) on the device: reduced gradients at their largest, optimizer state."""
+        sums = sum(b.nbytes for b in self._buckets if not b.replicated and b.host_sum is None)
         if self._communicator.replicated.flat is not None:
             flat = self._communicator.replicated.flat
             sums += flat.numel() * flat.element_size()
@@ -382,57 +389,57 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [("gradient sums", sums), ("optimizer state", state)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while being made.
+        """Only for the constructor of torch's class.
 
         Raises:
-            ValueError: later: buckets are laid out once.
+            ValueError: when called later: buckets are laid out once.
         """
-        if getattr(self, "_sealed", False):
+        if getattr(self, "_groups_fixed", False):
             raise ValueError("a ZeroOptimizer's groups are fixed: give all of them when making it")
         super().add_param_group(param_group)
 
     # inside
 
     def _update(self, factor: float) -> None:
-        settings, whole = self._settings(), [b for b in self._buckets if b.method.whole]
+        settings, whole = self._settings(), [b for b in self._buckets if b.method.whole_matrix]
         for bucket in whole:
-            bucket.adopt()
-            bucket.scale(factor)
-        # Matrices travel while slices are stepped.
+            bucket.merge_external_writes()
+            bucket.scale_gradient(factor)
+        # Matrices are sent while slices are stepped.
         slices = partial(self._update_slices, settings, factor)
-        self._matrices.step(self._used, settings, slices, self._publish)
+        self._matrices.step(self._used, settings, slices, self._all_gather_parameters)
         if self._communicator.state.link is not None:
-            self._communicator.state.link.rest()  # shards are new where others may read them
+            self._communicator.state.link.synchronize()  # the host may read the new shards now
 
     def _update_slices(self, settings: list[dict[str, Any]], factor: float) -> None:
         trace = self._communicator.state.trace
         for bucket in self._buckets:
-            if bucket.method.whole:
+            if bucket.method.whole_matrix:
                 continue
             start = trace.now()
-            bucket.adopt(masters=bucket.link is None)
-            bucket.configure(settings)
+            bucket.merge_external_writes(masters=bucket.link is None)
+            bucket.set_settings(settings)
             if bucket.link is None:
-                bucket.update(self._used, factor)
+                bucket.step(self._used, factor)
             else:
-                streamed.update(bucket, bucket.link, self._used, factor)
+                streamed.step(bucket, bucket.link, self._used, factor)
             trace.record("STEP", bucket.name, start=start, end=trace.now())
-            self._publish(bucket)
+            self._all_gather_parameters(bucket)
 
-    def _publish(self, bucket: Bucket) -> None:
+    def _all_gather_parameters(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket's new slices; its members are ready when it ends."""
         state, axis = self._communicator.state, bucket.axis
         # `.data`: the collective must not raise a version counter that saved tensors share.
         flat, owned = bucket.flat.data, bucket.owned.data
         link = bucket.link if bucket.hosted and axis.zero > 1 else None
         if link is not None:
-            flat, owned = streamed.brought(bucket, link)
-        handle = state.between[axis].publication.publish(flat, owned, bucket.name)
-        if link is not None:  # whole on the device, and home at once: there is little room
+            flat, owned = streamed.to_device(bucket, link)
+        handle = state.between[axis].publication.all_gather_parameters(flat, owned, bucket.name)
+        if link is not None:  # copied back to host memory at once: device memory is scarce
             state.collectives.wait(handle, bucket.name, "", "publish")
             handle.keep = ()
-            link.store([(bucket.flat, flat)])
-        bucket.announce(Publication(state.collectives, handle, bucket.name))
+            link.copy_to_host([(bucket.flat, flat)])
+        bucket.set_pending_all_gather(ParameterAllGather(state.collectives, handle, bucket.name))
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -442,8 +449,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         left_out = ("params", "param_names")
         return [{k: v for k, v in g.items() if k not in left_out} for g in self.param_groups]
 
-    def _unit(self) -> float:
-        """What a sum must be multiplied by to be the gradient: mean over ranks, loss scale."""
+    def _gradient_factor(self) -> float:
+        """The factor from a sum to the gradient: mean over ranks, inverse of the loss scale."""
         communicator = self._communicator
         mean = 1.0 / communicator.mesh.shape.stage_size if communicator.mean else 1.0
         return mean if self.loss_scaler is None else mean / self.loss_scaler.scale
@@ -452,25 +459,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.unfinished = True
         self._reducer.backward_ended()
 
-    def _rested(self, earlier: bool) -> None:
-        """A pass has failed, and no sum is left, of ``earlier`` backwards either."""
+    def _after_reset(self, earlier: bool) -> None:
+        """The communicator was reset after a failed step: no gradient sum is left.
+
+        Args:
+            earlier: whether sums of earlier backwards were lost with it.
+        """
         lost = self.unfinished and earlier
-        self._release()
-        if lost:  # until they are dropped by the user, too, a step must not go without them
-            self._lost = {m for m in self._place if m.requires_grad}
+        self._clear_gradients()
+        if lost:  # until the user has dropped all (zero_grad), a step would lack these gradients
+            self._lost = {m for m in self._group_index if m.requires_grad}
             self.unfinished = True
 
-    def _release(self) -> None:
-        """No gradient is left in the slices."""
+    def _clear_gradients(self) -> None:
+        """Drop the slices' gradients, and what is recorded of them since the last step."""
         self._lost.clear()
         for bucket in self._buckets:
             bucket.gradient = None
         self._used = set()
-        self._reducer.broken.zero_()
+        self._reducer.local_not_finite.zero_()
         self.unfinished = False
 
-    def _stepped(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
-        """Take note of what a step has done."""
+    def _record_step(self, norm: float, skipped: bool, why: NotFinite | None) -> None:
+        """Record a step's result in the public attributes."""
         self.grad_norm, self.skipped, self.not_finite = norm, skipped, why
         self.skipped_steps += skipped
         self.skipped_in_a_row = 0 if why is None else self.skipped_in_a_row + 1
@@ -480,13 +491,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def step_together(optimizers: Sequence[ZeroOptimizer], log: bool = True) -> None:
     """One step of all of them with one norm: a pipeline rank has an optimizer for each chunk.
 
-    Their settings and loss scaler are shared, and so is :attr:`ZeroOptimizer.grad_norm`.
+    They share their settings and loss scaler, and so :attr:`ZeroOptimizer.grad_norm`.
     Collective; see :meth:`ZeroOptimizer.step`.
 
     Args:
         log: whether rank 0 logs a step that is skipped.
     """
-    with unbroken([optimizer._communicator.recovery for optimizer in optimizers]):
+    with reporting_refusals([optimizer._communicator.recovery for optimizer in optimizers]):
         _step_together(optimizers, log)
 
 
@@ -494,26 +505,28 @@ def _step_together(optimizers: Sequence[ZeroOptimizer], log: bool) -> None:
     first = optimizers[0]
     for optimizer in optimizers:
         optimizer.finish_reductions()
-        optimizer._communicator.publish()  # not needed since; the slices are about to change
-        optimizer._communicator.settle_gathers()
+        # Parameters that no forward has used since the last step may still be in their all-gather,
+        # and the slices are about to change.
+        optimizer._communicator.wait_until_ready()
+        optimizer._communicator.wait_for_gathers()
     mesh, scaler = first._communicator.mesh, first.loss_scaler
     buckets = [bucket for optimizer in optimizers for bucket in optimizer._buckets]
-    norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._unit()
+    norm = math.sqrt(squared_norm(buckets, mesh).item()) * first._gradient_factor()
     skipped = first.skip_not_finite and not math.isfinite(norm)
     why = None
     if skipped and (scaler is None or scaler.scale <= scaler.min_scale):
-        broken = [optimizer._reducer.broken for optimizer in optimizers]
-        why = broken_gradients(buckets, torch.stack(broken).any(), mesh)
+        local_not_finite = [optimizer._reducer.local_not_finite for optimizer in optimizers]
+        why = not_finite_gradients(buckets, torch.stack(local_not_finite).any(), mesh)
         if log and mesh.rank == 0:
             _LOG.warning("this step is skipped: gradients are %s", why)
-    factor = first._unit() * clip_factor(norm, first.max_grad_norm)
+    factor = first._gradient_factor() * clip_factor(norm, first.max_grad_norm)
     for optimizer in optimizers:
-        # torch's learning-rate schedules warn where they have seen no call of `step`.
+        # torch's learning-rate schedules warn if `step` was never called.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        optimizer._stepped(norm, skipped, why)
+        optimizer._record_step(norm, skipped, why)
         if not skipped:
             optimizer._update(factor)
     if scaler is not None:
         scaler.update(skipped)
     for optimizer in optimizers:
-        optimizer._release()
+        optimizer._clear_gradients()

@@ -1,9 +1,9 @@
-"""Pipelines over ``torch.distributed.pipelining``: chunks, stages, scheduler hooks, plans."""
+"""Pipelines over ``torch.distributed.pipelining``: chunks, stages, scheduler hooks, schedules."""
 
-from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split
+from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, split_model
 from internsp.pipeline.hooks import ComputeAction, ISPCommunicatorSchedulerHook, SchedulerHook
 from internsp.pipeline.pipeline import Pipeline
-from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, kind_of
+from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, schedule_kind
 from internsp.pipeline.stage import ISPPipelineStage
 
 __all__ = [
@@ -17,6 +17,6 @@ __all__ = [
     "ScheduleKind",
     "SchedulerHook",
     "SplittableModel",
-    "kind_of",
-    "split",
+    "schedule_kind",
+    "split_model",
 ]

@@ -1,7 +1,8 @@
-"""A backward in two parts, and a pass that leaves no trace: what a pipeline asks of a communicator.
+"""What a pipeline needs of a communicator: the split backward's order, and shape inference.
 
-Zero-bubble schedules (arXiv 2401.10241) compute input gradients first and weight gradients later.
-The stage marks the parts, since nothing in the autograd graph tells them from a user's own
+Zero-bubble schedules (arXiv 2401.10241) split a backward into an input backward (B), which computes
+input gradients, and a later weight backward (W). The stage tells the communicator which of the two
+runs, since nothing in the autograd graph distinguishes them from a user's own
 ``torch.autograd.grad``.
 """
 
@@ -17,30 +18,33 @@ from internsp.wp.parameter import ShardedParameter
 
 
 def grad_ready_order(communicator: ISPCommunicator) -> list[ShardedParameter]:
-    """Cut weights in the order in which a weight part computes their gradients."""
+    """Sharded weights in the order in which a weight backward computes their gradients."""
     return list(reversed(communicator.replicated.sharded))
 
 
-def overwritten(communicator: ISPCommunicator) -> set[int]:
-    """Storages of the slots that several blocks take by turns, as ``data_ptr``."""
+def shared_slot_storages(communicator: ISPCommunicator) -> set[int]:
+    """Storages (``data_ptr``) of the slots that several blocks share by overwriting each other."""
     users = Counter(unit.slot for unit in communicator.blocks)
     slots = [slot for slot in communicator.state.pool.slots if users[slot.index] > 1]
     return set().union(*(slot.storages() for slot in slots))
 
 
 @contextmanager
-def rehearsal(communicator: ISPCommunicator) -> Iterator[None]:
-    """Whatever runs inside leaves no trace: no gradient, no count, no event, nothing in a slot."""
+def shape_inference(communicator: ISPCommunicator) -> Iterator[None]:
+    """Context for torch's shape inference, whose forward is not part of a step.
+
+    It leaves no gradients, counters, trace events or slot contents behind.
+    """
     state = communicator.state
     counters, enabled, seconds = (
         replace(state.counters), state.trace.enabled, state.trace.exposed_seconds
     )  # fmt: skip
     state.trace.enabled = False
-    communicator.begin_part(weights=False)
+    communicator.begin_backward_part(weights=False)
     try:
         yield
     finally:
-        communicator.end_part()
-        communicator.forget_slots()
+        communicator.end_backward_part()
+        communicator.invalidate_slots()
         vars(state.counters).update(vars(counters))
         state.trace.enabled, state.trace.exposed_seconds = enabled, seconds

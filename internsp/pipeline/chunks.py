@@ -1,4 +1,4 @@
-"""From a model to the chunks of a pipeline: where to cut, and the module of one chunk."""
+"""Partition a model into the chunks of a pipeline; the module of one chunk."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from internsp.errors import StructureError
 from internsp.layers.dropout import block_keys
-from internsp.plan.rules import of_part, own_rules
+from internsp.plan.rules import own_rules, rules_of_chunk
 from internsp.sp import token_loss
 
 
 class SplittableModel(Protocol):
-    """What a model must show to be cut: the model zoo's families do."""
+    """Attributes that a model needs to be partitioned; all families of the model zoo have them."""
 
     loss_options: dict[str, Any]
 
     @property
     def embed(self) -> nn.Module:
-        """Ids to hidden states."""
+        """Token ids to hidden states."""
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -31,7 +31,7 @@ class SplittableModel(Protocol):
 
     @property
     def norm(self) -> nn.Module:
-        """Between the last block and the head."""
+        """Normalization between the last block and the head."""
 
     @property
     def head(self) -> nn.Module:
@@ -39,12 +39,12 @@ class SplittableModel(Protocol):
 
     @property
     def rotary(self) -> Callable[..., Any]:
-        """Rotary tables from something ``[B, s]``, the layout and a dtype."""
+        """Makes rotary tables from a tensor ``[B, s]``, the layout and a dtype."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one micro-batch hands to the chunks of a rank.
+    """Arguments of one micro-batch for the chunks of a rank.
 
     Attributes:
         inputs: positional arguments of the first stage (token ids ``[B, s]``).
@@ -56,13 +56,15 @@ class MicroBatch:
 
 
 class Chunk(nn.Module):
-    """Consecutive blocks of a model, with the embedding or the head where they belong.
+    """Consecutive blocks of a model; the first chunk also has the embedding, the last the head.
 
-    Its parameters have the names that they have in the whole model, so that initial values,
-    checkpoints and optimizer state do not depend on how the model was cut.
+    Parameters keep the names that they have in the model, so that initial values, checkpoints and
+    optimizer state do not depend on how the model was partitioned.
 
     Args:
-        blocks: indices of the blocks; ``first`` takes ids, ``last`` returns the summed loss.
+        blocks: indices of the chunk's blocks.
+        first: whether the chunk has the embedding and takes token ids.
+        last: whether the chunk has the head and returns the summed loss.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class Chunk(nn.Module):
             self.norm, self.head = model.norm, model.head
         self.loss_options: dict[str, Any] = model.loss_options
         self._rotary = model.rotary
-        self._token_keys = getattr(model, "token_keys", None)  # of the zoo's, for dropout
+        self._token_keys = getattr(model, "token_keys", None)  # models of the zoo, for dropout
         dropout = getattr(model, "embedding_dropout", None)
         if first and dropout is not None:
             self.embedding_dropout = dropout
-        self.weight_parallel_plan = of_part(self, own_rules(model))
+        self.weight_parallel_plan = rules_of_chunk(self, own_rules(model))
 
     def forward(
         self,
@@ -93,12 +95,13 @@ class Chunk(nn.Module):
         labels: Tensor | None = None,
         loss_chunk: int = 1024,
     ) -> Tensor:
-        """One chunk's part of the model.
+        """Run the chunk's blocks, and its embedding before or its head after them.
 
         Args:
-            x: ids ``[B, s]`` on the first stage, else hidden states ``[B, s, hidden]``.
-            layout: this rank's part of the sequences; needed wherever they are cut or packed.
-            labels: ``[B, s]``; the last stage then returns the summed loss, without them logits.
+            x: token ids ``[B, s]`` on the first stage, else hidden states ``[B, s, hidden]``.
+            layout: this rank's part of the sequences; needed for sharded or packed sequences.
+            labels: ``[B, s]``. With labels the last stage returns the summed loss, without them
+                logits.
 
         Returns:
             Hidden states ``[B, s, hidden]``; from the last stage the loss, a scalar, or logits
@@ -133,30 +136,33 @@ class Chunk(nn.Module):
         return tuple(f"layers.{i}" for i in self.blocks)
 
 
-def split(model: SplittableModel, stages: int) -> list[range]:
-    """The blocks of each of ``stages`` stages, balanced by cost.
+def split_model(model: SplittableModel, stages: int) -> list[range]:
+    """Blocks of each of ``stages`` stages, balanced by cost.
 
-    A block costs the multiplications of a token with its weights, the head likewise (its logits
-    are computed again in backward, a third more); the embedding is a lookup and costs nothing.
+    The cost of a block is its number of multiplications for one token. The head costs a third more
+    than its multiplications, since its logits are computed again in backward. The embedding is a
+    lookup and costs nothing.
 
     Raises:
-        StructureError: fewer blocks than stages.
+        StructureError: there are fewer blocks than stages.
     """
     blocks = len(model.layers)
     if blocks < stages:
         raise StructureError(
-            f"{blocks} blocks cannot be cut into {stages} chunks (pipeline ranks x chunks a rank) "
-            "of one block or more; choose fewer stages or chunks, or more layers"
+            f"{blocks} blocks cannot be split into {stages} chunks (pipeline ranks x chunks a "
+            "rank) of one block or more; choose fewer stages or chunks, or more layers"
         )
-    head = 4 * _products(model.head) / 3
-    return balanced([_products(block) for block in model.layers], stages, head)
+    head = 4 * _multiplications(model.head) / 3
+    return partition_costs([_multiplications(block) for block in model.layers], stages, head)
 
 
-def balanced(costs: Sequence[float], parts: int, tail: float = 0.0) -> list[range]:
-    """Cut ``costs`` into consecutive, non-empty ``parts`` with the least sum of squares.
+def partition_costs(costs: Sequence[float], parts: int, tail: float = 0.0) -> list[range]:
+    """Partition ``costs`` into ``parts`` consecutive, non-empty ranges.
+
+    The sum of the squared costs of the ranges is minimal.
 
     Args:
-        tail: added to the last part (the head).
+        tail: cost that is added to the last range (the head's).
     """
     count = len(costs)
     sums = [0.0]
@@ -171,7 +177,7 @@ def balanced(costs: Sequence[float], parts: int, tail: float = 0.0) -> list[rang
                 for start in range(part - 1, end)
                 if (part - 1, start) in best
             ]
-            # Of equal cuts the one with more blocks in earlier parts: the head comes last.
+            # Among equal costs prefer more blocks in earlier parts: the last one has the head.
             best[part, end] = min(options, key=lambda option: (option[0], -option[1]))
     cuts = [count]
     for part in range(parts, 0, -1):
@@ -180,14 +186,14 @@ def balanced(costs: Sequence[float], parts: int, tail: float = 0.0) -> list[rang
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-def _products(module: nn.Module) -> float:
+def _multiplications(module: nn.Module) -> float:
     return float(sum(p.numel() for p in module.parameters() if p.dim() > 1))
 
 
-def hidden_like(
+def meta_hidden(
     rows: int, length: int, width: int, dtype: torch.dtype, requires_grad: bool = True
 ) -> Tensor:
-    """Hidden states as torch's stages want them described: shape and dtype, no memory."""
+    """Hidden states ``[rows, length, width]`` on the meta device, as torch's stages take shapes."""
     return torch.empty(
         rows, length, width, dtype=dtype, device="meta", requires_grad=requires_grad
     )

@@ -1,12 +1,12 @@
-"""After a failed step of a pipeline: together back to rest, or apart for good (WP-10).
+"""Reset a pipeline after a failed step, or abort its groups where a reset is impossible (WP-10).
 
-Stages are never at the same point of a schedule, and one that fails leaves others waiting for its
-messages. So a rank that fails writes its cause into the process group's store, and whoever waits
-for it is told (:mod:`internsp.pipeline.messages`). Messages that are still under way end with their
-connections: a new group takes the old one's place once all ranks have failed.
+Stages are never at the same point of a schedule, and a stage that fails leaves others waiting for
+its messages. Therefore a rank that fails writes its cause into the process group's store, and ranks
+that wait for it stop waiting (:mod:`internsp.pipeline.messages`). Messages that are still in flight
+end with their connections: a new group replaces the old one once all ranks have failed.
 
-The ranks of one stage must have failed at the same point: their gathers and reductions are of one
-order, in groups that stay.
+The ranks of one stage must have failed at the same point: their gathers and reductions have one
+order, and the groups of these are kept.
 """
 
 from __future__ import annotations
@@ -20,57 +20,61 @@ from types import TracebackType
 import torch.distributed as dist
 
 from internsp.errors import CollectiveError
-from internsp.failure.last_words import when_process_ends
-from internsp.failure.lookout import sever
+from internsp.failure.detection import call_at_exit
+from internsp.failure.guard import close_connections
 from internsp.failure.outcome import is_consequence
-from internsp.failure.recovery import abort, all_meet, default_store
+from internsp.failure.recovery import abort_group, default_store, store_consensus
 from internsp.mesh import ParallelMesh
 from internsp.pipeline.messages import Messages
 from internsp.wp.communicator import ISPCommunicator
 
-# Where torch's schedules and stages wait for each other, and those with a tied weight.
-_BETWEEN_STAGES = {"_wait_batch_p2p", "_batch_p2p", "_send_meta", "_recv_meta", "swap"}
+# Functions in which a stage waits for another one: torch's, and ours for tied weights.
+_BETWEEN_STAGES = {"_wait_batch_p2p", "_batch_p2p", "_send_meta", "_recv_meta", "send_and_receive"}
 
 
-class Watch:
-    """A context for each step. Made by all ranks of the world together.
+class PipelineFailureGuard:
+    """A context for each step, which reports failures to the other ranks.
+
+    All ranks of the world create it together.
 
     Args:
-        communicators: of this rank's chunks.
-        prepared: which of torch's preparations before a first step are done.
-        forget: called once all ranks have failed: drop what the failed step has left.
+        communicators: the communicators of this rank's chunks.
+        initialized: returns which initializations of torch's schedule, done before a first step,
+            this rank has completed.
+        reset_step: called once all ranks have failed; drops what the failed step has left.
 
     Attributes:
-        open: whether a step runs.
-        messages: between stages.
+        running: whether a step runs.
+        messages: messages between stages.
     """
 
     def __init__(
         self,
         mesh: ParallelMesh,
         communicators: Sequence[ISPCommunicator],
-        prepared: Callable[[], str],
-        forget: Callable[[], None],
+        initialized: Callable[[], str],
+        reset_step: Callable[[], None],
     ) -> None:
-        self.open = False
-        self._entering = False
+        self.running = False
+        self._in_consensus = False
         self._mesh = mesh
         self._communicators = communicators
-        self._prepared = prepared
-        self._forget = forget
-        self._ended = ""
-        self._failed = self._stuck = False  # stuck: in another wait than one between stages
-        self._failures = self._steps = 0  # failed steps; all that have begun
-        self._earlier: list[bool] = []  # by chunk: whether steps before have left sums
+        self._initialized = initialized
+        self._reset_step = reset_step
+        self._ended_by = ""
+        self._failed = False
+        self._failed_in_collective = False  # interrupted, and not in a wait between stages
+        self._failures = self._steps = 0  # failed steps; steps that have begun
+        self._earlier_sums: list[bool] = []  # by chunk: whether earlier steps have left gradients
         self._store = default_store()
         name = [uuid.uuid4().hex if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(name)
         self._name = f"internsp/{name[0]}"
-        self.messages = Messages(self._store, mesh.rank, self._look)
-        when_process_ends(self, Watch._ends)
+        self.messages = Messages(self._store, mesh.rank, self._check_step_failed)
+        call_at_exit(self, PipelineFailureGuard._on_process_end)
 
     def __enter__(self) -> None:
-        self.open = True
+        self.running = True
 
     def __exit__(
         self,
@@ -78,119 +82,129 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.open = False
+        self.running = False
         if error is None:
             return
-        root = _root(error)
-        mine = self._text(root)
-        first = self._tell(mine)
-        self._failed, self._stuck = True, is_consequence(root) and not _between_stages(root)
-        for communicator in self._communicators:  # the stage's other ranks wait in any chunk's
+        root = _root_cause(error)
+        mine = self._describe(root)
+        first = self._store_cause(mine)
+        self._failed = True
+        self._failed_in_collective = is_consequence(root) and not _between_stages(root)
+        for communicator in self._communicators:  # other ranks of the stage may wait in any chunk
             if first == mine:
-                communicator.recovery.failed(f"{type(root).__name__}: {root}")
+                communicator.recovery.report_failure(f"{type(root).__name__}: {root}")
             else:
-                communicator.recovery.lookout.failed(first)
-        if self._place() is None:  # this rank will meet no other: none shall wait for that
-            self._refuse_to_meet()
+                communicator.recovery.guard.report_failed(first)
+        if self._position() is None:  # this rank cannot reset: no other shall wait for it
+            self._refuse_reset()
         if self._mesh.device.type == "cpu":
-            self.messages.give_up()
-        else:  # what a stream waits for ends with its group only
-            self._end(first)
+            self.messages.store_counts()
+        else:  # a stream's wait for a collective ends only with its group
+            self._abort_groups(first)
         if first != mine and isinstance(error, Exception):
             raise CollectiveError(f"a step of the pipeline has failed: {first}") from error
 
-    def begin(self) -> None:
-        """A step comes next; after a failed one all ranks go back to rest, or end.
+    def begin_step(self) -> None:
+        """Begin a step; after a failed one first reset on all ranks together.
 
         Raises:
-            CollectiveError: some rank has not failed with the others, or at another point: the
-                groups are ended, and every later call raises the same.
+            CollectiveError: a rank has not failed with the others, or failed at another point. The
+                groups are aborted, and every later call raises the same error.
         """
-        if self._ended:
-            raise CollectiveError(self._ended)
+        if self._ended_by:
+            raise CollectiveError(self._ended_by)
         first = self._first_cause()
         if self._failed or first:
             self._recover(first)
         self._steps += 1
-        self._earlier = [communicator.begin_step() for communicator in self._communicators]
+        self._earlier_sums = [communicator.begin_step() for communicator in self._communicators]
         if self._mesh.device.type == "cpu" and self._mesh.pipeline > 1:
-            self.messages.begin(f"{self._name}/messages/{self._failures}")
+            self.messages.begin_step(f"{self._name}/messages/{self._failures}")
 
     @contextlib.contextmanager
-    def entering(self) -> Iterator[None]:
-        """Inside, this rank waits until all have come to the step that has begun.
+    def step_consensus(self) -> Iterator[None]:
+        """Context in which the ranks agree to run the step that has begun.
 
-        Also a context for it: what is raised is told as in a step.
+        A failure inside is reported to the other ranks like a failure of the step.
         """
         with self:
-            self._entering = True
+            self._in_consensus = True
             try:
                 yield
             finally:
-                self._entering = False
+                self._in_consensus = False
 
-    def _look(self) -> None:
-        """On the messages' thread: one that failed in an earlier step comes to this one no more."""
-        if not self._entering or not self._store.check([self._key, self._failed_step]):
+    def _check_step_failed(self) -> None:
+        """End the wait of :meth:`step_consensus` if a rank has failed in an earlier step.
+
+        That rank will not begin this step. Runs on the thread of :class:`Messages`.
+        """
+        keys = [self._cause_key, self._failed_step_key]
+        if not self._in_consensus or not self._store.check(keys):
             return
-        if int(self._store.get(self._failed_step)) < self._steps:
+        if int(self._store.get(self._failed_step_key)) < self._steps:
             for group in (self._mesh.stage_group, self._mesh.pipeline_group):
-                sever(group)
+                close_connections(group)
 
     @property
-    def _failed_step(self) -> str:
+    def _failed_step_key(self) -> str:
         return f"{self._name}/step/{self._failures}"
 
     def _recover(self, first: str) -> None:
         mesh = self._mesh
-        together = all_meet(
+        together = store_consensus(
             self._store,
-            self._meeting,
-            self._place(),
+            self._reset_key,
+            self._position(),
             mesh.rank,
             range(mesh.world_size),
             mesh.timeout_seconds,
             f"{self._name}/gone",
-            self._same,
+            self._same_positions,
         )
         if not together:
-            self._end(first)
-            raise CollectiveError(self._ended)
+            self._abort_groups(first)
+            raise CollectiveError(self._ended_by)
         try:
-            for communicator, earlier in zip(self._communicators, self._earlier, strict=True):
-                communicator.recovery.together()
+            for communicator, earlier in zip(self._communicators, self._earlier_sums, strict=True):
+                communicator.recovery.reset()
                 communicator.step_failed(earlier)
-            sever(mesh.pipeline_group)  # a message that comes late finds no buffer of ours
+            # Before buffers are reused: a late message must not arrive in one of them.
+            close_connections(mesh.pipeline_group)
             mesh.renew_pipeline_group()
         except RuntimeError:
-            self._end(first)
+            self._abort_groups(first)
             raise
-        self._forget()
+        self._reset_step()
         self._failures += 1
-        self._failed = self._stuck = False
+        self._failed = self._failed_in_collective = False
 
     @property
-    def _meeting(self) -> str:
+    def _reset_key(self) -> str:
         return f"{self._name}/failed/{self._failures}"
 
-    def _refuse_to_meet(self) -> None:
+    def _refuse_reset(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(f"{self._meeting}/verdict", "", "apart")
+            self._store.compare_set(f"{self._reset_key}/verdict", "", "refused")
 
-    def _place(self) -> str | None:
-        """Which step has failed, and where in its stage this rank is; ``None``: it cannot go on."""
-        ledgers = [c.state.collectives.ledger for c in self._communicators]
-        if not self._failed or self._stuck or any(ledger.failure for ledger in ledgers):
+    def _position(self) -> str | None:
+        """The failed step and this rank's position in its stage's collectives, as text.
+
+        ``None`` if this rank cannot be reset.
+        """
+        contexts = [c.state.collectives.comm_context for c in self._communicators]
+        if not self._failed or self._failed_in_collective or any(c.failure for c in contexts):
             return None
-        inside = " ".join(ledger.place() for ledger in ledgers)
-        return f"{self._steps} {self._prepared()}|{inside}"
+        inside = " ".join(context.position() for context in contexts)
+        return f"{self._steps} {self._initialized()}|{inside}"
 
-    def _same(self, places: Sequence[str]) -> bool:
-        step = {place.partition("|")[0] for place in places}
+    def _same_positions(self, positions: Sequence[str]) -> bool:
+        """Whether all ranks failed in one step, and the ranks of each stage at one position."""
+        steps = {position.partition("|")[0] for position in positions}
         stages = self._mesh.shape.ranks("stage")
-        return len(step) == 1 and all(len({places[r] for r in ranks}) == 1 for ranks in stages)
+        return len(steps) == 1 and all(len({positions[r] for r in ranks}) == 1 for ranks in stages)
 
-    def _text(self, error: BaseException) -> str:
+    def _describe(self, error: BaseException) -> str:
         mesh = self._mesh
         return (
             f"rank {mesh.rank}, pipeline rank {mesh.pipeline_rank}, failed first: "
@@ -198,47 +212,47 @@ class Watch:
         )
 
     @property
-    def _key(self) -> str:
+    def _cause_key(self) -> str:
         return f"{self._name}/pipeline/{self._failures}"
 
-    def _tell(self, mine: str) -> str:
-        """Leave this cause, if it is the first; returns the first."""
+    def _store_cause(self, mine: str) -> str:
+        """Store this rank's cause unless there is one already; returns the stored cause."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
-            self._store.compare_set(self._failed_step, "", str(self._steps))
-            return self._store.compare_set(self._key, "", mine).decode() or mine
+            self._store.compare_set(self._failed_step_key, "", str(self._steps))
+            return self._store.compare_set(self._cause_key, "", mine).decode() or mine
         return mine
 
     def _first_cause(self) -> str:
         with contextlib.suppress(RuntimeError):
-            if self._store.check([self._key]):
-                return self._store.get(self._key).decode()
+            if self._store.check([self._cause_key]):
+                return self._store.get(self._cause_key).decode()
         return ""
 
-    def _end(self, first: str) -> None:
+    def _abort_groups(self, first: str) -> None:
         mesh = self._mesh
-        self._ended = f"the pipeline has ended: {first}"
+        self._ended_by = f"the pipeline has ended: {first}"
         for group in dict.fromkeys((mesh.pipeline_group, *mesh.pass_groups, mesh.stage_group)):
             with contextlib.suppress(ValueError, RuntimeError):
-                abort(group)
+                abort_group(group)
 
-    def _ends(self, error: BaseException | None) -> None:
-        """This process ends by ``error``, perhaps between two steps."""
+    def _on_process_end(self, error: BaseException | None) -> None:
+        """This process ends with ``error``, possibly between two steps."""
         if error is None:
             return
         if not self._failed and not is_consequence(error):
-            self._tell(self._text(error))
+            self._store_cause(self._describe(error))
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._name}/gone", str(self._mesh.rank))
 
 
-def _root(error: BaseException) -> BaseException:
-    """torch wraps what a chunk raises in two errors of its own; the first one is the cause."""
+def _root_cause(error: BaseException) -> BaseException:
+    """The error that a chunk has raised, which torch wraps in two errors of its own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _between_stages(error: BaseException) -> bool:
-    """Whether it was met waiting for another stage."""
+    """Whether ``error`` was raised while waiting for another stage."""
     frames = traceback.extract_tb(error.__traceback__)
     return not _BETWEEN_STAGES.isdisjoint(frame.name for frame in frames)

@@ -1,9 +1,9 @@
-"""Whether a chunk's weight gradients can be computed apart, read from the graph of one forward.
+"""Whether a chunk's backward can be split, read from the autograd graph of one forward.
 
-torch's split backward follows each weight toward the output until it meets the way of the chunk's
-input; there it keeps the gradients for the weight part. A weight that never meets that way is
-passed over in silence. And what lies between a weight and that place is computed in the weight part
-alone, when other blocks have long overwritten the slots that it may have saved.
+torch's split backward follows each weight toward the output, up to the first node on a path from
+the chunk's input, and keeps that node's gradients for the weight backward. It silently ignores a
+weight that reaches no such node. Nodes between a weight and that node run only in the weight
+backward, when other blocks may have overwritten the slots whose contents the nodes have saved.
 """
 
 from __future__ import annotations
@@ -19,71 +19,73 @@ from internsp.layers.parameters import weights_behind
 Node = Any  # torch.autograd.graph.Node, or the context of a Function
 
 
-def obstacle(
+def split_blocker(
     outputs: Iterable[Tensor], inputs: Iterable[Any], shared: Collection[int]
 ) -> str:
-    """Why these weight gradients cannot come apart, in words; empty when they can.
+    """Why this backward cannot be split, as text; empty if it can be.
 
     Args:
-        outputs: of the chunk, or its loss.
-        inputs: of the chunk; those without a gradient are passed over.
-        shared: storages (``data_ptr``) that other blocks overwrite between the two parts.
+        outputs: the chunk's outputs, or its loss.
+        inputs: the chunk's inputs; inputs that need no gradient are ignored.
+        shared: storages (``data_ptr``) that other blocks overwrite between the input backward and
+            the weight backward.
     """
     roots = [node for node in map(_get_grad_fn_or_grad_acc, outputs) if node is not None]
     wanted = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    ways = _Ways({_get_grad_fn_or_grad_acc(t) for t in wanted})
-    ways.walk(roots)
+    paths = _InputPaths({_get_grad_fn_or_grad_acc(t) for t in wanted})
+    paths.walk(roots)
     for root in roots:
-        if ways.weights[root]:
-            names = _some(ways.weights[root])
-            return f"{names} is behind an output to which no gradient of the chunk's input leads"
-    for node, weights in ways.weights.items():
+        if paths.weights[root]:
+            names = _first_and_count(paths.weights[root])
+            return f"{names} is used by an output through which no gradient reaches the input"
+    for node, weights in paths.weights.items():
         if weights and any(t.untyped_storage().data_ptr() in shared for t in _saved(node)):
             return (
-                f"{_some(weights)} gets its gradient through {node.name()}, which does not lie "
-                "between the chunk's input and its output and needs an unsharded weight, "
+                f"{_first_and_count(weights)} gets its gradient through {node.name()}, which does "
+                "not lie between the chunk's input and its output and needs an unsharded weight, "
                 "overwritten by then without weight_parallel.keep_unsharded = \"all\""
             )
     return ""
 
 
-class _Ways:
-    """Which nodes lie on a way from the input, and which weights are behind the others.
+class _InputPaths:
+    """Which nodes are on a path from the input, and which weights the other nodes depend on.
 
     Attributes:
-        weights: names of the weights behind each node that is on no way from the input.
+        weights: for each node the names of the weights that it depends on; empty for a node on a
+            path from the input.
     """
 
     def __init__(self, inputs: set[Node]) -> None:
         self._inputs = inputs
-        self._on_way: set[Node] = set()
+        self._on_path: set[Node] = set()
         self.weights: dict[Node, frozenset[str]] = {}
 
     def walk(self, roots: Iterable[Node]) -> None:
-        """Visit everything behind ``roots``, each node after those behind it."""
+        """Visit all nodes that ``roots`` depend on, each after the nodes that it depends on."""
         stack = [(root, False) for root in roots]
         seen: set[Node] = set()
         while stack:
             node, done = stack.pop()
             if done:
-                self._judge(node)
+                self._classify(node)
             elif node not in seen:
                 seen.add(node)
                 stack.append((node, True))
-                if weights_behind(node) is None:  # behind a use there is only its weight
+                if weights_behind(node) is None:  # a weight's unshard depends on the weight alone
                     stack += [(fn, False) for fn, _ in node.next_functions if fn is not None]
 
-    def _judge(self, node: Node) -> None:
+    def _classify(self, node: Node) -> None:
         edges = [(fn, nr) for fn, nr in node.next_functions if fn is not None]
-        if node in self._inputs or any(fn in self._on_way for fn, _ in edges):
-            self._on_way.add(node)
+        if node in self._inputs or any(fn in self._on_path for fn, _ in edges):
+            self._on_path.add(node)
             self.weights[node] = frozenset()
         elif weights_behind(node) is not None:
-            self.weights[node] = frozenset()  # told by the edges that lead to it
+            self.weights[node] = frozenset()  # added by the edges that lead to it
         else:
-            self.weights[node] = frozenset().union(*(self._behind(fn, nr) for fn, nr in edges))
+            self.weights[node] = frozenset().union(*(self._behind_edge(fn, nr) for fn, nr in edges))
 
-    def _behind(self, node: Node, output: int) -> frozenset[str]:
+    def _behind_edge(self, node: Node, output: int) -> frozenset[str]:
         weights = weights_behind(node)
         if weights is None:
             return self.weights[node]
@@ -92,13 +94,13 @@ class _Ways:
 
 
 def _saved(node: Node) -> Iterator[Tensor]:
-    """Tensors that ``node`` keeps for its backward."""
+    """Tensors that ``node`` has saved for its backward."""
     names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
     for value in (getattr(node, name) for name in names):
         yield from (t for t in (value if isinstance(value, (tuple, list)) else (value,))
                     if isinstance(t, Tensor))  # fmt: skip
 
 
-def _some(names: Collection[str]) -> str:
+def _first_and_count(names: Collection[str]) -> str:
     first = min(names)
     return first if len(names) == 1 else f"{first} (and {len(names) - 1} more)"

@@ -1,8 +1,8 @@
-"""Scheduler hooks: what a trainer, with a pipeline or without, reports to its hooks.
+"""Scheduler hooks: called around each action of a step, with a pipeline or without.
 
-InternEvo's names, with the action that is called for made explicit. Hooks of our stages fire for
-every chunk and micro-batch of every schedule, overlapped and split backward included, and never
-for torch's shape inference before the first step.
+The names are InternEvo's; each hook gets its action as an argument. Hooks of our stages are called
+for every chunk and micro-batch of every schedule, also for overlapped actions and split backwards,
+and never for torch's shape inference before the first step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ FULL, INPUT, WEIGHT = "full", "input", "weight"
 
 @dataclass(frozen=True, slots=True)
 class ComputeAction:
-    """Where a schedule is.
+    """One forward or backward of one chunk for one micro-batch.
 
     Attributes:
-        stage: global index, 0 takes the ids; ``chunk``: index among this rank's chunks.
-        part: of a backward: ``"full"``, ``"input"`` or ``"weight"`` gradients; else empty.
+        stage: global index of the stage; stage 0 takes the token ids.
+        chunk: index among this rank's chunks.
+        part: of a backward, which gradients it computes: ``"full"``, ``"input"`` or ``"weight"``;
+            empty for a forward.
     """
 
     stage: int
@@ -35,148 +37,155 @@ class ComputeAction:
 
 
 class SchedulerHook:
-    """Derive from it and override what you need; each method does nothing by default."""
+    """Base class of hooks: override the methods that you need; all do nothing by default."""
 
     def before_forward(self, action: ComputeAction) -> None:
         """A chunk's forward is about to run."""
 
     def after_forward(self, action: ComputeAction, output: Any) -> None:
-        """It has run; ``output`` is the chunk's."""
+        """A chunk's forward has run and returned ``output``."""
 
     def before_criterion(self, action: ComputeAction, output: Any) -> None:
-        """The last stage is about to make a loss of its output."""
+        """The last stage is about to compute the loss from its ``output``."""
 
     def after_criterion(self, action: ComputeAction, loss: Any) -> None:
-        """The loss that backward will start from."""
+        """The last stage has computed ``loss``, from which the backward will start."""
 
     def before_backward(self, action: ComputeAction) -> None:
-        """``action.part`` of a chunk's backward is about to run."""
+        """A chunk's backward, or the part ``action.part`` of it, is about to run."""
 
     def after_backward(self, action: ComputeAction) -> None:
-        """It has run; gradients are ready, perhaps still in flight."""
+        """A chunk's backward, or a part of it, has run; its reductions may still be in flight."""
 
     def after_last_micro_batch(self, action: ComputeAction) -> None:
-        """The chunk has nothing left to do in this step."""
+        """The chunk has run all its micro-batches of this step."""
 
 
-def phase_of(action: ComputeAction) -> str | None:
-    """Which gathers a pass begins with, if any."""
+def gather_phase(action: ComputeAction) -> str | None:
+    """The phase of the first all-gather of ``action``; ``None`` if it gathers nothing."""
     if not action.part:
         return FORWARD
     return None if action.part == WEIGHT else BACKWARD
 
 
-def following(actions: Sequence[ComputeAction], index: int) -> ComputeAction | None:
-    """The next pass after ``index`` that gathers: its first block may come early."""
-    rest = (p for p in actions[index + 1 :] if phase_of(p) is not None)
-    return next(rest, None)
+def next_gathering_action(actions: Sequence[ComputeAction], index: int) -> ComputeAction | None:
+    """The first action after ``index`` that gathers weights; its first block can be prefetched."""
+    later = actions[index + 1 :]
+    return next((action for action in later if gather_phase(action) is not None), None)
 
 
 def last_weight_backwards(actions: Sequence[ComputeAction]) -> frozenset[int]:
-    """Positions of each chunk's last pass that gives weights gradients."""
+    """Indices of each chunk's last action that computes weight gradients."""
     ready = (i for i, p in enumerate(actions) if p.part in (FULL, WEIGHT))
     return frozenset({actions[i].stage: i for i in ready}.values())
 
 
 class ISPCommunicatorSchedulerHook(SchedulerHook):
-    """Makes weights follow a schedule, each chunk's by its own communicator.
+    """Runs the communication of each chunk's communicator along a schedule.
 
-    It tells the communicator which part of a backward runs, prefetches for the next pass across
+    It tells the communicator which part of a backward runs, prefetches for the next action across
     chunk and micro-batch boundaries, and finishes reductions after each micro-batch, or after the
-    last one of the chunk where unsharded gradients accumulate.
+    chunk's last one where unsharded gradients accumulate.
 
     Args:
-        communicators: by stage index.
+        communicators: the chunks' communicators by stage index.
 
     Attributes:
-        idle: when in the last step no pass ran, as pairs of :meth:`internsp.trace.Trace.now`.
+        bubbles: intervals of the last step in which no action ran, as pairs (start, end) of
+            :meth:`internsp.trace.Trace.now`.
     """
 
     def __init__(self, communicators: Mapping[int, ISPCommunicator]) -> None:
         self._communicators = dict(communicators)
         self._actions: Sequence[ComputeAction] = ()
-        self._at = 0
-        self._reducing: frozenset[int] = frozenset()
-        self._begun: Any = 0.0
-        self._left: Any = None
-        self.idle: list[tuple[Any, Any]] = []
+        self._index = 0
+        self._last_backwards: frozenset[int] = frozenset()
+        self._action_start: Any = 0.0
+        self._last_end: Any = None
+        self.bubbles: list[tuple[Any, Any]] = []
 
-    def begin(self, actions: Sequence[ComputeAction]) -> None:
-        """A step begins, of which these are the passes of this rank; empty: not known."""
-        self._actions, self._at = actions, 0
-        self._reducing = last_weight_backwards(actions)
-        self.idle = []
-        self._left = next(iter(self._communicators.values())).state.trace.now()
+    def begin_step(self, actions: Sequence[ComputeAction]) -> None:
+        """Begin a step with this rank's ``actions``; empty if they are not known."""
+        self._actions, self._index = actions, 0
+        self._last_backwards = last_weight_backwards(actions)
+        self.bubbles = []
+        self._last_end = next(iter(self._communicators.values())).state.trace.now()
 
-    def forget(self) -> None:
-        """After a failed step: what it would have done next."""
+    def reset_step(self) -> None:
+        """Drop what a failed step would have done next."""
         for communicator in self._communicators.values():
-            communicator.state.at_next_pass = _nothing
+            communicator.state.at_next_pass = _no_next_action
             communicator.queue.reductions.accumulating = False
             communicator.more_to_come = None
 
     def before_forward(self, action: ComputeAction) -> None:
-        """The next pass is known: prefetch for it as soon as this one gathers no more."""
-        self._enter(action)
+        """Make this action prefetch for the next one once it has launched its own gathers."""
+        self._begin_action(action)
 
     def after_forward(self, action: ComputeAction, output: Any) -> None:
-        """At the latest now."""
-        self._leave(action)
+        """Prefetch for the next action, unless that has been done during the forward."""
+        self._end_action(action)
 
     def before_backward(self, action: ComputeAction) -> None:
-        """An input backward gives no weight a gradient, a weight backward needs no gathers."""
-        self._enter(action)
-        if action.part != FULL:
-            self._communicators[action.stage].begin_part(weights=action.part == WEIGHT)
+        """Tell the communicator which part runs.
 
-    def _enter(self, action: ComputeAction) -> None:
-        """Compare what runs with what was planned (WP-2)."""
-        self._begun = self._communicators[action.stage].state.trace.now()
-        self.idle.append((self._left, self._begun))
+        An input backward gives no weight gradients, and a weight backward needs no gathers.
+        """
+        self._begin_action(action)
+        if action.part != FULL:
+            self._communicators[action.stage].begin_backward_part(weights=action.part == WEIGHT)
+
+    def _begin_action(self, action: ComputeAction) -> None:
+        """Compare ``action`` with the schedule (WP-2), and set up the prefetch for the next one."""
+        self._action_start = self._communicators[action.stage].state.trace.now()
+        self.bubbles.append((self._last_end, self._action_start))
         if not self._actions:
             return
-        planned = self._actions[self._at] if self._at < len(self._actions) else None
+        planned = self._actions[self._index] if self._index < len(self._actions) else None
         if planned != action:
             raise OrderError(f"the schedule runs {action} where the plan has {planned}")
-        coming = following(self._actions, self._at)
+        coming = next_gathering_action(self._actions, self._index)
         communicator = self._communicators[action.stage]
-        communicator.state.at_next_pass = partial(self._expect, coming)
-        communicator.more_to_come = self._at not in self._reducing
+        communicator.state.at_next_pass = partial(self._prefetch, coming)
+        communicator.more_to_come = self._index not in self._last_backwards
         queue = communicator.queue
         queue.reductions.accumulating = queue.policy.accumulate_whole and communicator.more_to_come
 
-    def _leave(self, action: ComputeAction) -> None:
+    def _end_action(self, action: ComputeAction) -> None:
         communicator = self._communicators[action.stage]
         trace = communicator.state.trace
         trace.record(
             "BACKWARD" if action.part else "FORWARD",
             f"stage {action.stage}, micro-batch {action.micro_batch}",
             phase=action.part,
-            start=self._begun,
+            start=self._action_start,
             end=trace.now(),
         )
         communicator.state.at_next_pass()
-        communicator.state.at_next_pass = _nothing
+        communicator.state.at_next_pass = _no_next_action
         communicator.queue.reductions.accumulating = False
         communicator.more_to_come = None
-        self._at += 1
-        self._left = trace.now()
+        self._index += 1
+        self._last_end = trace.now()
 
-    def _expect(self, coming: ComputeAction | None) -> None:
+    def _prefetch(self, coming: ComputeAction | None) -> None:
         if coming is not None:
-            phase = phase_of(coming)
-            assert phase is not None, "following() passes over what gathers nothing"
-            self._communicators[coming.stage].expect(phase)
+            phase = gather_phase(coming)
+            assert phase is not None, "next_gathering_action() skips actions that gather nothing"
+            self._communicators[coming.stage].prefetch_pass(phase)
 
     def after_backward(self, action: ComputeAction) -> None:
-        """Unsharded gradients do not outlive their micro-batch (WP-6), unless they accumulate."""
+        """Finish reductions: unsharded gradients do not outlive a micro-batch (WP-6).
+
+        Except where they accumulate.
+        """
         communicator = self._communicators[action.stage]
         if action.part != FULL:
-            communicator.end_part()
+            communicator.end_backward_part()
         if action.part != INPUT:
             communicator.state.finish_reductions(last=communicator.more_to_come is False)
-        self._leave(action)
+        self._end_action(action)
 
 
-def _nothing() -> None:
-    """No pass is known to follow."""
+def _no_next_action() -> None:
+    """Does nothing: no next action is known."""

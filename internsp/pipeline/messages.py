@@ -1,9 +1,9 @@
-"""Messages between stages, watched for those that will never come (WP-10; gloo on the host).
+"""Messages between stages, and an end to waits for messages that will not come (WP-10; gloo).
 
-A rank that fails says how many messages it has sent to each other rank and taken from it. One that
-waits goes on as far as the others' messages let it, and stops waiting for a message that is beyond
-that number: so all ranks of a stage stop at the same point of the schedule, whatever their timing,
-and soon, since no rank waits for the groups' timeout.
+A rank that fails stores how many messages it has sent to each other rank and received from it.
+Other ranks go on as long as they get their messages, and stop waiting for a message whose number
+exceeds the stored count. Thus all ranks of a stage stop at the same point of the schedule,
+independent of timing, and soon, since no rank waits for the groups' timeout.
 """
 
 from __future__ import annotations
@@ -18,147 +18,154 @@ from typing import Any
 
 import torch.distributed as dist
 
-from internsp.failure.lookout import sever
+from internsp.failure.guard import close_connections
 
-_LOOK_SECONDS = 0.1
+_CHECK_SECONDS = 0.1
 
 
 class Messages:
     """One rank's messages of one step.
 
     Args:
-        store: where ranks that fail leave their numbers.
-        rank: of the default process group.
-        beside: called at each look: what else may be waited for in vain.
+        store: in which ranks that fail store their counts.
+        rank: this rank in the default process group.
+        also_check: called at each check, for waits other than for messages.
     """
 
-    def __init__(self, store: dist.Store, rank: int, beside: Callable[[], None]) -> None:
-        self._store, self._rank, self._beside = store, rank, beside
-        self._inferring: tuple[dist.ProcessGroup, set[int]] | None = None
+    def __init__(self, store: dist.Store, rank: int, also_check: Callable[[], None]) -> None:
+        self._store, self._rank, self._also_check = store, rank, also_check
+        self._shape_inference: tuple[dist.ProcessGroup, set[int]] | None = None
         self._key = ""
-        self._numbers: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
-        self._open: set[_Message] = set()  # gloo goes on with what is kept alive only
+        self._counts: dict[str, Counter[int]] = {"isend": Counter(), "irecv": Counter()}
+        self._outstanding: set[_Message] = set()  # gloo drops a work that nothing references
         self._waiting: _Message | None = None
-        self._seen: _Message | None = None  # what was waited for when last looked at
-        self._looking = False
+        self._last_checked: _Message | None = None  # waited for at the last check
+        self._checking = False
 
-    def begin(self, key: str) -> None:
-        """A step begins; ``key`` is the same on all ranks, and another after a failed step."""
+    def begin_step(self, key: str) -> None:
+        """Begin a step. ``key`` is the same on all ranks, and changes after a failed step."""
         self._key = key
-        self._open.clear()
-        for numbers in self._numbers.values():
-            numbers.clear()
-        if not self._looking:
-            self._looking = True
+        self._outstanding.clear()
+        for counts in self._counts.values():
+            counts.clear()
+        if not self._checking:
+            self._checking = True
             given = (weakref.ref(self), threading.Event())
             threading.Thread(
-                target=_look_on, args=given, name="internsp-messages", daemon=True
+                target=_check_loop, args=given, name="internsp-messages", daemon=True
             ).start()
 
-    def watch(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """The same operations; :meth:`look` notices what is waited for."""
+    def track(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Return ``ops``, changed so that :meth:`check` can end a wait for one of them."""
         for op in ops:
-            op.op = _Watched(self, op)
+            op.op = _TrackedOp(self, op)
         return ops
 
-    def give_up(self) -> None:
-        """This rank sends and takes no more in this step."""
-        numbers = {kind: dict(found) for kind, found in self._numbers.items()}
+    def store_counts(self) -> None:
+        """Store this rank's counts: it sends and receives no more messages in this step."""
+        counts = {kind: dict(found) for kind, found in self._counts.items()}
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
-            self._store.set(f"{self._key}/{self._rank}", json.dumps(numbers))
+            self._store.set(f"{self._key}/{self._rank}", json.dumps(counts))
 
     @contextlib.contextmanager
-    def inferring(self, group: dist.ProcessGroup, peers: set[int]) -> Iterator[None]:
-        """Inside, torch exchanges shapes with ``peers`` of ``group``, past :meth:`watch`."""
-        self._inferring = group, peers
+    def track_shape_inference(self, group: dist.ProcessGroup, peers: set[int]) -> Iterator[None]:
+        """Context for torch's exchange of shapes with ``peers`` of ``group``.
+
+        torch does not pass these messages to :meth:`track`; :meth:`check` closes the connection to
+        a peer that has failed.
+        """
+        self._shape_inference = group, peers
         try:
             yield
         finally:
-            self._inferring = None
+            self._shape_inference = None
 
-    def look(self) -> None:
-        """Give up what is waited for, if its peer has failed before it."""
+    def check(self) -> None:
+        """Close the connection of a message that is waited for if its peer has failed before it."""
         with contextlib.suppress(RuntimeError):
-            self._beside()
-            self._look_at_inference()
-        self._look_at_messages()
+            self._also_check()
+            self._check_shape_inference()
+        self._check_waiting()
 
-    def _look_at_inference(self) -> None:
-        if self._inferring is None:
+    def _check_shape_inference(self) -> None:
+        if self._shape_inference is None:
             return
-        group, peers = self._inferring
+        group, peers = self._shape_inference
         for peer in list(peers):
             rank = dist.get_global_rank(group, peer)
             if rank != self._rank and self._store.check([f"{self._key}/{rank}"]):
                 peers.discard(peer)
-                sever(group, [peer])
+                close_connections(group, [peer])
 
-    def _look_at_messages(self) -> None:
-        message, before = self._waiting, self._seen
-        self._seen = message
+    def _check_waiting(self) -> None:
+        message, before = self._waiting, self._last_checked
+        self._last_checked = message
         if message is None or message is not before:
             return
         with contextlib.suppress(RuntimeError):
             key = f"{self._key}/{message.peer}"
             if not self._store.check([key]):
                 return
-            theirs = json.loads(self._store.get(key))["irecv" if message.sends else "isend"]
+            theirs = json.loads(self._store.get(key))["irecv" if message.is_send else "isend"]
             if message.number > theirs.get(str(self._rank), 0):
-                sever(message.group, [message.group_peer])
+                close_connections(message.group, [message.group_peer])
 
-    def launched(self, kind: str, op: _Watched, work: Any) -> _Message:
-        """Count a message."""
-        self._numbers[kind][op.peer] += 1
-        message = _Message(self, kind == "isend", self._numbers[kind][op.peer], op, work)
-        self._open.add(message)
+    def record_launch(self, kind: str, op: _TrackedOp, work: Any) -> _Message:
+        """Count a message that was launched, and wrap its work."""
+        self._counts[kind][op.peer] += 1
+        message = _Message(self, kind == "isend", self._counts[kind][op.peer], op, work)
+        self._outstanding.add(message)
         return message
 
     def wait(self, message: _Message) -> None:
-        """Wait for it, watched."""
+        """Wait for ``message``; :meth:`check` can end the wait."""
         self._waiting = message
         try:
             message.work.wait()
         finally:
             self._waiting = None
-            self._open.discard(message)
+            self._outstanding.discard(message)
 
 
 class _Message:
-    """A work between stages: the ``number``-th to ``peer`` in this step, or from it."""
+    """A work handle: the ``number``-th message to ``peer`` in this step, or from it."""
 
     def __init__(
-        self, messages: Messages, sends: bool, number: int, op: _Watched, work: Any
+        self, messages: Messages, is_send: bool, number: int, op: _TrackedOp, work: Any
     ) -> None:
         self._messages = messages
-        self.sends, self.number, self.work = sends, number, work
+        self.is_send, self.number, self.work = is_send, number, work
         self.peer, self.group, self.group_peer = op.peer, op.group, op.group_peer
 
     def wait(self) -> None:
-        """As a work's."""
+        """Wait like ``dist.Work.wait``."""
         self._messages.wait(self)
 
 
-class _Watched:
-    """In the place of a message's function. It does not know its operation, which would be a cycle
-    of references and hold what is sent until the next collection."""
+class _TrackedOp:
+    """Replaces ``isend`` or ``irecv`` in a ``P2POp``.
+
+    It has no reference to the operation: the cycle would keep the sent tensor alive until the next
+    garbage collection.
+    """
 
     def __init__(self, messages: Messages, op: dist.P2POp) -> None:
-        self._messages, self._send_or_take = messages, op.op
+        self._messages, self._launch = messages, op.op
         self.peer, self.group, self.group_peer = op.peer, op.group, op.group_peer
         self._tag = op.tag
         self.__name__ = op.op.__name__
 
     def __call__(self, tensor: Any, **_: Any) -> _Message:
         peer = {"group_dst" if self.__name__ == "isend" else "group_src": self.group_peer}
-        work = self._send_or_take(tensor, group=self.group, tag=self._tag, **peer)
-        return self._messages.launched(self.__name__, self, work)
+        work = self._launch(tensor, group=self.group, tag=self._tag, **peer)
+        return self._messages.record_launch(self.__name__, self, work)
 
 
-def _look_on(reference: weakref.ref[Messages], pause: threading.Event) -> None:
-    """On a thread of its own, while the messages' owner lives."""
-    while not pause.wait(_LOOK_SECONDS):
+def _check_loop(reference: weakref.ref[Messages], pause: threading.Event) -> None:
+    """Body of a thread that calls ``Messages.check`` regularly as long as the object is alive."""
+    while not pause.wait(_CHECK_SECONDS):
         messages = reference()
         if messages is None:
             return
-        messages.look()
+        messages.check()
         del messages

@@ -1,4 +1,4 @@
-"""``Pipeline``: one rank's chunks, stages and schedule, and the steps they run."""
+"""``Pipeline``: one rank's chunks, stages and schedule, which run a step together."""
 
 from __future__ import annotations
 
@@ -25,40 +25,44 @@ from internsp.layers import ParallelEmbeddingWithCommExt, ParallelLinearWithComm
 from internsp.layers.linear import GroupedLinearWithCommExt
 from internsp.mesh import MeshShape, ParallelMesh
 from internsp.parallel import parallelize, recomputed_blocks
-from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, hidden_like, split
-from internsp.pipeline.failure import Watch
+from internsp.pipeline.chunks import Chunk, MicroBatch, SplittableModel, meta_hidden, split_model
+from internsp.pipeline.failure import PipelineFailureGuard
 from internsp.pipeline.hooks import (
     ComputeAction,
     ISPCommunicatorSchedulerHook,
     SchedulerHook,
 )
-from internsp.pipeline.plan import check, passes, simulate_passes
 from internsp.pipeline.schedules import (
     ScheduleKind,
-    actions,
     computations,
-    forget_step,
-    kind_of,
-    prepared,
+    initialized,
+    reset_schedule,
+    schedule_kind,
+    schedule_order,
 )
+from internsp.pipeline.simulate import check_order, compute_actions, simulate_actions
 from internsp.pipeline.stage import ISPPipelineStage
-from internsp.pipeline.tied import Tie, separate, shared_by, tie
+from internsp.pipeline.tied import CopyNames, copy_shared_modules, find_tied, make_tied_weights
 from internsp.plan.assign import (
     PATTERNS,
-    assign,
+    plan_sharding,
     require_effect,
     require_experts,
     require_patterns_matched,
 )
-from internsp.plan.blocks import read, require_triggers_matched, trigger_matches
+from internsp.plan.blocks import read_structure, require_triggers_matched, trigger_matches
 from internsp.plan.chunk import Schedule
 from internsp.plan.dtypes import DTYPES
-from internsp.plan.rules import NO_RULES, of_part, own_rules
+from internsp.plan.rules import NO_RULES, own_rules, rules_of_chunk
 from internsp.trace import Trace
 
 Criterion = Callable[[Any, MicroBatch], Tensor]
-_APART = (ParallelLinearWithCommExt, GroupedLinearWithCommExt, ParallelEmbeddingWithCommExt)
-_NO_LEARNING = (
+_SPLITTABLE_LAYERS = (
+    ParallelLinearWithCommExt,
+    GroupedLinearWithCommExt,
+    ParallelEmbeddingWithCommExt,
+)
+_LEARN_UNSUPPORTED = (
     'weight_parallel.unexpected_order = "learn" in a pipeline: the passes of a step are planned '
     "before it, in the order in which blocks are declared; declare them as they run and leave it "
     "out"
@@ -66,24 +70,25 @@ _NO_LEARNING = (
 
 
 class Pipeline:
-    """A model cut into this rank's chunks, run by one of torch's schedules.
+    """This rank's chunks of a model, run by one of torch's schedules.
 
-    Make it on all ranks together with :meth:`create`, or of stages of your own.
+    Create it on all ranks together: with :meth:`create`, or from stages of your own.
 
     Args:
-        tied: weights that several stages have: of each its names, by stage. They begin with the
-            first stage's values, and a step sums their gradients. ``create`` finds them.
+        tied: weights of which several stages have copies: for each weight its name on each of
+            these stages. Copies begin with the first stage's values, and a step sums their
+            gradients. ``create`` finds tied weights by itself.
 
     Raises:
-        StructureError: copies of a tied weight are cut differently; see ``docs/pipeline.md``.
+        StructureError: copies of a tied weight are sharded differently; see ``docs/pipeline.md``.
 
     Attributes:
         chunks: this rank's modules, by ascending stage.
-        communicators: theirs, each with slots of its own.
-        hooks: append to it to be told what happens.
-        micro_batches: of every step and evaluation.
-        actions: what this rank does in a step, pass by pass.
-        tied: weights that several stages have.
+        communicators: the communicator of each chunk; each has slots of its own.
+        hooks: hooks that are called around each action; append your own.
+        micro_batches: number of micro-batches of one run of the schedule.
+        actions: this rank's forwards and backwards in one run of the schedule, in order.
+        tied: weights of which several stages have copies.
     """
 
     def __init__(
@@ -95,10 +100,10 @@ class Pipeline:
         hooks: list[SchedulerHook],
         criterion: Criterion,
         ids_shape: torch.Size | None = None,
-        tied: Mapping[str, Tie] | Sequence[Tie] = (),
+        tied: Mapping[str, CopyNames] | Sequence[CopyNames] = (),
     ) -> None:
         if any(stage.communicator.learning is not None for stage in stages):
-            raise ConfigError(_NO_LEARNING)
+            raise ConfigError(_LEARN_UNSUPPORTED)
         self.kind, self.mesh, self.stages = kind, mesh, list(stages)
         self._ids_shape = ids_shape
         self.micro_batches = micro_batches
@@ -106,29 +111,36 @@ class Pipeline:
         self.criterion = criterion
         self.chunks = [stage.submod for stage in stages]
         self.communicators = [stage.communicator for stage in stages]
-        made: Any = kind.cls(
+        torch_schedule: Any = kind.cls(
             self.stages[0] if kind.single else self.stages,
             micro_batches,
             loss_fn=self._loss,
             scale_grads=False,  # gradients are sums (DESIGN 6)
         )
-        self.schedule = made
-        self._ours = ISPCommunicatorSchedulerHook({s.stage_index: s.communicator for s in stages})
-        self._watch = Watch(mesh, self.communicators, partial(prepared, made), self._forget)
+        self.schedule = torch_schedule
+        self._isp_hook = ISPCommunicatorSchedulerHook(
+            {s.stage_index: s.communicator for s in stages}
+        )
+        self._guard = PipelineFailureGuard(
+            mesh, self.communicators, partial(initialized, torch_schedule), self._reset_step
+        )
         if mesh.device.type == "cpu":
             for stage in stages:
-                stage.messages = self._watch.messages
-        hooks.insert(0, self._ours)
+                stage.messages = self._guard.messages
+        hooks.insert(0, self._isp_hook)
         chunks = len(self.stages)
-        order = actions(kind, mesh.pipeline, chunks, micro_batches)
+        order = schedule_order(kind, mesh.pipeline, chunks, micro_batches)
         rank_of = partial(kind.rank_of, ranks=mesh.pipeline, chunks=chunks)
-        check(order, rank_of, mesh.pipeline * chunks)  # before anything runs (WP-2)
-        steps = computations(order, mesh.pipeline_rank)
-        self.actions = passes(
-            steps, [s.stage_index for s in stages], {s.stage_index: s.splits for s in stages}
+        check_order(order, rank_of, mesh.pipeline * chunks)  # before anything runs (WP-2)
+        self.actions = compute_actions(
+            computations(order, mesh.pipeline_rank),
+            [s.stage_index for s in stages],
+            {s.stage_index: s.splits_backward for s in stages},
         )
-        watch = self._watch.messages.watch if mesh.device.type == "cpu" else None
-        self.tied = tie(tied, self.stages, rank_of, mesh.pipeline * chunks, mesh, watch)
+        track = self._guard.messages.track if mesh.device.type == "cpu" else None
+        self.tied = make_tied_weights(
+            tied, self.stages, rank_of, mesh.pipeline * chunks, mesh, track
+        )
         self.tied.equalize()
 
     @classmethod
@@ -147,57 +159,59 @@ class Pipeline:
         hooks: Iterable[SchedulerHook] = (),
         trace: Trace | None = None,
     ) -> Pipeline:
-        """Cut ``model`` over ``mesh.pipeline`` ranks and attach communication. Collective.
+        """Partition ``model`` over ``mesh.pipeline`` ranks and attach communication. Collective.
 
         Args:
-            model: on the meta device or not; its modules move into the chunks.
-            chunks: a rank holds so many.
-            shape: of hidden states ``[B, s, hidden]`` on this rank, the same for every
-                micro-batch; ``None``: torch finds out by a rehearsal before the first step.
-            criterion: the loss from the last chunk's output and the micro-batch; ``None``: that
-                output itself.
+            model: on any device, meta included; its modules move into the chunks.
+            chunks: number of chunks on each rank.
+            shape: shape of the hidden states ``[B, s, hidden]`` on this rank, the same for every
+                micro-batch; ``None``: torch's shape inference finds it before the first step.
+            criterion: computes the loss from the last chunk's output and the micro-batch; ``None``:
+                that output is the loss.
 
         Raises:
-            ConfigError: numbers that do not fit the schedule.
-            StructureError: a model that cannot be cut so.
+            ConfigError: the numbers do not fit the schedule.
+            StructureError: the model cannot be partitioned like this.
         """
-        kind = kind_of(schedule)
-        if mistake := kind.mistake(mesh.pipeline, chunks, micro_batches):
+        kind = schedule_kind(schedule)
+        if mistake := kind.why_invalid(mesh.pipeline, chunks, micro_batches):
             raise ConfigError(mistake)
-        if mesh.tensor > 1:  # messages between stages know of one tensor rank alone
+        if mesh.tensor > 1:  # messages between stages are made for one tensor rank
             raise ConfigError(
                 f"a Pipeline on a mesh with {mesh.tensor} tensor ranks is not supported: make the "
                 "mesh with tensor = 1 or pipeline = 1"
             )
         count = mesh.pipeline * chunks
-        blocks = split(model, count)
-        whole = config or WeightParallelConfig()
-        if whole.unexpected_order == "learn":
-            raise ConfigError(_NO_LEARNING)
-        require_patterns(model, whole, mesh.shape)
+        blocks = split_model(model, count)
+        checked = config or WeightParallelConfig()
+        if checked.unexpected_order == "learn":
+            raise ConfigError(_LEARN_UNSUPPORTED)
+        require_patterns_match(model, checked, mesh.shape)
         trace = trace or Trace()
         own = kind.stages_of(mesh.pipeline_rank, mesh.pipeline, chunks)
-        everyone = list(hooks)
+        all_hooks = list(hooks)
         stages = []
         modules = [Chunk(model, part, s == 0, s == count - 1) for s, part in enumerate(blocks)]
-        tied = shared_by(model, modules)
-        separate([modules[stage] for stage in own])
+        tied = find_tied(model, modules)
+        copy_shared_modules([modules[stage] for stage in own])
         for index, stage in enumerate(own):
             module = modules[stage]
-            weights, again = local_config(module, config, activation_checkpoint)
+            weights, checkpoint = chunk_config(module, config, activation_checkpoint)
             communicator = parallelize(
                 module,
                 mesh,
                 weights,
-                activation_checkpoint=again,
+                activation_checkpoint=checkpoint,
                 trace=trace,
-                split=kind.splits(stage),
+                split=kind.splits_backward_of(stage),
             )
-            cut = {id(weight.parameter) for weight in communicator.replicated.sharded}
-            tiled = again is not None and again.tiles != 1
-            again_whole = any(unit.recomputed for unit in communicator.blocks)
-            as_one = weights.compile or tiled or again_whole
-            given = {} if shape is None else described(module, shape, hidden_dtype(module, config))
+            sharded = {id(weight.parameter) for weight in communicator.replicated.sharded}
+            tiled = checkpoint is not None and checkpoint.tiles != 1
+            recomputed = any(unit.recomputed for unit in communicator.blocks)
+            whole_blocks = weights.compile or tiled or recomputed
+            args: dict[str, Any] = {}
+            if shape is not None:
+                args = meta_stage_args(module, shape, hidden_dtype(module, config))
             stages.append(
                 ISPPipelineStage(
                     module,
@@ -206,61 +220,61 @@ class Pipeline:
                     mesh.device,
                     chunk=index,
                     communicator=communicator,
-                    hooks=everyone,
+                    hooks=all_hooks,
                     group=mesh.pipeline_group,
-                    splits=splittable(module, cut, as_one),
-                    **given,
+                    splits_backward=can_split_backward(module, sharded, whole_blocks),
+                    **args,
                 )
             )
         ids_shape = None if shape is None else torch.Size(shape[:2])
-        criterion = criterion or _output_itself
-        return cls(kind, mesh, stages, micro_batches, everyone, criterion, ids_shape, tied)
+        criterion = criterion or _output_as_loss
+        return cls(kind, mesh, stages, micro_batches, all_hooks, criterion, ids_shape, tied)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward and backward of all micro-batches. Collective; blocks.
 
         Args:
-            batches: as many as were agreed (``micro_batches``), or some multiple: then the schedule
-                runs as often, one run after another, and gradients are summed over all.
+            batches: ``micro_batches`` of them or a multiple. With a multiple the schedule runs
+                several times, one run after another, and gradients are summed over all runs.
 
         Returns:
-            Their losses on the last stage, an empty list on others.
+            The losses of the micro-batches on the last stage, an empty list on other stages.
 
         Raises:
-            CollectiveError: another rank failed; its cause is named. The next call goes on where
-                all ranks have failed, those of each stage at the same point. Else, and on a
-                device, every later call raises too.
+            CollectiveError: another rank failed; the message names its cause. The next call works
+                if all ranks have failed, the ranks of each stage at the same point. Otherwise, and
+                always on an accelerator, every later call raises, too.
             GradientError: a failed step has left a part of its gradients in ``.grad`` of a plain
-                loop, and ``zero_grad()`` was not called. As the next: nothing has run. (With a
-                ``ZeroOptimizer``, sums of earlier steps that it has taken with it are missed by
-                ``ZeroOptimizer.step()``.)
-            ValueError, TypeError: these are not so many of :class:`MicroBatch`, or gradients are
-                disabled. Then every rank raises, a ``CollectiveError`` where its own are right, and
-                nothing has run: the pipeline can go on.
+                loop, and ``zero_grad()`` was not called. Nothing has run. (With a
+                ``ZeroOptimizer``, ``ZeroOptimizer.step()`` raises instead if the failed step has
+                dropped sums of earlier steps.)
+            ValueError, TypeError: wrong number or type of ``batches``, or gradients are disabled.
+                Every rank raises, a ``CollectiveError`` on ranks whose own arguments are right.
+                Nothing has run, and the pipeline can be called again.
             OrderError: called from inside a step, by a hook or the criterion.
-            StructureError: copies of a tied weight are not equal; every rank raises, and nothing
-                has run (:meth:`equalize`).
+            StructureError: copies of a tied weight are not equal. Every rank raises, and nothing
+                has run; see :meth:`equalize`.
         """
         losses: list[Tensor] = []
-        with self._running(batches, self.actions), self._unchanged(), self.tied.summed():
-            for found in self._runs(batches):
+        with self._begin_step(batches, self.actions), self._unchanged(), self.tied.sum_gradients():
+            for found in self._each_run(batches):
                 self.schedule.step(target=self._targets(), losses=found, return_outputs=False)
                 losses += [loss.detach() for loss in found]
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Forward only; otherwise as :meth:`step`."""
+        """Run the forwards only; arguments, results and errors as for :meth:`step`."""
         losses: list[Tensor] = []
         actions = [p for p in self.actions if not p.part]
-        with self._running(batches, actions), self._unchanged():
-            for found in self._runs(batches):
+        with self._begin_step(batches, actions), self._unchanged():
+            for found in self._each_run(batches):
                 self.schedule.eval(target=self._targets(), losses=found, return_outputs=False)
                 losses += found
         return losses
 
-    def _runs(self, batches: Sequence[MicroBatch]) -> Iterator[list[Tensor]]:
-        """For each run of the schedule a list for its losses, the stages having its batches."""
+    def _each_run(self, batches: Sequence[MicroBatch]) -> Iterator[list[Tensor]]:
+        """For each run give its batches to the stages, and yield an empty list for its losses."""
         for first in range(0, len(batches), self.micro_batches):
             own = batches[first : first + self.micro_batches]
             for stage in self.stages:
@@ -268,11 +282,11 @@ class Pipeline:
             yield []
 
     def equalize(self) -> None:
-        """Give all copies of tied weights the values of the first stage's. Collective; blocks.
+        """Copy the first stage's values of tied weights to the other stages. Collective; blocks.
 
-        For a program that has written one of them (loaded, edited) and not the others.
+        Call it after writing (loading, editing) one copy and not the others.
         """
-        if self._watch.open:
+        if self._guard.running:
             raise OrderError(
                 f"equalize() of a pipeline was called on rank {self.mesh.rank} inside a step: call "
                 "it between two steps"
@@ -281,54 +295,56 @@ class Pipeline:
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Weights in slots are used again from pass to pass (WP-11)."""
+        """Context in which unsharded weights in slots stay valid from action to action (WP-11)."""
         with ExitStack() as stack:
             for communicator in self.communicators:
                 stack.enter_context(communicator.unchanged())
             yield
 
     def _targets(self) -> Tensor:
-        """What torch hands to the criterion for each micro-batch: its number."""
+        """The targets that torch passes to the criterion: the index of each micro-batch."""
         return torch.arange(self.micro_batches)
 
     def planned(self, overlap: bool = True, runs: int = 1) -> Schedule:
-        """What a step of this rank gathers and reduces, in order.
+        """This rank's gathers and reductions of one step, in order.
 
         Args:
-            runs: of the schedule.
+            runs: how often the step runs the schedule.
         """
         plans = [c.plan for c in self.communicators if c.plan is not None]
-        return simulate_passes([*self.actions] * runs, plans, overlap)
+        return simulate_actions([*self.actions] * runs, plans, overlap)
 
     @property
     def stage_wait_seconds(self) -> float:
-        """How long this rank had no pass to run in its last step, up to its last pass.
+        """Seconds in which this rank ran no action in its last step, up to its last action.
 
         It waited for hidden states or gradients of other stages: the schedule's bubble, slower
-        stages, and messages under way. On a GPU reading it blocks until the step is over.
+        stages, and messages in flight. On a GPU reading the value blocks until the step ends.
         """
-        return self.communicators[0].state.trace.seconds(self._ours.idle)
+        return self.communicators[0].state.trace.seconds(self._isp_hook.bubbles)
 
-    def _running(self, batches: Sequence[MicroBatch], actions: Sequence[ComputeAction]) -> Watch:
-        if self._watch.open:
+    def _begin_step(
+        self, batches: Sequence[MicroBatch], actions: Sequence[ComputeAction]
+    ) -> PipelineFailureGuard:
+        if self._guard.running:
             raise OrderError(
                 f"step() or evaluate() of a pipeline was called on rank {self.mesh.rank} while it "
-                "runs: hooks and the criterion must not; call it between steps"
+                "runs: hooks and the criterion must not do so; call it between steps"
             )
-        self._watch.begin()
+        self._guard.begin_step()
         mistake: Exception | None = None
         try:
-            shape = self._check(batches, any(action.part for action in actions))
+            shape = self._check_batches(batches, any(action.part for action in actions))
         except (ValueError, TypeError, GradientError) as error:
             mistake = error
         runs = 0 if mistake else len(batches) // self.micro_batches
-        with self._watch.entering():
-            refusing, apart, (least, most) = self._refusing(mistake is not None, runs)
+        with self._guard.step_consensus():
+            refusing, differences, (least, most) = self._step_consensus(mistake is not None, runs)
         if mistake is not None:
             raise mistake
-        if apart:
+        if differences:
             raise StructureError(
-                f"copies of tied weights are not equal: {'; '.join(apart)} (this is rank "
+                f"copies of tied weights are not equal: {'; '.join(differences)} (this is rank "
                 f"{self.mesh.rank}). Write, freeze and step all of them alike: optimizers of all "
                 "stages need the same settings for them. Pipeline.equalize() copies the first "
                 "stage's values to the others"
@@ -344,43 +360,47 @@ class Pipeline:
                 f"{least * self.micro_batches} to {most * self.micro_batches}: all need as many"
             )
         self._ids_shape = shape
-        self._ours.begin([*actions] * runs)
+        self._isp_hook.begin_step([*actions] * runs)
         for stage in self.stages:
             stage.group = self.mesh.pipeline_group
-        return self._watch
+        return self._guard
 
-    def _forget(self) -> None:
-        """Nothing of a failed step is left in torch's objects and ours."""
-        forget_step(self.schedule)
-        self._ours.forget()
+    def _reset_step(self) -> None:
+        """Drop what a failed step has left in torch's objects and ours."""
+        reset_schedule(self.schedule)
+        self._isp_hook.reset_step()
         for stage in self.stages:
-            stage.forget()
+            stage.reset_step()
 
-    def _refusing(self, mine: bool, runs: int) -> tuple[int, list[str], tuple[int, int]]:
-        """A rank that cannot run this step, or -1; no other waits for it (WP-10). And which copies
-        of tied weights are not equal, in words, on all ranks where they are not on one. And of the
-        ranks' ``runs`` the least and the most. Collective.
+    def _step_consensus(self, mine: bool, runs: int) -> tuple[int, list[str], tuple[int, int]]:
+        """Agree with all ranks of the pipeline on running this step. Collective.
+
+        No rank may wait in the step for one that refuses it (WP-10).
+
+        Returns:
+            A rank that cannot run it, or -1; a description of each tied weight with unequal copies,
+            on all ranks if there is one on any; the least and the largest of the ranks' ``runs``.
         """
         rank = self.mesh.rank if mine else -1
         lead = torch.tensor([rank, runs, -runs], device=self.mesh.device)
         digest = self.tied.digest()
-        told = torch.cat([lead, digest.flatten()])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.pipeline_group)
-        apart = self.tied.apart(told[3:].view_as(digest))
-        told = torch.cat([told[:3], told.new_tensor([bool(apart)])])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.mesh.stage_group)
-        refusing, most, least, unequal = told.tolist()
-        if unequal and not apart:
-            apart = ["those of other ranks of this stage"]
-        return refusing, apart, (-least, most)
+        packed = torch.cat([lead, digest.flatten()])
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.mesh.pipeline_group)
+        differences = self.tied.differences(packed[3:].view_as(digest))
+        packed = torch.cat([packed[:3], packed.new_tensor([bool(differences)])])
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.mesh.stage_group)
+        refusing, most, least, unequal = packed.tolist()
+        if unequal and not differences:
+            differences = ["those of other ranks of this stage"]
+        return refusing, differences, (-least, most)
 
-    def _check(self, batches: Sequence[MicroBatch], training: bool) -> torch.Size | None:
-        """Stages receive into buffers of a fixed number and shape; returns that of the ids."""
+    def _check_batches(self, batches: Sequence[MicroBatch], training: bool) -> torch.Size | None:
+        """Check number and shape, which stages' receive buffers fix; returns the ids' shape."""
         if training and not torch.is_grad_enabled():
             raise ValueError("a step needs gradients, but they are disabled here: use evaluate()")
         for communicator in self.communicators if training else ():
-            if communicator.plain is not None:  # what a failed step has left, unless it was dropped
-                communicator.plain.unfinished.take()
+            if communicator.plain is not None:  # raises if a failed step has lost gradients
+                communicator.plain.unfinished.restore_grad()
         if not len(batches) or len(batches) % self.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches, but {self.micro_batches} were agreed")
         agreed = self._ids_shape
@@ -403,20 +423,20 @@ class Pipeline:
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         last = self.stages[-1]  # only the rank of the last stage has losses
         batch = last.batches[int(target)]
-        if last.rehearsing:
-            return self._judged(output, batch)
+        if last.inferring_shapes:
+            return self._compute_loss(output, batch)
         action = last.action(int(target))
         for hook in self.hooks:
             hook.before_criterion(action, output)
-        loss = self._judged(output, batch)
+        loss = self._compute_loss(output, batch)
         for hook in self.hooks:
             hook.after_criterion(action, loss)
         return loss
 
-    def _judged(self, output: Any, batch: MicroBatch) -> Tensor:
+    def _compute_loss(self, output: Any, batch: MicroBatch) -> Tensor:
         loss = self.criterion(output, batch)
         if torch.is_grad_enabled() and loss.numel() != 1:
-            # torch's split backward would take the gradient of its sum, in silence.
+            # torch's split backward would silently take the gradient of its sum.
             raise ValueError(
                 f"a loss is one number, but the criterion gave {tuple(loss.shape)}: without labels "
                 "the last chunk returns logits; give labels, or a criterion that sums"
@@ -424,28 +444,29 @@ class Pipeline:
         return loss
 
 
-def _output_itself(output: Any, batch: MicroBatch) -> Tensor:
-    # A tensor of its own: torch cuts the graph at the loss in place.
+def _output_as_loss(output: Any, batch: MicroBatch) -> Tensor:
+    # A new tensor, since torch detaches the loss in place.
     loss: Tensor = output * 1
     return loss
 
 
-def require_patterns(
+def require_patterns_match(
     model: SplittableModel, config: WeightParallelConfig, shape: MeshShape
 ) -> None:
-    """Every pattern of the configuration matches something of the whole model (WP-7).
+    """Require that every pattern of the configuration matches something in the model (WP-7).
 
-    Of one chunk that would be too much: :func:`local_config` leaves out what matches nothing there.
+    A pattern need not match in every chunk: :func:`chunk_config` leaves out those that do not.
 
     Raises:
-        StructureError: one does not, or those of ``blocks`` do not mean all of ``model.layers``.
+        StructureError: a pattern matches nothing, or ``blocks`` leaves out some of
+            ``model.layers``.
     """
     layers = [f"layers.{i}" for i in range(len(model.layers))]
     for pattern in config.blocks:
         if not any(matches(name, pattern) for name in layers):
             raise StructureError(
                 f"weight_parallel.blocks: {pattern!r} matches none of layers.0 to {layers[-1]}: a "
-                "pipeline is cut between the blocks of model.layers; leave blocks empty, or set "
+                "pipeline is split between the blocks of model.layers; leave blocks empty, or set "
                 '"layers.*"'
             )
     if config.blocks and not all(any(matches(n, p) for p in config.blocks) for n in layers):
@@ -462,22 +483,22 @@ def require_patterns(
         if not isinstance(model, nn.Module):
             raise StructureError(f"a plan has rules for a module, not a {type(model).__name__}")
         triggers = config.prefetch_triggers
-        structure = read(model, config.trigger, tuple(layers), triggers, config.plan)
-        require_effect(assign(model, structure, config, shape.expert), structure)
+        structure = read_structure(model, config.trigger, tuple(layers), triggers, config.plan)
+        require_effect(plan_sharding(model, structure, config, shape.expert), structure)
         rules = structure.rules
     if shape.separate:
         require_experts(names, config, rules)
 
 
-def local_config(
+def chunk_config(
     chunk: Chunk,
     config: WeightParallelConfig | None,
     checkpoint: ActivationCheckpointConfig | None,
 ) -> tuple[WeightParallelConfig, ActivationCheckpointConfig | None]:
-    """Settings that name or number the model's blocks, for one chunk's own."""
+    """The configuration for one chunk: its own block names, indices and matching patterns."""
     config = config or WeightParallelConfig()
     own = [name for name, _ in chunk.named_parameters()]
-    update: dict[str, Any] = {  # of the model's patterns those that match something here
+    update: dict[str, Any] = {  # patterns that match something in this chunk
         "blocks": chunk.block_names(),
         "prefetch_triggers": tuple(
             trigger
@@ -488,7 +509,7 @@ def local_config(
             option: tuple(p for p in getattr(config, option) if any(within(n, p) for n in own))
             for option in PATTERNS
         },
-        "plan": of_part(chunk, config.plan),
+        "plan": rules_of_chunk(chunk, config.plan),
     }
     config = config.model_copy(update=update)
     if checkpoint is not None:
@@ -498,31 +519,39 @@ def local_config(
     return config, checkpoint
 
 
-def splittable(chunk: nn.Module, cut: set[int], whole_blocks: bool) -> bool:
-    """Whether weight gradients may be computed apart, without unsharded weights.
+def can_split_backward(chunk: nn.Module, sharded: set[int], whole_blocks: bool) -> bool:
+    """Whether the chunk can run a weight backward by itself, without unsharded weights.
 
     Args:
-        cut: identities of the cut parameters.
-        whole_blocks: some block recomputes, is compiled or computes in tiles. torch would recompute
-            a block once more for each of its weights; the others compute both gradients together.
+        sharded: ``id`` of each sharded parameter.
+        whole_blocks: a block recomputes its activations, is compiled or computes in tiles. torch
+            would recompute a block once more for each of its weights; compiled and tiled blocks
+            compute input and weight gradients together.
     """
-    owners = (m for m in chunk.modules() if any(id(p) in cut for p in m.parameters(recurse=False)))
-    return not whole_blocks and all(isinstance(module, _APART) for module in owners)
+    if whole_blocks:
+        return False
+    return all(
+        isinstance(module, _SPLITTABLE_LAYERS)
+        for module in chunk.modules()
+        if any(id(p) in sharded for p in module.parameters(recurse=False))
+    )
 
 
 def hidden_dtype(chunk: nn.Module, config: WeightParallelConfig | None) -> torch.dtype:
-    """Of the hidden states between chunks: what their weights compute in."""
+    """Dtype of the hidden states between chunks: the dtype in which weights compute."""
     if config is not None and config.compute_dtype is not None:
         return DTYPES[config.compute_dtype]
     return next(chunk.parameters()).dtype
 
 
-def described(chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Inputs and outputs of a stage without memory, so that torch need not try."""
+def meta_stage_args(
+    chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """A stage's inputs and outputs on the meta device, which replace torch's shape inference."""
     ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
     wide = torch.promote_types(dtype, torch.float32)
     loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
     return {
-        "input_args": ids if chunk.first else hidden_like(*shape, dtype),
-        "output_args": loss if chunk.last else hidden_like(*shape, dtype),
+        "input_args": ids if chunk.first else meta_hidden(*shape, dtype),
+        "output_args": loss if chunk.last else meta_hidden(*shape, dtype),
     }

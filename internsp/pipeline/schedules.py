@@ -1,7 +1,7 @@
-"""torch's pipeline schedules, and what each asks of a model: nothing here decides an order.
+"""torch's pipeline schedules: their requirements, and the order of actions that torch gives them.
 
-The order of a step is data that the schedule objects themselves hold; :func:`actions` reads it
-without a process group, so that it can be printed, counted and checked before anything runs.
+torch's schedule objects hold the order of a step as data; :func:`schedule_order` reads it without a
+process group, so that it can be printed, counted and checked before anything runs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ class ScheduleKind:
     """One of torch's schedules.
 
     Attributes:
-        name: as in the configuration.
-        chunks: chunks a rank holds; ``None``: any number from 1.
-        v_shaped: rank 0 holds the first and the last stage (a V), else stages go round in a loop.
-        split: input and weight gradients have times of their own.
+        name: name in the configuration.
+        chunks: number of chunks on each rank; ``None``: any number from 1.
+        v_shaped: rank 0 holds the first and the last stage (a V); otherwise stages are assigned to
+            ranks round robin.
+        splits_backward: it runs input backward and weight backward at different times.
     """
 
     name: str
     chunks: int | None
     v_shaped: bool
-    split: bool
+    splits_backward: bool
 
     @property
     def cls(self) -> type:
-        """torch's class."""
+        """torch's schedule class."""
         return torch_schedules.get_schedule_class(self.name)
 
     @property
     def single(self) -> bool:
-        """Whether torch's class takes one stage, not a list."""
+        """Whether torch's class takes one stage instead of a list of stages."""
         return issubclass(self.cls, torch_schedules.PipelineScheduleSingle)
 
-    def splits(self, stage: int) -> bool:
-        """Whether ``stage`` may compute its backward in two parts: the first has no input."""
-        return self.split and stage > 0
+    def splits_backward_of(self, stage: int) -> bool:
+        """Whether ``stage`` may split its backward; the first stage has no input gradients."""
+        return self.splits_backward and stage > 0
 
     def stages_of(self, rank: int, ranks: int, chunks: int) -> list[int]:
         """Global indices of the stages that ``rank`` of ``ranks`` holds, ascending."""
@@ -57,8 +58,8 @@ class ScheduleKind:
         """The pipeline rank that holds ``stage``."""
         return next(r for r in range(ranks) if stage in self.stages_of(r, ranks, chunks))
 
-    def mistake(self, ranks: int, chunks: int, micro_batches: int) -> str:
-        """Why these numbers do not fit, in words; empty when they do."""
+    def why_invalid(self, ranks: int, chunks: int, micro_batches: int) -> str:
+        """Why these numbers do not fit the schedule, as text; empty if they do."""
         counts = {"pipeline ranks": ranks, "chunks": chunks, "micro-batches": micro_batches}
         for name, count in counts.items():
             if count < 1:
@@ -66,7 +67,7 @@ class ScheduleKind:
         if self.chunks is not None and chunks != self.chunks:
             return f"{self.name} takes {self.chunks} chunks a rank, not {chunks}"
         try:
-            actions(self, ranks, chunks, micro_batches)
+            schedule_order(self, ranks, chunks, micro_batches)
         except (ValueError, AssertionError) as error:
             return f"{self.name}: {error}"
         return ""
@@ -85,11 +86,11 @@ SCHEDULES = {
 }
 
 
-def kind_of(name: str) -> ScheduleKind:
-    """Look a schedule up.
+def schedule_kind(name: str) -> ScheduleKind:
+    """The schedule called ``name``.
 
     Raises:
-        ConfigError: an unknown name; lists the known ones.
+        ConfigError: the name is unknown; the message lists the known ones.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline.schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
@@ -97,12 +98,12 @@ def kind_of(name: str) -> ScheduleKind:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One computation of a rank, or one message, as torch's own action lists have it.
+class ScheduleAction:
+    """One computation or message of a rank, as in torch's action lists.
 
     Attributes:
-        kind: ``F`` forward, ``B`` whole backward, ``I`` input gradients, ``W`` weight gradients,
-            or ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``.
+        kind: ``F`` forward, ``B`` full backward, ``I`` input backward, ``W`` weight backward, or
+            ``SEND_F``, ``RECV_F``, ``SEND_B``, ``RECV_B``.
     """
 
     stage: int
@@ -114,40 +115,40 @@ class Step:
 
 
 COMPUTE = ("F", "B", "I", "W")
-Order = dict[int, list[Step]]
+Order = dict[int, list[ScheduleAction]]
 
 
-def actions(kind: ScheduleKind, ranks: int, chunks: int, micro_batches: int) -> Order:
-    """Computations and messages of every pipeline rank in one step, in their order.
+def schedule_order(kind: ScheduleKind, ranks: int, chunks: int, micro_batches: int) -> Order:
+    """Computations and messages of every pipeline rank in one step, in order.
 
     Raises:
-        ValueError, AssertionError: torch's, when the numbers do not fit the schedule.
+        ValueError, AssertionError: raised by torch if the numbers do not fit the schedule.
     """
-    stages = [_Outline(s, ranks, chunks) for s in kind.stages_of(0, ranks, chunks)]
+    stages = [_StageOutline(s, ranks, chunks) for s in kind.stages_of(0, ranks, chunks)]
     made: Any
     if kind.single:
         made = kind.cls(stages[0], micro_batches, loss_fn=_no_loss)
         lowered = torch_schedules._add_send_recv(
-            {rank: _numbered(acts) for rank, acts in made.pipeline_order.items()},
+            {rank: _renumbered(acts) for rank, acts in made.pipeline_order.items()},
             stage_to_rank=lambda s: s,
             num_stages=ranks,
         )
     else:
         made = kind.cls(stages, micro_batches, loss_fn=_no_loss)
         lowered = made.pipeline_order_with_comms
-    return {rank: [s for a in acts for s in _steps(a)] for rank, acts in lowered.items()}
+    return {rank: [s for a in acts for s in _flatten(a)] for rank, acts in lowered.items()}
 
 
-def computations(order: Order, rank: int) -> list[Step]:
-    """Only what ``rank`` computes."""
-    return [step for step in order[rank] if step.kind in COMPUTE]
+def computations(order: Order, rank: int) -> list[ScheduleAction]:
+    """The computations of ``rank``, without its messages."""
+    return [action for action in order[rank] if action.kind in COMPUTE]
 
 
-def _numbered(listed: list[Any]) -> list[Any]:
-    """The computations of a schedule with one stage a rank, micro-batches as they really come.
+def _renumbered(listed: list[Any]) -> list[Any]:
+    """The computations of a schedule with one stage per rank, micro-batches numbered as they run.
 
-    torch 2.13 numbers the forwards of 1F1B's last rank from 1 in this list, which is for pictures;
-    what runs takes micro-batches in order.
+    torch 2.13 numbers the forwards of 1F1B's last rank from 1 in this list, which it uses for
+    pictures only; a step runs micro-batches in order.
     """
     counts = {torch_schedules.FORWARD: 0, torch_schedules.FULL_BACKWARD: 0}
     result = []
@@ -159,21 +160,21 @@ def _numbered(listed: list[Any]) -> list[Any]:
     return result
 
 
-def _steps(action: Any) -> list[Step]:
+def _flatten(action: Any) -> list[ScheduleAction]:
     if action.sub_actions is not None:
-        return [step for sub in action.sub_actions for step in _steps(sub)]
+        return [one for sub in action.sub_actions for one in _flatten(sub)]
     name = action.computation_type.value
     if name not in (*COMPUTE, "SEND_F", "RECV_F", "SEND_B", "RECV_B"):
-        return []  # FSDP's own actions, and the reduction at the end
-    return [Step(action.stage_index, name, action.microbatch_index)]
+        return []  # actions of FSDP, and the final gradient reduction
+    return [ScheduleAction(action.stage_index, name, action.microbatch_index)]
 
 
 def _no_loss(*_: Any) -> torch.Tensor:
     raise AssertionError("an outline is never run")
 
 
-class _Outline:
-    """What torch's schedules ask of a stage while they lay out their order."""
+class _StageOutline:
+    """The attributes of a stage that torch's schedules read when they make their order."""
 
     submod: Callable[..., Any] = nn.Identity()
 
@@ -187,14 +188,14 @@ class _Outline:
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 
-def prepared(schedule: Any) -> str:
-    """Which of torch's preparations before a first step and evaluation a schedule has done."""
+def initialized(schedule: Any) -> str:
+    """Which initializations before a first step and a first evaluation ``schedule`` has done."""
     done = {k: v for k, v in vars(schedule).items() if k.endswith("_initialized")}
     return " ".join(f"{name} {done[name]}" for name in sorted(done))
 
 
-def forget_step(schedule: Any) -> None:
-    """What a step that has failed leaves in a schedule of torch's, which expects none to fail."""
+def reset_schedule(schedule: Any) -> None:
+    """Drop what a failed step has left in a schedule; torch's schedules expect no failures."""
     schedule._internal_losses.clear()
     for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops"):
         getattr(schedule, name, {}).clear()

@@ -1,7 +1,7 @@
-"""A stage of ``torch.distributed.pipelining`` that tells hooks what it does, for every schedule.
+"""A stage of ``torch.distributed.pipelining`` that calls scheduler hooks, for every schedule.
 
-torch's schedules call a stage's ``*_one_chunk`` methods for every chunk and micro-batch, overlapped
-actions included, where functions registered with the schedule are passed over.
+torch's schedules call a stage's ``*_one_chunk`` methods for every chunk and micro-batch, also for
+overlapped actions, for which they skip functions that are registered with the schedule.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from torch.distributed.pipelining._backward import (
 
 from internsp.autograd import tensors
 from internsp.errors import LayoutError, StructureError
-from internsp.pipeline.backward_parts import grad_ready_order, overwritten, rehearsal
+from internsp.pipeline.backward_parts import grad_ready_order, shape_inference, shared_slot_storages
 from internsp.pipeline.chunks import MicroBatch
-from internsp.pipeline.graph import obstacle
+from internsp.pipeline.graph import split_blocker
 from internsp.pipeline.hooks import FULL, INPUT, WEIGHT, ComputeAction, SchedulerHook
 from internsp.pipeline.messages import Messages
 from internsp.wp.communicator import ISPCommunicator
 
 
-class _Sink:
-    """Stands for a parameter in torch's split backward: found in the graph, ``.grad`` untouched.
+class _ParameterStandIn:
+    """Replaces a parameter in torch's split backward, which then does not write ``.grad``.
 
-    A weight's gradient is on its way to its owners when torch would store it.
+    torch finds the parameter's node in the graph through it. When torch would store the gradient,
+    its reduce-scatter has already been launched.
     """
 
     requires_grad = True
@@ -44,16 +45,18 @@ class _Sink:
 
 
 class ISPPipelineStage(PipelineStage):
-    """torch's stage over one chunk.
+    """torch's stage for one chunk.
 
     Args:
         chunk: index among this rank's chunks.
-        communicator: the chunk's own.
-        hooks: called around everything, in order; shared by the stages of a rank.
-        splits: whether input and weight gradients may be computed apart. Where not (blocks that
-            recompute, compiled ones, modules whose weight gradient needs the weight), both are
-            computed when the schedule asks for the input gradients.
-        batches: what the micro-batches hand in; replaced before each step. Empty: torch's own
+        communicator: the chunk's communicator.
+        hooks: called around each action, in order; shared by the stages of a rank.
+        splits_backward: whether the chunk can split its backward. If not (blocks that recompute,
+            compiled blocks, modules whose weight gradient needs the weight), the schedule's input
+            backward computes both gradients.
+
+    Attributes:
+        batches: arguments of the micro-batches; replaced before each step. Empty: torch's
             arguments are used.
     """
 
@@ -68,32 +71,32 @@ class ISPPipelineStage(PipelineStage):
         communicator: ISPCommunicator,
         hooks: list[SchedulerHook],
         group: dist.ProcessGroup | None = None,
-        splits: bool = True,
+        splits_backward: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, group=group, **options)
         self.chunk = chunk
         self.communicator = communicator
         self.hooks = hooks
-        self.splits = splits
+        self.splits_backward = splits_backward
         self.batches: Sequence[MicroBatch] = ()
-        self.more_runs = False  # of the schedule, in this step
-        self._sinks: dict[int, _Sink] = {}
-        self.messages: Messages | None = None  # on the host: watched, so that no wait is in vain
-        self.rehearsing = False
-        self._examined = False
+        self.more_runs = False  # whether the schedule runs again in this step
+        self._stand_ins: dict[int, _ParameterStandIn] = {}
+        self.messages: Messages | None = None  # on the host: ends waits for failed ranks
+        self.inferring_shapes = False
+        self._split_checked = False
         given = options.get("output_args")
-        self._promised = (given.shape, given.dtype) if isinstance(given, Tensor) else None
+        self._sent_form = (given.shape, given.dtype) if isinstance(given, Tensor) else None
 
-    def forget(self) -> None:
-        """After a failed step: its graphs, and what it has kept for later parts."""
+    def reset_step(self) -> None:
+        """Drop a failed step's graphs, and what it has kept for later backwards."""
         self.clear_runtime_states()
         self.bwd_cache.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
 
     def action(self, micro_batch: int, part: str = "") -> ComputeAction:
-        """This chunk at ``micro_batch``."""
+        """The action of this chunk for ``micro_batch``."""
         return ComputeAction(self.stage_index, self.chunk, micro_batch, part)
 
     def forward_one_chunk(
@@ -111,19 +114,19 @@ class ISPPipelineStage(PipelineStage):
         for hook in self.hooks:
             hook.before_forward(action)
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        self._keep_promise(output, fwd_chunk_id)
+        self._check_sent_form(output, fwd_chunk_id)
         for hook in self.hooks:
             hook.after_forward(action, output)
         return output
 
-    def _keep_promise(self, output: Any, micro_batch: int) -> None:
-        """The next stage receives into a buffer of one shape and dtype; torch does not compare."""
+    def _check_sent_form(self, output: Any, micro_batch: int) -> None:
+        """Check ``output`` against the next stage's receive buffer; torch does not."""
         if self.is_last or not isinstance(output, Tensor):
             return
         found = output.shape, output.dtype
-        self._promised = self._promised or found  # torch's inference saw the first micro-batch
-        if found != self._promised:
-            (shape, dtype), (wanted, kind) = found, self._promised
+        self._sent_form = self._sent_form or found  # torch inferred it from the first micro-batch
+        if found != self._sent_form:
+            (shape, dtype), (wanted, kind) = found, self._sent_form
             raise LayoutError(
                 f"stage {self.stage_index} on rank {self.communicator.mesh.rank} returns hidden "
                 f"states {tuple(shape)} {dtype} for micro-batch {micro_batch}, but the next stage "
@@ -138,14 +141,14 @@ class ISPPipelineStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """See torch's; ``full_backward=False`` is the schedule's input phase."""
+        """See torch's; ``full_backward=False`` is the schedule's input backward."""
         if not self.has_backward:
             return
         part = FULL if full_backward else INPUT
-        if part == INPUT and not self.splits and not self.is_first:
+        if part == INPUT and not self.splits_backward and not self.is_first:
             part = FULL
         if part == INPUT and self.is_first:
-            # torch leaves everything to the weight phase: there is no input to give gradients to.
+            # No input gradients: torch computes everything in the weight backward.
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
             return
         action = self.action(bwd_chunk_id, part)
@@ -156,10 +159,10 @@ class ISPPipelineStage(PipelineStage):
             hook.after_backward(action)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """See torch's: the schedule's weight phase."""
+        """See torch's: the schedule's weight backward."""
         if not self.has_backward:
             return
-        if not self.splits and not self.is_first:  # both came in the input phase
+        if not self.splits_backward and not self.is_first:  # done in the input backward
             return
         action = self.action(bwd_chunk_id, FULL if self.is_first else WEIGHT)
         for hook in self.hooks:
@@ -169,54 +172,59 @@ class ISPPipelineStage(PipelineStage):
             hook.after_backward(action)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The last micro-batch of this chunk is over. Our gradients are sums: never scaled."""
+        """Called after the chunk's last micro-batch. Gradients are sums: never scaled."""
         if self.more_runs:
             return
         for hook in self.hooks:
             hook.after_last_micro_batch(self.action(-1))
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing divides a gradient (DESIGN 6)."""
+        """Does nothing: gradients are sums (DESIGN 6)."""
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """torch's split functions, with stand-ins for the parameters."""
+        """See torch's; the split backward gets stand-ins for the parameters."""
         if backward_type == INPUT:
-            self._examine(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
-            return self._input_gradients(**bwd_kwargs)
+            self._check_split(bwd_kwargs["stage_output"], bwd_kwargs["input_values"])
+            return self._input_backward(**bwd_kwargs)
         if backward_type == WEIGHT:
-            return stage_backward_weight(self._weights(), bwd_kwargs["param_groups"]), None
+            return stage_backward_weight(
+                self._trained_parameters(), bwd_kwargs["param_groups"]
+            ), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
-    def _examine(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> None:
-        """Once: a graph whose weights torch's split backward would get wrong is refused (WP-5)."""
-        if self._examined:
+    def _check_split(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+        """Refuse, once, a graph whose gradients torch's split backward would get wrong (WP-5)."""
+        if self._split_checked:
             return
-        why = obstacle(outputs, inputs, overwritten(self.communicator))
+        why = split_blocker(outputs, inputs, shared_slot_storages(self.communicator))
         if why:
             raise StructureError(
-                f"stage {self.stage_index} cannot compute weight gradients apart from input "
-                f"gradients: {why}. Take a schedule with a whole backward (1F1B, Interleaved1F1B), "
-                "or recompute a block of each chunk (activation_checkpoint): then both come at once"
+                f"stage {self.stage_index} cannot compute weight gradients separately from input "
+                f"gradients: {why}. Take a schedule with a full backward (1F1B, Interleaved1F1B), "
+                "or recompute a block of each chunk (activation_checkpoint): then one backward "
+                "computes both"
             )
-        self._examined = True  # not before: a step after a refused one must be refused too
+        self._split_checked = True  # not earlier: after a refusal refuse the next step, too
 
-    def _input_gradients(
+    def _input_backward(
         self,
         stage_output: Any,
         output_grads: Any,
         input_values: Sequence[Any],
         **others: Any,
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-        """torch's input part, which up to 2.12 takes nothing but tensors; a layout is none."""
+        """torch's input backward, which up to 2.12 takes tensors alone; a layout is none."""
         wanted = [v for v in input_values if isinstance(v, Tensor) and v.requires_grad]
-        found, groups = stage_backward_input(stage_output, output_grads, wanted, self._weights())
+        found, groups = stage_backward_input(
+            stage_output, output_grads, wanted, self._trained_parameters()
+        )
         gradients = dict(zip(map(id, wanted), found, strict=True))
         return tuple(gradients.get(id(value)) for value in input_values), groups
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """See torch's, which forgets that an evaluation has no backward."""
+        """See torch's, which does not consider that an evaluation has no backward."""
         if not self.has_backward:
             return ()
         return cast("tuple[Tensor | None, ...]", super().get_local_bwd_output(mb_index))
@@ -228,77 +236,81 @@ class ISPPipelineStage(PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    def _weights(self) -> Iterator[Any]:
-        """Trained parameters, in the order in which their gradients shall come."""
+    def _trained_parameters(self) -> Iterator[Any]:
+        """Stand-ins of the trained parameters, in the order in which gradients are computed."""
         communicator = self.communicator
-        cut = [weight.parameter for weight in grad_ready_order(communicator)]
-        for parameter in (*cut, *(member.parameter for member in communicator.replicated.members)):
+        members = (*grad_ready_order(communicator), *communicator.replicated.members)
+        for parameter in (member.parameter for member in members):
             if parameter.requires_grad:
-                if id(parameter) not in self._sinks:
-                    self._sinks[id(parameter)] = _Sink(parameter)
-                yield self._sinks[id(parameter)]
+                if id(parameter) not in self._stand_ins:
+                    self._stand_ins[id(parameter)] = _ParameterStandIn(parameter)
+                yield self._stand_ins[id(parameter)]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without messages to this rank itself, where a V's stages meet: torch 2.11 over gloo."""
+        """See torch's; without messages to this rank itself (a V schedule, torch 2.11, gloo)."""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See torch's."""
-        return self._watched(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._tracked(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See torch's."""
-        return self._watched(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._tracked(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See torch's."""
-        return self._watched(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._tracked(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """See torch's."""
-        return self._watched(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._tracked(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _watched(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        return ops if self.messages is None else self.messages.watch(ops)
+    def _tracked(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        return ops if self.messages is None else self.messages.track(ops)
 
-    # torch's shape inference before the first step, where shapes were not given
+    # torch's shape inference before the first step, if Pipeline.create got no shape
 
     @contextmanager
-    def _rehearsed(self) -> Iterator[None]:
-        self.rehearsing = True
+    def _during_shape_inference(self) -> Iterator[None]:
+        self.inferring_shapes = True
         near = (self.stage_index - 1, self.stage_index + 1)
         peers = {rank for s, rank in self.stage_index_to_group_rank.items() if s in near}
         group, messages = self.group, self.messages
         try:
-            with messages.inferring(group, peers) if messages and group else nullcontext():
+            with (
+                messages.track_shape_inference(group, peers)
+                if messages and group
+                else nullcontext()
+            ):
                 yield
         finally:
-            self.rehearsing = False
+            self.inferring_shapes = False
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._rehearsed():
+        with self._during_shape_inference():
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._rehearsed():
+        with self._during_shape_inference():
             return super()._prepare_backward_infra(*args, **kwargs)
 
-    def _handed_in(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Of the first micro-batch; torch's own where there is none."""
+    def _first_micro_batch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of the first micro-batch; torch's arguments if there are no batches."""
         if not self.batches:
             return args, kwargs
         batch = self.batches[0]
         return batch.inputs if self.is_first else args, dict(batch.options)
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        args, kwargs = self._handed_in(args, kwargs)
-        with rehearsal(self.communicator):
+        args, kwargs = self._first_micro_batch(args, kwargs)
+        with shape_inference(self.communicator):
             outputs = super()._compute_outputs(*args, module=module, **kwargs)
         if torch.is_grad_enabled():
-            # Also where everything up to here is frozen, the next stage gives its input a gradient,
-            # as with a given shape: torch's split backward finds weights from there and would lose
-            # all their gradients, and what is thawed later would get none.
+            # The next stage computes a gradient of its input even if everything before is frozen,
+            # as with a given shape. Otherwise torch's split backward, which finds weights from the
+            # input, would lose all their gradients, and weights thawed later would get none.
             for tensor in tensors(outputs):
                 if tensor.is_floating_point() and not tensor.requires_grad:
                     tensor.requires_grad_()
@@ -307,10 +319,10 @@ class ISPPipelineStage(PipelineStage):
     def _compute_input_grads(
         self, outputs: Any, all_fwd_inputs: Sequence[Any], grad_outputs: Any = None
     ) -> Any:
-        """Only shape and dtype are wanted, and those are the inputs' own.
+        """Empty tensors with shape and dtype of the input gradients, which equal the inputs'.
 
-        Computing them would run a backward for nothing, by ``torch.autograd.grad``, under which a
-        reentrant checkpoint cannot recompute.
+        torch would compute the gradients by ``torch.autograd.grad``: a needless backward, in which
+        a reentrant checkpoint cannot recompute.
         """
         return tuple(
             torch.empty_like(given) if isinstance(given, Tensor) and given.requires_grad else None
@@ -318,7 +330,7 @@ class ISPPipelineStage(PipelineStage):
         )
 
     def _shape_inference(self, args: Any, kwargs: Any = None) -> Any:
-        """torch 2.11 has this in place of both above."""
-        args, kwargs = self._handed_in(args, kwargs)
-        with rehearsal(self.communicator):
+        """See torch 2.11, which has this method instead of the two above."""
+        args, kwargs = self._first_micro_batch(args, kwargs)
+        with shape_inference(self.communicator):
             return cast("Any", super())._shape_inference(args, kwargs)

@@ -1,13 +1,14 @@
-"""A weight of which several stages of a pipeline have a copy: a head tied to the embedding.
+"""A weight of which several stages of a pipeline have a copy, such as a head tied to the embedding.
 
-Copies are parameters like any other, each with the shards, gathers and optimizer state of its own
-stage. They stay one weight because they begin with the same bits, and because the stages add up
-their gradients at the end of a step, shard with shard and everywhere in one order, so that every
-copy's optimizer makes the same of it. One copy, the first stage's, counts: in norms, and in what is
-saved. Before each step the copies are compared (:meth:`TiedWeights.digest`): what writes one of
-them, or steps them differently, is told and does no further harm.
+Copies are ordinary parameters, each with the shards, gathers and optimizer state of its own stage.
+They stay equal because they begin with the same bits, and because the stages sum their gradients at
+the end of a step, shard by shard and in the same order everywhere, so that the optimizers of all
+copies compute the same. Norms and checkpoints contain one copy, the first stage's. Before each step
+the copies are compared (:meth:`TiedWeights.digest`): if one was written or stepped differently, the
+step is refused before it runs.
 
-Such weights are found in a model (:func:`shared_by`), and agreed upon by all ranks (:func:`tie`).
+The weights are found in a model by :func:`find_tied`; all ranks must find the same ones, which
+:func:`make_tied_weights` checks.
 """
 
 from __future__ import annotations
@@ -29,93 +30,98 @@ from internsp.pipeline.chunks import Chunk
 from internsp.pipeline.stage import ISPPipelineStage
 from internsp.wp.parameter import Member, ShardedParameter, bits_of, same_bits
 
-Watch = Callable[[list[dist.P2POp]], list[dist.P2POp]]
-Tie = Mapping[int, str]
-"""Of each stage that has the weight, what its chunk calls it."""
+TrackOps = Callable[[list[dist.P2POp]], list[dist.P2POp]]
+CopyNames = Mapping[int, str]
+"""By stage, the name of its copy in its chunk."""
 
 _LOWEST = torch.iinfo(torch.int64).min
 
 
-def shared_by(model: Any, chunks: Sequence[nn.Module]) -> dict[str, Tie]:
+def find_tied(model: Any, chunks: Sequence[nn.Module]) -> dict[str, CopyNames]:
     """Parameters that are the same object in several chunks, by their names in the model.
 
     Args:
-        chunks: of all stages, before any was made parallel.
+        chunks: the chunks of all stages, before ``parallelize``.
     """
     found: dict[int, dict[int, str]] = {}
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             found.setdefault(id(parameter), {})[stage] = name
-    whole = isinstance(model, nn.Module)
-    names = {id(p): name for name, p in model.named_parameters()} if whole else {}
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    names = {id(p): name for name, p in named}
     ties = {key: tie for key, tie in found.items() if len(tie) > 1}
     return {names.get(key, next(iter(tie.values()))): tie for key, tie in ties.items()}
 
 
-def separate(chunks: Sequence[Chunk]) -> None:
-    """Of modules that several of ``chunks`` hold, give the later ones copies, in place.
+def copy_shared_modules(chunks: Sequence[Chunk]) -> None:
+    """Copy modules that several of ``chunks`` share into the later of these chunks, in each.
 
-    Each chunk is made parallel by itself, so that one process cannot have a module in two.
+    ``parallelize`` is called for each chunk, so that no module can be in two of them.
     """
-    taken: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
     for chunk in chunks:
-        if not taken.isdisjoint(chunk.modules()):
-            # Together, so that what blocks of one chunk share they go on sharing.
+        if not seen.isdisjoint(chunk.modules()):
+            # All modules in one call, so that blocks of one chunk still share what they shared.
             copied = copy.deepcopy(chunk._modules)
             chunk._modules.update(copied)
-        taken.update(chunk.modules())
+        seen.update(chunk.modules())
 
 
-def tie(
-    said: Mapping[str, Tie] | Sequence[Tie],
+def make_tied_weights(
+    declared: Mapping[str, CopyNames] | Sequence[CopyNames],
     stages: Sequence[ISPPipelineStage],
     rank_of: Callable[[int], int],
     count: int,
     mesh: ParallelMesh,
-    watch: Watch | None,
+    track: TrackOps | None,
 ) -> TiedWeights:
-    """What all ranks say, if it is the same and fits. Collective over the ranks of a pipeline.
+    """Compare the tied weights that the ranks declare, and return them as one object.
+
+    Collective over the ranks of a pipeline.
 
     Args:
-        said: by the whole model's names; without, the first stage's are taken.
-        stages: of this rank.
-        rank_of: the pipeline rank that has a stage, of which there are ``count``.
+        declared: copies of each weight, by its name in the model; without names, the name of the
+            first copy is used.
+        stages: this rank's stages.
+        rank_of: returns the pipeline rank of a stage.
+        count: number of stages.
+        track: see :class:`TiedWeights`.
 
     Raises:
-        StructureError: on every rank: ranks say different things, a stage has no such parameter,
-            or copies are not of one form.
+        StructureError: on every rank: ranks declare different weights, a stage has no such
+            parameter, or copies have different shapes, dtypes or sharding.
         OrderError: an optimizer was made before the pipeline.
     """
-    if not isinstance(said, Mapping):
-        said = {one[min(one)]: one for one in said if one}
+    if not isinstance(declared, Mapping):
+        declared = {one[min(one)]: one for one in declared if one}
     weights, facts = [], {}
-    for number in (number for one in said.values() for number in one):
+    for number in (number for one in declared.values() for number in one):
         if not 0 <= number < count:
             raise StructureError(
                 f"tied names stage {number} on rank {mesh.rank}: stages are 0 to {count - 1}"
             )
-    for name, one in said.items():
-        places = tuple(Place(stage, rank_of(stage), one[stage]) for stage in sorted(one))
-        weight = TiedWeight(name, places)
+    for name, one in declared.items():
+        copies = tuple(TiedCopy(stage, rank_of(stage), one[stage]) for stage in sorted(one))
+        weight = TiedWeight(name, copies)
         for stage in (stage for stage in stages if stage.stage_index in one):
             member = _member(stage.submod, one[stage.stage_index])
             if isinstance(member, str):
                 facts[name, stage.stage_index] = member
                 continue
             facts[name, stage.stage_index] = _form(member)
-            weight.own.append((stage.communicator, member))
+            weight.own_copies.append((stage.communicator, member))
         weights.append(weight)
     mine = ([str(weight) for weight in weights], facts)
-    everyone: list[Any] = [None] * mesh.pipeline_group.size()
-    dist.all_gather_object(everyone, mine, group=mesh.pipeline_group)
-    _compare(everyone, weights, mesh)
-    early = [c for weight in weights for c, _ in weight.own if c.plain is None]
+    gathered: list[Any] = [None] * mesh.pipeline_group.size()
+    dist.all_gather_object(gathered, mine, group=mesh.pipeline_group)
+    _compare(gathered, weights, mesh)
+    early = [c for weight in weights for c, _ in weight.own_copies if c.plain is None]
     if early:
         raise OrderError(
             f"rank {mesh.rank} has a ZeroOptimizer for a chunk with tied weights already: make the "
-            "Pipeline first, which says what is tied, then the optimizers"
+            "Pipeline first, which finds tied weights, then the optimizers"
         )
-    return TiedWeights(mesh, weights, watch)
+    return TiedWeights(mesh, weights, track)
 
 
 def _member(chunk: nn.Module, name: str) -> Member | str:
@@ -128,68 +134,71 @@ def _member(chunk: nn.Module, name: str) -> Member | str:
 
 
 def _form(member: Member) -> str:
-    """What must be the same of all copies, in words."""
+    """What must be equal for all copies, as text."""
     shape = f"{list(member.parameter.shape)} {member.dtype}"
     if not isinstance(member, ShardedParameter):
         return f"is replicated, {shape}"
     dim, size, axis = member.layout.dim, member.layout.size, member.axis.name
-    return f"is cut on dimension {dim} of {shape} over {size} ranks ({axis})"
+    return f"is sharded on dimension {dim} of {shape} over {size} ranks ({axis})"
 
 
-def _compare(everyone: Sequence[Any], weights: Sequence[TiedWeight], mesh: ParallelMesh) -> None:
-    ties = [each for each, _ in everyone]
-    for rank, each in enumerate(ties):
-        if each != ties[0]:
+def _compare(gathered: Sequence[Any], weights: Sequence[TiedWeight], mesh: ParallelMesh) -> None:
+    declared = [names for names, _ in gathered]
+    for rank, names in enumerate(declared):
+        if names != declared[0]:
             raise StructureError(
-                f"pipeline ranks tie different weights: {ties[0]} and {each} (pipeline ranks 0 and "
-                f"{rank}; this is rank {mesh.rank}): make the same model on every rank"
+                f"pipeline ranks tie different weights: {declared[0]} and {names} (pipeline ranks "
+                f"0 and {rank}; this is rank {mesh.rank}): make the same model on every rank"
             )
     forms: dict[tuple[str, int], str] = {}
-    for _, facts in everyone:
+    for _, facts in gathered:
         forms |= facts
     for weight in weights:
-        found = [forms.get((weight.name, place.stage), "is on no rank") for place in weight.places]
+        found = [forms.get((weight.name, each.stage), "is on no rank") for each in weight.copies]
         wrong = any(form.startswith(("is not ", "is on ")) for form in found)
         if wrong or len(set(found)) > 1:
-            told = [f"{place} {form}" for place, form in zip(weight.places, found, strict=True)]
+            parts = [f"{each} {form}" for each, form in zip(weight.copies, found, strict=True)]
             raise StructureError(
-                f"stages share {weight.name}, but {', '.join(told)} (this is rank {mesh.rank}): "
-                "copies of one weight must be cut alike. Name all of them where an option or a "
+                f"stages share {weight.name}, but {', '.join(parts)} (this is rank {mesh.rank}): "
+                "copies of one weight must be sharded alike. Name all of them where an option or a "
                 "rule of the plan names one (weight_parallel.embedding_cut = \"vocabulary\" for a "
                 "tied head), or untie them"
             )
 
 
 class StepGradients(Protocol):
-    """This rank's part of what one step of a pipeline adds to gradients: in ``.grad``, or a
-    ``ZeroOptimizer``'s."""
+    """This rank's part of the gradients that one step of a pipeline adds to tied weights.
+
+    They are in ``.grad``, or in the slices of a ``ZeroOptimizer``.
+    """
 
     def trains(self, member: Member) -> bool:
-        """Whether it takes gradients of ``member``."""
+        """Whether ``member`` gets gradients."""
 
-    def begin(self, member: Member) -> None:
-        """A step begins: put aside what earlier ones have left."""
+    def begin_step(self, member: Member) -> None:
+        """Begin a step: set the gradients of earlier steps aside."""
 
     def finish(self) -> None:
-        """The chunk's last micro-batch is over: all is reduced when this returns. Collective over
-        the stage."""
+        """Finish all reductions, after the chunk's last micro-batch. Collective over the stage."""
 
-    def take(self, member: Member) -> tuple[Tensor, bool]:
-        """What this step has added, flat, fp32 or wider, on the device, as long on all stages; and
-        whether some rank of the stage has used the weight."""
+    def local_sum(self, member: Member) -> tuple[Tensor, bool]:
+        """The gradient of this step, and whether any rank of the stage has used the weight.
 
-    def give(self, member: Member, total: Tensor | None) -> None:
-        """In its place the sum over all stages, added to what was put aside."""
+        The gradient is flat, on the device, in fp32 or wider, and has one length on all stages.
+        """
 
-    def forget(self) -> None:
-        """The step has failed: keep nothing of it."""
+    def set_total(self, member: Member, total: Tensor | None) -> None:
+        """Set this step's gradient to ``total``, the sum over all stages, and add earlier ones."""
+
+    def discard_step(self) -> None:
+        """Drop the gradients of a failed step."""
 
     def values(self, member: Member) -> list[Tensor]:
-        """All that holds this rank's part of the weight, to be read and written."""
+        """Tensors that hold this rank's part of the weight (values, master), to read and write."""
 
 
 class PlainGradients:
-    """Gradients of a plain loop, in ``.grad``."""
+    """Gradients in ``.grad``, for a training loop without ``ZeroOptimizer``."""
 
     def __init__(self) -> None:
         self._before: dict[Member, Any] = {}
@@ -198,15 +207,15 @@ class PlainGradients:
         """See :class:`StepGradients`."""
         return member.requires_grad
 
-    def begin(self, member: Member) -> None:
+    def begin_step(self, member: Member) -> None:
         """See :class:`StepGradients`."""
         self._before[member] = member.parameter.grad
         member.parameter.grad = None
 
     def finish(self) -> None:
-        """See :class:`StepGradients`: it is, when a backward is over."""
+        """See :class:`StepGradients`; does nothing: each backward finishes its reductions."""
 
-    def take(self, member: Member) -> tuple[Tensor, bool]:
+    def local_sum(self, member: Member) -> tuple[Tensor, bool]:
         """See :class:`StepGradients`."""
         gradient: Any = member.parameter.grad
         wide, device = torch.promote_types(member.dtype, torch.float32), member.device
@@ -215,7 +224,7 @@ class PlainGradients:
             return torch.zeros(local.numel(), dtype=wide, device=device), False
         return gradient._local_tensor.to(device, wide).reshape(-1), True
 
-    def give(self, member: Member, total: Tensor | None) -> None:
+    def set_total(self, member: Member, total: Tensor | None) -> None:
         """See :class:`StepGradients`."""
         before, parameter = self._before.pop(member), member.parameter
         if total is None:
@@ -229,7 +238,7 @@ class PlainGradients:
             before._local_tensor.add_(made)
             parameter.grad = before
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """See :class:`StepGradients`."""
         for member, before in self._before.items():
             member.parameter.grad = before
@@ -240,8 +249,8 @@ class PlainGradients:
         return [member.parameter._local_tensor]  # type: ignore[attr-defined]
 
 
-class Place(NamedTuple):
-    """Where a copy is: its stage, the pipeline rank that has it, and what its chunk calls it."""
+class TiedCopy(NamedTuple):
+    """A copy of a tied weight: its stage, its pipeline rank, and its name in its chunk."""
 
     stage: int
     rank: int
@@ -253,49 +262,50 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class TiedWeight:
-    """One weight of several stages.
+    """One weight of which several stages have copies.
 
     Attributes:
-        name: in the whole model.
-        places: of all copies, by ascending stage; the first one counts.
-        own: this rank's copies, by ascending stage, each with its chunk's communicator.
+        name: its name in the model.
+        copies: all copies, by ascending stage; norms and checkpoints contain the first.
+        own_copies: this rank's copies, by ascending stage, each with its chunk's communicator.
     """
 
     name: str
-    places: tuple[Place, ...]
-    own: list[tuple[Any, Member]] = field(default_factory=list)
+    copies: tuple[TiedCopy, ...]
+    own_copies: list[tuple[Any, Member]] = field(default_factory=list)
 
     @property
     def ranks(self) -> list[int]:
         """Pipeline ranks that have copies, ascending."""
-        return sorted({place.rank for place in self.places})
+        return sorted({each.rank for each in self.copies})
 
     @property
     def trained(self) -> bool:
-        """Whether this rank's copies are."""
-        return any(c.step_gradients.trains(member) for c, member in self.own)
+        """Whether this rank's copies are trained."""
+        return any(c.step_gradients.trains(member) for c, member in self.own_copies)
 
     def __str__(self) -> str:
-        return " and ".join(map(str, self.places))
+        return " and ".join(map(str, self.copies))
 
 
 class TiedWeights:
-    """All of a pipeline, the same list on all of its ranks.
+    """All tied weights of a pipeline, the same list on all of its ranks.
 
     Args:
-        watch: makes waits for messages within a step end when their sender has failed.
+        track: see :meth:`internsp.pipeline.messages.Messages.track`: ends waits for messages of a
+            rank that has failed.
     """
 
     def __init__(
-        self, mesh: ParallelMesh, weights: Sequence[TiedWeight], watch: Watch | None = None
+        self, mesh: ParallelMesh, weights: Sequence[TiedWeight], track: TrackOps | None = None
     ) -> None:
-        self._mesh, self.weights, self._watch = mesh, list(weights), watch
+        self._mesh, self.weights, self._track = mesh, list(weights), track
         for weight in self.weights:
-            mine = [place for place in weight.places if place.rank == mesh.pipeline_rank]
-            for place, (communicator, member) in zip(mine, weight.own, strict=True):
+            mine = [each for each in weight.copies if each.rank == mesh.pipeline_rank]
+            for each, (communicator, member) in zip(mine, weight.own_copies, strict=True):
                 if communicator.step_gradients is None:  # no ZeroOptimizer yet
                     communicator.step_gradients = PlainGradients()
-                member.tied, member.counted = weight.name, place is weight.places[0]
+                member.tied, member.counted = weight.name, each is weight.copies[0]
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -303,80 +313,84 @@ class TiedWeights:
     # gradients
 
     @contextmanager
-    def summed(self) -> Iterator[None]:
-        """Around a step: the gradients that it adds to copies are summed over the stages.
+    def sum_gradients(self) -> Iterator[None]:
+        """Context for a step, which sums the gradients of copies over the stages at its end.
 
-        Blocks at the end. A step that raises leaves of them what was there before it.
+        Blocks at the end. If the step raises, the copies' gradients are those from before it.
         """
         trained = [weight for weight in self.weights if weight.trained]
-        copies = [(c.step_gradients, m) for weight in trained for c, m in weight.own]
+        copies = [(c.step_gradients, m) for weight in trained for c, m in weight.own_copies]
         stores: list[StepGradients] = list(dict.fromkeys(store for store, _ in copies))
         try:
             for store, member in copies:
-                store.begin(member)
+                store.begin_step(member)
             yield
             with torch.no_grad():
                 for store in stores:
                     store.finish()
                 for weight in trained:
-                    self._sum(weight)
+                    self._sum_weight(weight)
         except BaseException:
             for store in stores:
-                store.forget()
+                store.discard_step()
             raise
 
-    def _sum(self, weight: TiedWeight) -> None:
-        """One flat message to each other rank: this rank's sum, and whether there is one."""
-        taken = [c.step_gradients.take(member) for c, member in weight.own]
-        used = any(there for _, there in taken)
-        packed = torch.cat([taken[0][0], taken[0][0].new_full((1,), used)])
-        for part, _ in taken[1:]:
-            packed[:-1] += part
-        found = {self._mesh.pipeline_rank: packed, **self._swapped(weight, packed)}
-        # By ascending rank, so that the sum has the same bits on all of them.
+    def _sum_weight(self, weight: TiedWeight) -> None:
+        """Sum this step's gradient over all copies, with one flat message to each other rank.
+
+        The message is the rank's own sum, and one element, 1 if it has a gradient.
+        """
+        sums = [c.step_gradients.local_sum(member) for c, member in weight.own_copies]
+        used = any(has_sum for _, has_sum in sums)
+        packed = torch.cat([sums[0][0], sums[0][0].new_full((1,), used)])
+        for values, _ in sums[1:]:
+            packed[:-1] += values
+        found = {self._mesh.pipeline_rank: packed, **self._exchange_sums(weight, packed)}
+        # By ascending rank, so that the sum has the same bits on all ranks.
         total = found[weight.ranks[0]]
         for rank in weight.ranks[1:]:
             total = total + found[rank]
         used = used or bool(total[-1] > 0)
-        for communicator, member in weight.own:
-            communicator.step_gradients.give(member, total[:-1] if used else None)
+        for communicator, member in weight.own_copies:
+            communicator.step_gradients.set_total(member, total[:-1] if used else None)
 
-    def _swapped(self, weight: TiedWeight, packed: Tensor) -> dict[int, Tensor]:
+    def _exchange_sums(self, weight: TiedWeight, packed: Tensor) -> dict[int, Tensor]:
         peers = [rank for rank in weight.ranks if rank != self._mesh.pipeline_rank]
         if not peers:
             return {}
-        state = weight.own[0][0].state
+        state = weight.own_copies[0][0].state
         nbytes = len(peers) * packed.nbytes
         event = state.trace.record("EX", weight.name, "", "finish", nbytes, in_flight=True)
         state.counters.reduced_bytes += nbytes
         state.counters.reductions += 1
-        received = swap(self._mesh.pipeline_group, packed, peers, peers, self._watch)
+        received = send_and_receive(self._mesh.pipeline_group, packed, peers, peers, self._track)
         state.trace.finish(event)
         return received
 
     # values
 
     def digest(self) -> Tensor:
-        """``[weights, 4]``: of this rank's copies the largest digest of their values and of its
-        negative, and the same of whether they are trained; very low where it has none.
+        """Digests of this rank's copies, ``[weights, 4]``, int64; a MAX all-reduce compares ranks.
 
-        The largest over all ranks are for :meth:`apart`. No message; waits for what an optimizer
-        still publishes.
+        The columns are the largest digest of the values, the largest negated digest, and the same
+        two for whether the copies are trained; the lowest int64 where this rank has no copy. Their
+        maxima over all ranks are the argument of :meth:`differences`. No communication; waits for
+        an optimizer's parameter all-gather.
         """
         found = torch.full((len(self), 4), _LOWEST, device=self._mesh.device)
         for row, weight in zip(found, self.weights, strict=True):
-            for communicator, member in weight.own:
+            for communicator, member in weight.own_copies:
                 trained = int(communicator.step_gradients.trains(member))
                 bits = _digest(member).to(row.device)
                 mine = torch.stack([bits, -bits, *row.new_tensor([trained, -trained]).unbind()])
                 torch.maximum(row, mine, out=row)
         return found
 
-    def apart(self, largest: Tensor) -> list[str]:
-        """Which weights are not the same in all places, in words.
+    def differences(self, largest: Tensor) -> list[str]:
+        """Which weights have copies that differ, as text.
 
         Args:
-            largest: of :meth:`digest`, over all ranks of a pipeline.
+            largest: maxima of :meth:`digest` over all ranks of a pipeline.
         """
         lines = []
         for weight, facts in zip(self.weights, largest.tolist(), strict=True):
@@ -389,17 +403,18 @@ class TiedWeights:
 
     @torch.no_grad()
     def equalize(self) -> None:
-        """Copy the first place's values, and master values, to the others. Collective; blocks."""
+        """Copy values and master values of the first copy to the others. Collective; blocks."""
         group, rank = self._mesh.pipeline_group, self._mesh.pipeline_rank
-        for weight in (weight for weight in self.weights if weight.own):
-            first, device = weight.places[0].rank, weight.own[0][1].device
-            held = [(m, c.step_gradients.values(m)) for c, m in weight.own]
+        for weight in (weight for weight in self.weights if weight.own_copies):
+            first, device = weight.copies[0].rank, weight.own_copies[0][1].device
+            held = [(m, c.step_gradients.values(m)) for c, m in weight.own_copies]
             for number, mine in enumerate(held[0][1]):
                 values = mine.to(device).contiguous()
                 if rank == first:
-                    swap(group, values, [other for other in weight.ranks if other != first], ())
+                    others = [other for other in weight.ranks if other != first]
+                    send_and_receive(group, values, others, ())
                 else:
-                    values = swap(group, values, (), [first])[first]
+                    values = send_and_receive(group, values, (), [first])[first]
                 for member, tensors in held:
                     there = tensors[number]
                     given = values.view(there.shape).to(there.device)
@@ -409,31 +424,34 @@ class TiedWeights:
 
 
 def _digest(member: Member) -> Tensor:
-    """Of the bits of this rank's part, as a tensor: nothing waits for it."""
-    member.publish()
+    """Digest of the bits of this rank's part, as a tensor, so that the host does not wait."""
+    member.wait_until_ready()
     local = member.parameter._local_tensor.detach()  # type: ignore[attr-defined]
     bits = bits_of(local.reshape(-1))
     return bits.sum(dtype=torch.int64) >> 1  # so that its negative exists, and none is the lowest
 
 
-def swap(
+def send_and_receive(
     group: dist.ProcessGroup,
     values: Tensor,
-    to: Collection[int],
-    of: Collection[int],
-    watch: Watch | None = None,
+    destinations: Collection[int],
+    sources: Collection[int],
+    track: TrackOps | None = None,
 ) -> dict[int, Tensor]:
-    """Send ``values`` to the ranks ``to`` of ``group`` and receive as much from each of ``of``.
+    """Send ``values`` to ``destinations``, and receive a tensor like it from each of ``sources``.
 
-    Blocks (on a device: the current stream).
+    Both are ranks of ``group``. Blocks (on a device: the current stream).
 
     Args:
-        watch: see :meth:`internsp.pipeline.messages.Messages.watch`.
+        track: see :meth:`internsp.pipeline.messages.Messages.track`.
+
+    Returns:
+        The received tensors by source.
     """
-    received = {rank: torch.empty_like(values) for rank in of}
+    received = {rank: torch.empty_like(values) for rank in sources}
     ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=r) for r, t in received.items()]
-    ops += [dist.P2POp(dist.isend, values, group=group, group_peer=rank) for rank in to]
+    ops += [dist.P2POp(dist.isend, values, group=group, group_peer=rank) for rank in destinations]
     if ops:
-        for work in dist.batch_isend_irecv(ops if watch is None else watch(ops)):
+        for work in dist.batch_isend_irecv(ops if track is None else track(ops)):
             work.wait()
     return received

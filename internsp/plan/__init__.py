@@ -1,1 +1,1 @@
-"""What ``internsp plan`` and ``parallelize`` share: a model read, its units, bytes and schedule."""
+"""What ``internsp plan`` and ``parallelize`` share: a model's units, memory, bytes and schedule."""

@@ -1,8 +1,9 @@
-"""The memory of activations on one rank, by a step of the model on tensors without memory.
+"""Estimates one rank's activation memory from steps of the model on fake tensors.
 
-A few short forwards and backwards of few blocks are observed (:mod:`internsp.plan.observe`). Memory
-is linear in the number of blocks, and in the positions while tiles and chunks of the loss have a
-fixed length: they give that of any.
+A few forwards and backwards with few blocks and short sequences are measured
+(:mod:`internsp.plan.observe`). Memory is linear in the number of blocks, and in the number of
+positions while tiles and chunks of the loss have a fixed length, so these measurements determine
+the memory of any number of blocks and any length.
 """
 
 from __future__ import annotations
@@ -15,79 +16,82 @@ import torch
 from internsp.config import Config
 from internsp.config.kept import size_in_bytes
 from internsp.factory import device_type
-from internsp.host import pinned
+from internsp.host import pinned_bytes
 from internsp.layers.offload import offloaded_blocks
 from internsp.layers.tiles import ROWS
 from internsp.mesh import MeshShape
 from internsp.mesh.sequence import HEADS, RING
 from internsp.plan.dtypes import DTYPES
-from internsp.plan.observe import Observed, Place, observe
+from internsp.plan.observe import ModelPart, Observed, observe
 from internsp.plan.tiles import tile_tokens
 
-_LEAST = 512  # positions of the shortest step; small ones round to ROWS
-_FACTORS = (1, 4, 16, 32)  # times the shortest, of the steps; what is longer is on the last's line
+_SHORTEST = 512  # positions of the shortest step; shorter ones would be rounded to ROWS
+# Lengths of the measured steps as multiples of the shortest; longer lengths are extrapolated.
+_FACTORS = (1, 4, 16, 32)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one rank in a forward and backward of one micro-batch, of the model or of a chunk.
+    """Bytes on one rank in the forward and backward of one micro-batch, for a model or one chunk.
 
     Attributes:
         batch: token ids, labels and positions.
         kept: on the device between forward and backward.
-        forward: beside that at the peak of a forward.
-        working: beside that at the peak, in the backward of a block or of the loss, what is in
-            ``moving`` left out.
-        between: after the gradients of inputs and before those of weights, where they come apart.
-        host: in host memory, at the end of forward, as torch takes it for a device.
-        away: blocks whose activations are in host memory.
-        block: what one keeps on the device that is not.
-        moving: beside ``kept`` at the peak: what operators have made that exchange heads or go
-            round a ring.
-        before: beside ``kept`` at the peaks of a forward and the loss, and of the last norm.
-        pieces: of one block in host memory.
+        forward: in addition to ``kept`` at the peak of a forward.
+        working: in addition to ``kept`` and ``exchanges`` at the peak, which is in the backward of
+            a block or of the loss.
+        between_parts: between input backward and weight backward, where they are separate.
+        host: in host memory at the end of forward, rounded up as torch's pinned allocator does
+            for a device.
+        offloaded: number of blocks whose activations are in host memory.
+        block: what one recomputing block that is not offloaded keeps on the device.
+        exchanges: at the peak, what the operators that exchange heads, or send keys and values
+            around a ring, have allocated; by kind.
+        earlier_peaks: in addition to ``kept`` at the peaks of forward and loss, and of the last
+            norm.
+        host_pieces: what one block keeps in host memory, by tensor.
     """
 
     batch: int
     kept: int
     forward: int
     working: int
-    between: int
+    between_parts: int
     host: int
-    away: int
+    offloaded: int
     block: int
-    moving: Mapping[str, int]
-    before: tuple[int, ...] = ()
-    pieces: tuple[int, ...] = ()
+    exchanges: Mapping[str, int]
+    earlier_peaks: tuple[int, ...] = ()
+    host_pieces: tuple[int, ...] = ()
 
-    def highest(self) -> Activations:
-        """With ``working`` and ``moving`` of the highest peak."""
-        highest = max(self.before, default=0)
-        if highest <= self.working + sum(self.moving.values()):
+    def with_highest_peak(self) -> Activations:
+        """The same, with ``working`` and ``exchanges`` of whichever peak is highest."""
+        highest = max(self.earlier_peaks, default=0)
+        if highest <= self.working + sum(self.exchanges.values()):
             return self
-        return replace(self, working=highest, moving=dict.fromkeys(self.moving, 0))
+        return replace(self, working=highest, exchanges=dict.fromkeys(self.exchanges, 0))
 
     def rows(self, micro_batches: int) -> list[tuple[str, int]]:
-        """(component, bytes) on the device, in a step of so many micro-batches one by one."""
+        """(component, bytes) on the device in a step that runs its micro-batches one by one."""
         found = [
             ("token ids, labels and positions", micro_batches * self.batch),
             ("activations that are kept", self.kept),
             ("block or loss at work", self.working),
         ]
-        return found + moving_rows(self.moving)
+        return found + exchange_rows(self.exchanges)
 
 
-def moving_rows(moving: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(component, bytes) of what is on its way."""
+def exchange_rows(exchanges: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(component, bytes) of the exchanges of heads and of the ring."""
     names = {HEADS: "exchanges of heads", RING: "keys and values around a ring"}
-    return [(name, moving[kind]) for kind, name in names.items() if moving.get(kind)]
+    return [(name, exchanges[kind]) for kind, name in names.items() if exchanges.get(kind)]
 
 
 class ActivationModel:
-    """Of one configuration, for any length of its sequences.
+    """Activation memory of one configuration, for any sequence length.
 
     Args:
-        place: which chunk of a pipeline; ``None``: the whole model.
+        model_part: which chunk of a pipeline; ``None``: the complete model.
         layers, recomputing: blocks of the chunk, and how many of them recompute.
     """
 
@@ -95,12 +99,12 @@ class ActivationModel:
         self,
         config: Config,
         shape: MeshShape,
-        place: Place | None = None,
+        model_part: ModelPart | None = None,
         layers: int | None = None,
         recomputing: int | None = None,
     ) -> None:
         self.config, self.shape = config, shape
-        self.place = place or Place(shape)
+        self.model_part = model_part or ModelPart(shape)
         self.rows = config.train.global_batch // (config.train.micro_batches * shape.data)
         self.layers = config.model.layers if layers is None else layers
         again = len(config.activation_checkpoint.selected(self.layers))
@@ -108,28 +112,28 @@ class ActivationModel:
         self._steps: dict[int, Activations] = {}
 
     def at(self, length: int) -> Activations:
-        """For sequences of ``length`` tokens over all ranks."""
+        """Activation memory for sequences of ``length`` tokens, counted over all ranks."""
         local = -(-length // self.shape.sequence)
-        # Where a phase's peak is changes with the length: a line through the lengths next to it.
-        lengths = [self._least() * factor for factor in _FACTORS]
+        # Which operation is the peak depends on the length: interpolate between adjacent lengths.
+        lengths = [self._shortest() * factor for factor in _FACTORS]
         above = next((i for i, each in enumerate(lengths) if i and each >= local), len(lengths) - 1)
         small, large = lengths[above - 1], lengths[above]
-        found = _line((small, large), [self._step(small), self._step(large)], local)
-        if found.pieces and device_type(self.config) != "cpu":
-            taken = sum(map(pinned, found.pieces))
-            found = replace(found, host=found.host * taken // sum(found.pieces))
-        return (self._with_formulas(found, local) if self._formulas else found).highest()
+        found = _interpolate((small, large), [self._step(small), self._step(large)], local)
+        if found.host_pieces and device_type(self.config) != "cpu":
+            taken = sum(map(pinned_bytes, found.host_pieces))
+            found = replace(found, host=found.host * taken // sum(found.host_pieces))
+        return (self._with_formulas(found, local) if self._formulas else found).with_highest_peak()
 
-    def _least(self) -> int:
-        """Positions of the shortest step: whole tiles, where their length is fixed, and chunks."""
+    def _shortest(self) -> int:
+        """Positions of the shortest step: complete tiles (if their length is fixed) and chunks."""
         tiles = self.config.activation_checkpoint.tiles
         if tiles == "auto":
             return self._tile
-        return max(_LEAST, -(-self.config.train.loss_chunk // self.rows), ROWS * tiles)
+        return max(_SHORTEST, -(-self.config.train.loss_chunk // self.rows), ROWS * tiles)
 
     @property
     def _tile(self) -> int:
-        """Positions of a tile, where their length is fixed."""
+        """Positions of a tile, where the length of tiles is fixed."""
         return -(-tile_tokens(self.config) // self.rows // ROWS) * ROWS
 
     def _tiles(self, positions: int) -> int:
@@ -138,55 +142,63 @@ class ActivationModel:
 
     def _step(self, positions: int) -> Activations:
         if positions not in self._steps:
-            self._steps[positions] = self._deep(positions, self._tiles(positions))
+            self._steps[positions] = self._all_blocks(positions, self._tiles(positions))
         return self._steps[positions]
 
-    def _deep(self, positions: int, tiles: int) -> Activations:
-        """A step of all blocks, from steps of two and three recomputing and other ones."""
+    def _all_blocks(self, positions: int, tiles: int) -> Activations:
+        """A step of all blocks, computed from steps of two and of three blocks of each kind."""
         offload = self.config.activation_checkpoint.offload
         layers, recomputing = self.layers, self.recomputing
 
-        def few(
+        def measure(
             layers: int, again: int, offload: int | None = None, backward: bool = True
         ) -> Observed:
-            place = self.place
+            model_part = self.model_part
             return observe(
-                self.config, self.rows, positions, tiles, layers, again, offload, place, backward
+                self.config,
+                self.rows,
+                positions,
+                tiles,
+                layers,
+                again,
+                offload,
+                model_part,
+                backward,
             )
 
         plain = 0
         if recomputing < layers:
             peaks = not recomputing
-            two = few(2, 0, backward=peaks)
-            three = few(3, 0, backward=peaks and self.place.split)
+            two = measure(2, 0, backward=peaks)
+            three = measure(3, 0, backward=peaks and self.model_part.split)
             plain = three.kept - two.kept
         if not recomputing:
             found = _activations(two, (layers - 2) * plain)
-            each = three.between - two.between
-            return replace(found, between=two.between + (layers - 2) * each)
-        step = few(2, 2, 1) if offload else None
-        away = offloaded_blocks(offload, recomputing)
+            each = three.between_parts - two.between_parts
+            return replace(found, between_parts=two.between_parts + (layers - 2) * each)
+        step = measure(2, 2, 1) if offload else None
+        offloaded = offloaded_blocks(offload, recomputing)
         limit = size_in_bytes(offload) if isinstance(offload, str) else None
         if step is not None and step.host and limit is not None:
-            away = min(away, limit // sum(step.host))
-        base = step if away else None
-        whole = few(2, 2, backward=base is None)  # of peaks, one step's are asked for
-        block = few(3, 3, backward=False).kept - whole.kept
-        stays = recomputing - 2 - max(away - 1, 0)
+            offloaded = min(offloaded, limit // sum(step.host))
+        base = step if offloaded else None
+        whole = measure(2, 2, backward=base is None)  # only one step has to measure peaks
+        block = measure(3, 3, backward=False).kept - whole.kept
+        stays = recomputing - 2 - max(offloaded - 1, 0)
         more = stays * block + (layers - recomputing) * plain
-        return _activations(base or whole, more, base.host if base else (), away, block)
+        return _activations(base or whole, more, base.host if base else (), offloaded, block)
 
     @property
     def _formulas(self) -> bool:
-        """Whether what is on its way is not seen: transformers' models run as on one rank."""
+        """Whether exchanges are not measured: transformers' models are run as on one rank."""
         return self.config.model.family == "hf" and self.shape.sequence > 1
 
     def _with_formulas(self, found: Activations, local: int) -> Activations:
-        moving = {HEADS: self._exchanged(local), RING: self._around(local)}
-        return replace(found, moving=moving)
+        exchanges = {HEADS: self._head_exchange_bytes(local), RING: self._ring_bytes(local)}
+        return replace(found, exchanges=exchanges)
 
-    def _exchanged(self, local: int) -> int:
-        """At most: copies of queries, keys and values that exchanges of heads have in flight."""
+    def _head_exchange_bytes(self, local: int) -> int:
+        """Upper bound of the queries, keys and values that exchanges of heads have in flight."""
         shares = self.shape.sequence // self.shape.ring
         if shares == 1:
             return 0
@@ -196,11 +208,14 @@ class ActivationModel:
         size = DTYPES[self.config.weight_parallel.compute_dtype or self.config.train.dtype].itemsize
         return 2 * self.rows * local * features * size
 
-    def _around(self, local: int) -> int:
-        """At most: in a step of the ring's backward (:mod:`internsp.sp.ring`), sums of gradients
-        for queries and, of two parts, for keys and values, wide; a part of these that has come and
-        gradients that come home; the next part, where there is one (two of a double ring, all that
-        are sent directly); gradients that leave, where they are narrower than their sums."""
+    def _ring_bytes(self, local: int) -> int:
+        """Upper bound of a step of the ring's backward (:mod:`internsp.sp.ring`).
+
+        It holds, in fp32 or wider, the gradient sums of queries and of two parts' keys and values;
+        the received part of keys and values, and gradients returned to this rank; the next parts
+        (none, one, two of a double ring, or all where parts are sent directly); and copies of the
+        gradients that are sent, where their dtype is narrower than that of their sums.
+        """
         ring, model = self.shape.ring, self.config.model
         if ring == 1:
             return 0
@@ -215,30 +230,45 @@ class ActivationModel:
 
 
 def _activations(
-    seen: Observed, more: int, pieces: tuple[int, ...] = (), away: int = 0, block: int = 0
+    observed: Observed,
+    more: int,
+    host_pieces: tuple[int, ...] = (),
+    offloaded: int = 0,
+    block: int = 0,
 ) -> Activations:
-    """What was seen, with ``more`` bytes that are kept."""
-    *before, above = (max(peak - seen.kept, 0) for peak in seen.phases)
-    moving = {}
-    for kind, nbytes in seen.moving.items():
-        moving[kind] = min(nbytes, above)
-        above -= moving[kind]
+    """The measurement ``observed`` as :class:`Activations`, with ``more`` bytes in ``kept``."""
+    *earlier_peaks, above = (max(peak - observed.kept, 0) for peak in observed.phases)
+    exchanges = {}
+    for kind, nbytes in observed.exchanges.items():
+        exchanges[kind] = min(nbytes, above)
+        above -= exchanges[kind]
     return Activations(
-        seen.batch, seen.kept + more, seen.forward - seen.kept, above, 0, away * sum(pieces), away,
-        block, moving, tuple(before), pieces,
+        observed.batch, observed.kept + more, observed.forward - observed.kept, above, 0,
+        offloaded * sum(host_pieces), offloaded, block, exchanges, tuple(earlier_peaks),
+        host_pieces,
     )  # fmt: skip
 
 
-def _line(at: tuple[int, int], steps: Sequence[Activations], wanted: int) -> Activations:
-    """What two lengths say of a third."""
+def _interpolate(at: tuple[int, int], steps: Sequence[Activations], wanted: int) -> Activations:
+    """Interpolate (or extrapolate) the steps of the two lengths ``at`` linearly to ``wanted``."""
     low, high = steps
 
     def line(small: int, large: int) -> int:
         return round(large + (large - small) / (at[1] - at[0]) * (wanted - at[1]))
 
-    names = ("batch", "kept", "forward", "working", "between", "host", "block")
+    names = ("batch", "kept", "forward", "working", "between_parts", "host", "block")
     values = {name: line(getattr(low, name), getattr(high, name)) for name in names}
-    moving = {kind: line(low.moving[kind], high.moving[kind]) for kind in high.moving}
-    before = tuple(line(*each) for each in zip(low.before, high.before, strict=True))
-    pieces = tuple(line(*each) for each in zip(low.pieces, high.pieces, strict=False))
-    return Activations(moving=moving, before=before, pieces=pieces, away=high.away, **values)
+    exchanges = {kind: line(low.exchanges[kind], high.exchanges[kind]) for kind in high.exchanges}
+    earlier_peaks = tuple(
+        line(*each) for each in zip(low.earlier_peaks, high.earlier_peaks, strict=True)
+    )
+    host_pieces = tuple(
+        line(*each) for each in zip(low.host_pieces, high.host_pieces, strict=False)
+    )
+    return Activations(
+        exchanges=exchanges,
+        earlier_peaks=earlier_peaks,
+        host_pieces=host_pieces,
+        offloaded=high.offloaded,
+        **values,
+    )

@@ -1,6 +1,6 @@
-"""Reads a model into blocks, prefetch triggers, embedding and head (WP-7: patterns.
+"""Finds a model's blocks, prefetch triggers, embedding and head by name patterns (WP-7).
 
-Never a guess).
+Nothing is guessed: what no pattern finds is an error that lists candidates.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 from internsp.config import PlanRule
 from internsp.config.names import matches, nearest
 from internsp.errors import StructureError
-from internsp.plan.inner import Named, Part, divide
-from internsp.plan.prefetch import ahead
-from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules, lay
+from internsp.plan.inner import Named, UnitModules, divide_into_units
+from internsp.plan.prefetch import prefetch_counts
+from internsp.plan.rules import BLOCK_KEYS, NO_RULES, Rules, match_rules
 
 BLOCK_LISTS = ("layers", "blocks", "h", "block", "layer", "decoder_layers", "transformer_blocks")
 HEADS = ("head", "lm_head", "output", "output_layer", "unembed")
@@ -29,17 +29,18 @@ TRIGGERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """What is gathered and freed together, and the module whose forward triggers the next gather.
+    """A unit of the gather queue and its prefetch trigger.
 
-    It is a transformer block, or a unit of one, or several of either, where rules say so.
+    It is a transformer block; or, where rules of the plan say so, a part of one or several blocks.
 
     Attributes:
-        module: its own, the first of several.
+        module: its module, the first of several.
+        trigger_name, trigger_module: the prefetch trigger; ``None``: the unit's entry.
         trigger: which prefetch trigger was looked for.
-        said: what the plan's rules say of it, by key.
+        rule_options: what the plan's rules set for it, by key.
         modules: all of its modules, by name.
-        layers: numbers of the model's blocks that it is, or of the one that it lies in.
-        around: number of the enclosing block that it is a unit of; -1: of none.
+        layers: indices of the model's blocks that it consists of, or of the one it is a part of.
+        around: index of the enclosing block that it is a part of; -1: none.
     """
 
     name: str
@@ -47,19 +48,19 @@ class Block:
     trigger_name: str | None
     trigger_module: nn.Module | None
     trigger: str = "qkv"
-    said: Mapping[str, Any] = field(default_factory=dict)
+    rule_options: Mapping[str, Any] = field(default_factory=dict)
     modules: tuple[Named, ...] = ()
     layers: tuple[int, ...] = ()
     around: int = -1
 
 
 @dataclass(frozen=True)
-class Around:
-    """A block of the model that holds units of its own.
+class EnclosingBlock:
+    """A block of the model that is divided into several units.
 
     Attributes:
-        layer: its number among the model's blocks.
-        first, last: its units' places.
+        layer: its index among the model's blocks.
+        first, last: indices of its first and last unit.
     """
 
     name: str
@@ -71,11 +72,12 @@ class Around:
 
 @dataclass(frozen=True)
 class Structure:
-    """A model as weight communication sees it.
+    """The parts of a model that weight communication needs.
 
     Attributes:
-        blocks: its units, in the order in which they run: its blocks, where no rule says otherwise.
-        enclosing: blocks that hold units of their own.
+        blocks: its units in the order in which they run: its blocks, unless rules divide or merge
+            them.
+        enclosing: blocks that are divided into several units.
         layers: number of the model's blocks.
     """
 
@@ -83,23 +85,24 @@ class Structure:
     embedding: tuple[str, nn.Module] | None
     head: tuple[str, nn.Module] | None
     rules: Rules = NO_RULES
-    ahead: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """What rules say of prefetching in one direction (:mod:`internsp.plan.prefetch`)."""
-    enclosing: tuple[Around, ...] = ()
+    prefetch_counts: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """How many units rules make a unit prefetch, by phase and unit index
+    (:mod:`internsp.plan.prefetch`)."""
+    enclosing: tuple[EnclosingBlock, ...] = ()
     layers: int = 0
 
     @property
-    def divided(self) -> str:
-        """The first block whose weights are not one unit, its alone; empty: there is none."""
+    def divided_block(self) -> str:
+        """Name of the first block that is divided or merged with others; empty: there is none."""
         found = [around.name for around in self.enclosing]
         found += [block.modules[0][0] for block in self.blocks if len(block.modules) > 1]
         return found[0] if found else ""
 
     def recomputes(self, block: int, chosen: Collection[int]) -> bool:
-        """Whether the unit ``block`` recomputes by itself, where blocks ``chosen`` do.
+        """Whether the unit of index ``block`` is checkpointed, where the blocks ``chosen`` are.
 
         Raises:
-            StructureError: only some of the blocks that it consists of.
+            StructureError: only some of the blocks that the unit consists of are.
         """
         unit = self.blocks[block]
         again = [layer in chosen for layer in unit.layers]
@@ -111,14 +114,14 @@ class Structure:
         return all(again) and unit.around < 0
 
 
-def read(
+def read_structure(
     model: nn.Module,
     trigger: str = "out_proj",
     blocks: Sequence[str] = (),
     prefetch_triggers: Sequence[str] = (),
     plan: Sequence[PlanRule] = (),
 ) -> Structure:
-    """Find the parts of ``model``.
+    """Find the units, prefetch triggers, embedding and head of ``model``.
 
     Args:
         trigger: which prefetch trigger to look for; ``"qkv"``, the block's entry, and ``"rolling"``
@@ -126,45 +129,46 @@ def read(
         blocks: patterns of block names (``layers.*``); empty: children of module lists with
             usual names.
         prefetch_triggers: patterns, matched against names within a block; empty: usual names.
-        plan: rules for some of it alone, before those that the model brings.
+        plan: the configuration's rules, which take precedence over the model's own rules.
 
     Raises:
         StructureError: when no block, or in a block no prefetch trigger, is found, or a rule
             matches nothing; lists candidates.
     """
     found = _blocks(model, blocks)
-    rules = lay(model, plan)
-    divided = divide(found, rules)
+    rules = match_rules(model, plan)
+    divided = divide_into_units(found, rules)
     enclosing = _enclosing(found, divided)
     number = {around.layer: n for n, around in enumerate(enclosing)}
     parts = tuple(
         _block(
             part, trigger, prefetch_triggers, number.get(part.layers[0], -1),
-            rules.say([name for name, _ in part.modules], BLOCK_KEYS),
+            rules.options_for([name for name, _ in part.modules], BLOCK_KEYS),
         )
         for part in divided
     )  # fmt: skip
     require_triggers_matched([module for _, module in found], prefetch_triggers)
-    for caught in rules.caught:
-        own = [module for name, module in found if caught.holds_for(name)]
+    for matched_rule in rules.matched:
+        own = [module for name, module in found if matched_rule.applies_to(name)]
         if own:
-            require_triggers_matched(own, caught.rule.prefetch_triggers)
+            require_triggers_matched(own, matched_rule.rule.prefetch_triggers)
     inside = {id(m) for _, block in found for m in block.modules()}
     outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
     embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
     heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and n.split(".")[-1] in HEADS]
     head = heads[-1] if heads else None
-    counts = ahead([p.name for p in parts], [p.said for p in parts], head and head[0])
+    options = [part.rule_options for part in parts]
+    counts = prefetch_counts([part.name for part in parts], options, head and head[0])
     embedding = embeddings[0] if embeddings else None
     return Structure(parts, embedding, head, rules, counts, enclosing, len(found))
 
 
-def _enclosing(blocks: Sequence[Named], parts: Sequence[Part]) -> tuple[Around, ...]:
+def _enclosing(blocks: Sequence[Named], parts: Sequence[UnitModules]) -> tuple[EnclosingBlock, ...]:
     found = []
     for layer, (name, module) in enumerate(blocks):
         own = [i for i, part in enumerate(parts) if part.inside and part.layers == (layer,)]
         if own:
-            found.append(Around(name, module, layer, own[0], own[-1]))
+            found.append(EnclosingBlock(name, module, layer, own[0], own[-1]))
     return tuple(found)
 
 
@@ -199,7 +203,7 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
             "no transformer blocks found by the usual names "
             f"({', '.join(BLOCK_LISTS)}); set weight_parallel.blocks, {_block_candidates(named)}"
         )
-    first: dict[int, tuple[str, nn.Module]] = {}  # a block that stands at two places is one block
+    first: dict[int, tuple[str, nn.Module]] = {}  # a block that is registered twice is one block
     for n, m in outermost:
         for i, child in enumerate(m):
             first.setdefault(id(child), (f"{n}.{i}", child))
@@ -207,7 +211,7 @@ def _blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mod
 
 
 def trigger_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
-    """Whether an prefetch trigger's pattern names some module of one of the blocks."""
+    """Whether a prefetch trigger's pattern matches a module in any of the blocks."""
     return any(
         matches(name, pattern) or matches(name.split(".")[-1], pattern)
         for block in blocks
@@ -217,7 +221,7 @@ def trigger_matches(pattern: str, blocks: Iterable[nn.Module]) -> bool:
 
 
 def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str]) -> None:
-    """Each of a user's prefetch triggers matches something (WP-7).
+    """Check that each of a user's prefetch triggers matches a module (WP-7).
 
     Raises:
         StructureError: one matches no module of any block; lists candidates.
@@ -231,7 +235,7 @@ def require_triggers_matched(blocks: Sequence[nn.Module], patterns: Sequence[str
 
 
 def did_you_mean(pattern: str, names: Iterable[str]) -> str:
-    """The nearest of ``names`` as a question in brackets; empty where none is near."""
+    """`` (did you mean NAME?)`` with the nearest of ``names``; empty where none is near."""
     near = nearest(pattern, list(dict.fromkeys(names)))
     return f" (did you mean {near!r}?)" if near else ""
 
@@ -254,7 +258,7 @@ def _refuse_nested(chosen: list[tuple[str, nn.Module]]) -> None:
             raise StructureError(
                 f"block {inner[0]} lies inside block {name}: a weight belongs to one unit; "
                 "make the patterns of weight_parallel.blocks match one level only, and have a rule "
-                'of weight_parallel.plan say unit = "each" of the inner ones'
+                'of weight_parallel.plan set unit = "each" for the inner ones'
             )
 
 
@@ -272,14 +276,15 @@ def _block_candidates(named: list[tuple[str, nn.Module]]) -> str:
 
 
 def _block(
-    part: Part, trigger: str, patterns: Sequence[str], around: int, said: Mapping[str, Any]
+    part: UnitModules, trigger: str, patterns: Sequence[str], around: int,
+    rule_options: Mapping[str, Any],
 ) -> Block:
-    if "trigger" in said:  # and no module that is configured for the others
-        trigger, patterns = said["trigger"], ()
-    patterns = said.get("prefetch_triggers", patterns)
+    if "trigger" in rule_options:  # the configured prefetch_triggers are for the other blocks
+        trigger, patterns = rule_options["trigger"], ()
+    patterns = rule_options.get("prefetch_triggers", patterns)
     module = part.modules[0][1]
     entry = Block(
-        part.name, module, None, None, trigger, said, part.modules, part.layers, around
+        part.name, module, None, None, trigger, rule_options, part.modules, part.layers, around
     )
     if trigger in ("qkv", "rolling") and not patterns:
         return entry
@@ -290,8 +295,8 @@ def _block(
                 if inner and (matches(inner, pattern) or matches(inner.split(".")[-1], pattern)):
                     full = inner if len(part.modules) == 1 else f"{prefix}.{inner}"
                     return replace(entry, trigger_name=full, trigger_module=child)
-    if around >= 0 and not said.keys() & {"trigger", "prefetch_triggers"}:
-        return entry  # of a block's units not each has the usual module: its entry is the trigger
+    if around >= 0 and not rule_options.keys() & {"trigger", "prefetch_triggers"}:
+        return entry  # not every part of a block has a trigger module: its entry is the trigger
     raise StructureError(
         f"no prefetch trigger {trigger!r} in block {part.name}: none of its modules is named "
         f"{', '.join(patterns or usual)}{''.join(_meant_trigger(p, [module]) for p in patterns)}; "
@@ -301,16 +306,19 @@ def _block(
 
 
 def trigger_position(block: Block, owners: Sequence[str]) -> int:
-    """Position of the first weight used after the prefetch trigger among ``owners`` (in order of
-    use).
+    """Position among ``owners`` of the first weight that is used after the prefetch trigger.
 
     Args:
-        owners: for each sharded weight of the block, the name of its module within the block.
+        owners: for each sharded weight of the block, in the order of use, the name of its module
+            within the block.
+
+    Returns:
+        -1 where the block's entry is the trigger; ``len(owners)`` where no weight follows it.
     """
     if block.trigger_name is None:
         return -1
     names = [block.trigger_name]
-    if block.trigger == "attention":  # owns no weight itself; the out-projection follows it
+    if block.trigger == "attention":  # the module owns no weight; the out-projection follows it
         names += list(TRIGGERS["out_proj"])
     for name in names:
         for position, owner in enumerate(owners):

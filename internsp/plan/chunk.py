@@ -1,4 +1,4 @@
-"""Pure: a chunk as ``internsp plan``, ``parallelize`` and :mod:`internsp.plan.simulate` see it."""
+"""The weights, units and slots of a chunk, and its schedule: what plan and runtime share. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from internsp.wp.schedule import Policy, Unit, groups_of, slot_sizes
 
 
 @dataclass(frozen=True, eq=False)
-class WeightPlan:
-    """One weight as the schedule sees it; bytes are per rank and message payload."""
+class WeightLayout:
+    """One weight as the schedule needs it; bytes are per rank, and of collectives the payload."""
 
     name: str
     gather_bytes: int
@@ -28,33 +28,33 @@ class WeightPlan:
     slices: int = 0
     """See :class:`internsp.wp.schedule.Weight`."""
     trainable: bool = True
-    moves: bool = True
-    """See :class:`internsp.wp.schedule.Weight`; not in a weight group of one, without a cast."""
-    small: bool = False
-    """Travels together with its small neighbors."""
+    needs_gather: bool = True
+    """See :class:`internsp.wp.schedule.Weight`; false in a weight group of one without a cast."""
+    coalesced: bool = False
+    """Shares collectives with its small neighbors."""
     quantized: QuantizedShard | PackedShard | None = None
-    """What is gathered of each shard, where it is rounded, or a user's function packs it."""
+    """The form in which a shard is gathered, if it is quantized or a user's function packs it."""
     expert: bool = False
-    """Travels over the experts' weight group, which is not the dense weights'."""
+    """Is sharded over the experts' weight group, which is not the dense weights'."""
     gather_dtype: torch.dtype | None = None
-    """What it is gathered in; what travels together has one dtype."""
+    """Dtype in which it is gathered; one for all weights of a parameter group."""
     reduce_dtype: torch.dtype | None = None
-    """What its gradient travels in."""
+    """Dtype in which its gradient is reduced."""
     autocasts: bool = False
-    """Whether an active autocast decides its dtype."""
+    """Whether an active autocast decides its compute dtype."""
     dtype: torch.dtype = torch.float32
-    """At rest."""
+    """Dtype of the shard."""
     offload: frozenset[str] = frozenset()
-    """What of it lies in host memory."""
+    """Which of its shard, gradient sum and optimizer state are in host memory."""
     gradient_bytes: int = 0
-    """Of its unsharded gradient as it travels, padded."""
+    """Bytes of its padded, unsharded gradient in the dtype in which it is reduced."""
     unsharded_bytes: int = 0
-    """As it is gathered, padded."""
+    """Bytes of the padded, unsharded weight in the dtype in which it is gathered."""
     sum_bytes: int = 0
-    """Of its unsharded gradient, summed over micro-batches in fp32 or wider."""
+    """Bytes of its unsharded gradient summed over micro-batches, in fp32 or wider."""
 
-    def kind(self) -> tuple[object, ...]:
-        """What those that travel together have in common."""
+    def coalescing_key(self) -> tuple[object, ...]:
+        """What must be equal for weights to share collectives."""
         return (
             self.expert, self.gather_dtype, self.reduce_dtype, self.autocasts, self.hosted,
             self.slices,
@@ -67,16 +67,16 @@ class WeightPlan:
 
     @property
     def slice_bytes(self) -> int:
-        """Of this rank's slice for gathers within its near group."""
+        """Bytes of this rank's slice for gathers within its near group."""
         return self.unsharded_bytes // self.slices if self.slices else 0
 
     @property
     def near_bytes(self) -> int:
-        """What a gather within the near group brings."""
+        """Bytes that a gather within the near group receives."""
         return self.unsharded_bytes - self.slice_bytes
 
     @property
-    def travels(self) -> bool:
+    def needs_wait(self) -> bool:
         """See :class:`internsp.wp.schedule.Weight`."""
         return self.reduce_bytes > 0 or self.hosted
 
@@ -85,47 +85,49 @@ class WeightPlan:
         """See :class:`internsp.wp.schedule.Weight`."""
         return self.trainable
 
-    compute_dtype = None  # what a slot must hold of it: a plan has one dtype
+    compute_dtype = None  # unlike the runtime's weights, a planned weight never changes its dtype
 
 
 @dataclass(eq=False)
-class UnitPlan(Unit[WeightPlan]):
-    """One unit of a plan."""
+class UnitLayout(Unit[WeightLayout]):
+    """One unit: its weights, their parameter groups and their byte ranges in a slot."""
 
-    weights: tuple[WeightPlan, ...]
+    weights: tuple[WeightLayout, ...]
 
     def __post_init__(self) -> None:
-        self.groups = groups_of(self.weights, lambda w: w.small, WeightPlan.kind, self.extent)
+        self.groups = groups_of(
+            self.weights, lambda w: w.coalesced, WeightLayout.coalescing_key, self.byte_range
+        )
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the unit's unsharded weights in a slot."""
         return slot_bytes(self.weights)
 
-    def extent(self, weight: WeightPlan) -> tuple[int, int]:
-        """First and last byte (excluded) of a weight in the slot."""
+    def byte_range(self, weight: WeightLayout) -> tuple[int, int]:
+        """First byte of a weight in the slot, and the byte after its last."""
         start = slot_bytes(self.weights[: self.weights.index(weight)])
         return start, start + weight.slot_bytes
 
 
-def slot_bytes(weights: Sequence[WeightPlan]) -> int:
-    """Bytes of unsharded weights in a slot."""
-    return sum(w.slot_bytes for w in weights if w.moves)
+def slot_bytes(weights: Sequence[WeightLayout]) -> int:
+    """Bytes that the unsharded ``weights`` take in a slot."""
+    return sum(w.slot_bytes for w in weights if w.needs_gather)
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a schedule: what happens to one weight; ``kind`` as in :mod:`internsp.trace`."""
+class ScheduleLine:
+    """One action on one weight, as a schedule prints it; ``kind`` as in :mod:`internsp.trace`."""
 
     kind: str
     phase: str
     weight: str
     nbytes: int = 0
     near: bool = False
-    """Of a gather: from slices within the near group."""
+    """A gather from slices within the near group."""
 
     def line(self) -> str:
-        """As :meth:`internsp.trace.Event.line`."""
+        """The action as text, formatted as by :meth:`internsp.trace.Event.line`."""
         return f"{self.kind} {self.phase} {self.weight}"
 
 
@@ -133,7 +135,7 @@ class Line:
 class Schedule:
     """The ordered actions of one optimizer step."""
 
-    actions: list[Line] = field(default_factory=list)
+    actions: list[ScheduleLine] = field(default_factory=list)
 
     def lines(self, kinds: Sequence[str] | None = None) -> list[str]:
         """The actions as text, optionally only some kinds."""
@@ -149,80 +151,85 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
-    """Everything :func:`internsp.plan.simulate.simulate` needs to know about a chunk."""
+class ChunkLayout:
+    """A chunk's units and gather policy: all that :func:`internsp.plan.simulate.simulate` needs."""
 
     policy: Policy
-    blocks: tuple[UnitPlan, ...]
-    embedding: UnitPlan | None
-    head: UnitPlan | None
+    blocks: tuple[UnitLayout, ...]
+    embedding: UnitLayout | None
+    head: UnitLayout | None
     pending_units: int
-    others: tuple[UnitPlan, ...] = ()
-    enclosing: tuple[Enclosing[UnitPlan], ...] = ()
-    """Blocks that hold units of their own; their rests' slots are shared by turns."""
+    others: tuple[UnitLayout, ...] = ()
+    enclosing: tuple[Enclosing[UnitLayout], ...] = ()
+    """Blocks that are divided into units; their rests take turns in the same slots."""
     exchanged: bool = False
-    """Whether replicas hold the same weights, and exchange reduced gradients."""
+    """Whether several replicas hold the same weights, and so exchange reduced gradients."""
     order: tuple[int, ...] = ()
-    """Indices of the blocks as they run, where that was learned; empty: as declared."""
+    """Indices of the blocks in the order learned from a first step; empty: as declared."""
 
     @property
-    def runs(self) -> tuple[UnitPlan, ...]:
+    def run_order(self) -> tuple[UnitLayout, ...]:
         """The blocks in the order in which they run."""
         return tuple(self.blocks[block] for block in self.order) or self.blocks
 
     @property
     def run_policy(self) -> Policy:
-        """The policy of :attr:`runs`. Where a block recurs, "rolling" is block by block: bytes that
-        its one run frees would go to other blocks before its next one comes."""
+        """The policy for :attr:`run_order`.
+
+        Where a block runs twice, "rolling" becomes block by block: the bytes that its first run
+        frees would go to other blocks before its next run.
+        """
         policy, order = self.policy, self.order
         if not order:
             return policy
         return replace(
             policy,
             blocks=len(order),
-            kept=frozenset(place for place, block in enumerate(order) if block in policy.kept),
+            kept=frozenset(
+                position for position, block in enumerate(order) if block in policy.kept
+            ),
             depths=tuple(policy.depths[block] for block in order) if policy.depths else (),
             rolling=policy.rolling and len(set(order)) == len(order),
             named={
-                (phase, place): number
+                (phase, position): number
                 for (phase, block), number in policy.named.items()
-                for place in range(len(order))
-                if order[place] == block
+                for position in range(len(order))
+                if order[position] == block
             },
         )
 
     @property
-    def outer(self) -> tuple[UnitPlan, ...]:
-        """Gathered at the model's entry and reduced at the end of backward."""
+    def root_units(self) -> tuple[UnitLayout, ...]:
+        """Units gathered at the model's entry and reduced at the end of backward."""
         return (*((self.embedding,) if self.embedding is not None else ()), *self.others)
 
     @cached_property
     def pending_bytes(self) -> int:
-        """Unsharded gradients that may be in flight: of the ``pending_units`` largest units."""
+        """Limit of unsharded gradients in flight: those of the ``pending_units`` largest units."""
         sizes = [sum(w.gradient_bytes for w in u.weights if w.trainable) for u in self.units]
         return sum(sorted(sizes, reverse=True)[: self.pending_units])
 
     @property
-    def units(self) -> tuple[UnitPlan, ...]:
-        """All of them, each once (a tied head is the embedding)."""
+    def units(self) -> tuple[UnitLayout, ...]:
+        """All units, each once (a tied head is the embedding)."""
         head = () if self.head is None or self.head is self.embedding else (self.head,)
-        return (*self.blocks, *self.outer, *self.rests, *head)
+        return (*self.blocks, *self.root_units, *self.enclosing_rests, *head)
 
     @property
-    def rests(self) -> tuple[UnitPlan, ...]:
-        """What of enclosing blocks lies in none of their units."""
+    def enclosing_rests(self) -> tuple[UnitLayout, ...]:
+        """One unit for each enclosing block: its weights that are in none of its other units."""
         return tuple(each.rest for each in self.enclosing if each.rest.weights)
 
     @property
-    def parcels(self) -> list[Parcel[WeightPlan]]:
-        """What replicas of a ``ZeroOptimizer`` exchange at once: a unit's sums, of weights of one
-        axis. In the order in which a backward completes them."""
-        above = [self.head] if self.head is not None and self.head not in self.outer else []
-        run = dict.fromkeys(self.runs)
-        idle = [unit for unit in reversed(self.blocks) if unit not in run]
+    def parcels(self) -> list[Parcel[WeightLayout]]:
+        """What replicas of a ``ZeroOptimizer`` exchange at once: the gradient sums of a unit's
+        weights of one mesh axis. In the order in which a backward completes them."""
+        above = [self.head] if self.head is not None and self.head not in self.root_units else []
+        run = dict.fromkeys(self.run_order)
+        unused = [unit for unit in reversed(self.blocks) if unit not in run]
         return [
             Parcel(unit.name, weights, sum(w.shard_bytes for w in weights))
-            for unit in (*above, *reversed(run), *self.outer, *self.rests, *idle)
+            for unit in (*above, *reversed(run), *self.root_units, *self.enclosing_rests, *unused)
             for expert in reversed(dict.fromkeys(w.expert for w in unit.weights))
             for weights in [tuple(w for w in unit.weights if w.expert == expert)]
         ]
@@ -237,9 +244,9 @@ class ChunkPlan:
                 sizes[unit.slot] = max(unit.slot_bytes, sizes.get(unit.slot, 0))
         return [sizes[i] for i in sorted(sizes)]
 
-    def lowest_bytes(self) -> int:
-        """Of all slots, if no unit were gathered ahead and none stayed unsharded."""
-        beside = {unit.slot: unit.slot_bytes for unit in (*self.outer, self.head) if unit}
+    def min_slot_bytes(self) -> int:
+        """Bytes of all slots if no unit were prefetched and none stayed unsharded."""
+        others = {unit.slot: unit.slot_bytes for unit in (*self.root_units, self.head) if unit}
         blocks = slot_sizes([unit.slot_bytes for unit in self.blocks], 0, ())
-        rest = max((unit.slot_bytes for unit in self.rests), default=0)
-        return sum(blocks) + rest + sum(beside.values())
+        rest = max((unit.slot_bytes for unit in self.enclosing_rests), default=0)
+        return sum(blocks) + rest + sum(others.values())

@@ -1,4 +1,4 @@
-"""How ``internsp plan`` prints many ranks and long schedules: by classes, with ranges of numbers.
+"""Prints many ranks and long schedules for ``internsp plan``: equal ones once, with their numbers.
 
 Few ranks and short schedules are printed one by one.
 """
@@ -17,7 +17,7 @@ from internsp.mesh.shape import MeshShape
 from internsp.plan.chunk import Schedule
 from internsp.plan.offloaded import with_sums
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.rules import CONFIGURED, Rules
+from internsp.plan.rules import FROM_CONFIG, Rules
 from internsp.terminal import FittingTable
 
 FEW_RANKS = 16
@@ -28,7 +28,7 @@ _SHOWN_GROUPS = 3  # of the groups of one kind, before the last one
 
 
 def print_mesh(shape: MeshShape, console: Console) -> None:
-    """Every rank's places, or of many ranks those of each pipeline stage and who shares a group."""
+    """Print every rank's mesh coordinates; for many ranks those of each stage, and the groups."""
     if shape.world_size > FEW_RANKS:
         console.print(_stages_table(shape))
         console.print(_groups_table(shape))
@@ -38,13 +38,13 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
     rows, own = [], []
     for rank in range(shape.world_size):
         inside = rank % shape.stage_size
-        replica, _, weight = shape.dense.place(inside)
+        replica, _, weight = shape.dense.coordinates(inside)
         data, sequence = divmod(inside, shape.sequence)
         zero = replica % shape.zero_size
-        places = shape.sequence_axes.place(sequence) if shape.ring > 1 else ()
+        coordinates = shape.sequence_axes.place(sequence) if shape.ring > 1 else ()
         stage = rank // shape.stage_size
-        rows.append((rank, stage, data, sequence, *places, replica, zero, weight))
-        replica, expert, weight = shape.experts.place(inside)
+        rows.append((rank, stage, data, sequence, *coordinates, replica, zero, weight))
+        replica, expert, weight = shape.experts.coordinates(inside)
         own.append((rank, replica, replica % shape.experts.zero, expert, weight))
     axes = ("ring", "heads") if shape.ring > 1 else ()
     columns = ("rank", "pipeline", "data", "sequence", *axes, "replica", "zero", "weight")
@@ -57,9 +57,9 @@ def print_mesh(shape: MeshShape, console: Console) -> None:
 
 
 def _stages_table(shape: MeshShape) -> Table:
-    """Ranks of a stage do the same with other parts of the data and the weights."""
-    places = (shape.data, shape.sequence, shape.replicas, shape.zero_size, shape.weight)
-    inside = [ranges(range(size)) for size in places]
+    """One row a pipeline stage: its ranks differ only in their parts of data and weights."""
+    coordinates = (shape.data, shape.sequence, shape.replicas, shape.zero_size, shape.weight)
+    inside = [ranges(range(size)) for size in coordinates]
     rows = [
         (ranges(range(p * shape.stage_size, (p + 1) * shape.stage_size)), p, *inside)
         for p in range(min(shape.pipeline, FEW_RANKS))
@@ -90,19 +90,19 @@ def _groups_table(shape: MeshShape) -> Table:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table for a person: columns are aligned right, those that begin with ``<`` left."""
-    made = FittingTable(title=title, title_justify="left")
+    """A table to print: columns are aligned right, or left if their names begin with ``<``."""
+    result = FittingTable(title=title, title_justify="left")
     for column in columns:
-        made.add_column(column.removeprefix("<"), justify="left" if "<" in column else "right")
+        result.add_column(column.removeprefix("<"), justify="left" if "<" in column else "right")
     for values in rows:
-        made.add_row(*(str(value) for value in values))
-    return made
+        result.add_row(*(str(value) for value in values))
+    return result
 
 
-def classes(figures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """Pipeline ranks by what is the same for them, in the order of the first of each.
+def equal_ranks(figures: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Group pipeline ranks with equal ``figures``, in the order of each group's first rank.
 
-    Each alone, where they are few.
+    Up to :data:`FEW_STAGES` ranks are not grouped.
     """
     found: dict[Hashable, list[int]] = {}
     for rank, figure in enumerate(figures):
@@ -117,13 +117,13 @@ def ranks_label(ranks: Sequence[int]) -> str:
 
 
 def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
-    """Components and their bytes on each pipeline rank; ranks of the same figures share a column.
+    """Table of components and their bytes on each pipeline rank; equal ranks share a column.
 
     Args:
         rows: component -> bytes by pipeline rank.
     """
     columns = list(zip(*rows.values(), strict=True))
-    same = classes(columns)
+    same = equal_ranks(columns)
     title = "Memory of a rank, without activations"
     sums = [
         dict(with_sums(list(zip(rows, columns[ranks[0]], strict=True)))) for ranks in same.values()
@@ -138,16 +138,16 @@ def memory_by_rank(rows: Mapping[str, Sequence[int]]) -> Table:
 
 
 def rules_lines(rules: Rules) -> list[str]:
-    """What each rule of the plan sets, and what it has caught."""
+    """Lines that say what each rule of the plan sets, and what it matches."""
     lines = []
-    for number, caught in enumerate(rules.caught, 1):
-        said = caught.rule.model_dump(exclude={"match"}).items()
-        sets = ", ".join(f"{key} = {in_words(value)}" for key, value in said)
-        where = "" if caught.origin == CONFIGURED else f" ({caught.origin})"
-        lines.append(f"  {number}. {', '.join(caught.rule.match)}{where}: {sets}")
-        names = ", ".join(folded_names(caught.outermost()))
-        amount = f"{caught.parameters} parameters, {human(caught.nbytes)}"
-        lines.append(f"     has caught {names} ({amount})")
+    for number, matched_rule in enumerate(rules.matched, 1):
+        options = matched_rule.rule.model_dump(exclude={"match"}).items()
+        sets = ", ".join(f"{key} = {in_words(value)}" for key, value in options)
+        where = "" if matched_rule.origin == FROM_CONFIG else f" ({matched_rule.origin})"
+        lines.append(f"  {number}. {', '.join(matched_rule.rule.match)}{where}: {sets}")
+        names = ", ".join(folded_names(matched_rule.outermost()))
+        amount = f"{matched_rule.parameters} parameters, {human(matched_rule.nbytes)}"
+        lines.append(f"     matches {names} ({amount})")
     return lines
 
 
@@ -155,7 +155,7 @@ def folded_names(names: Iterable[str]) -> list[str]:
     """``layers.0``, ``layers.1``, ``head`` as ``layers.{0-1}``, ``head``."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        before, number, after = _numbered(name)
+        before, number, after = _split_number(name)
         numbers.setdefault((before, after), []).extend([] if number is None else [number])
     return [
         f"{before}{{{ranges(sorted(found))}}}{after}" if len(found) > 1 else
@@ -165,29 +165,31 @@ def folded_names(names: Iterable[str]) -> list[str]:
 
 
 def schedule_lines(schedule: Schedule) -> list[str]:
-    """Every action of a step on a line; of many, what repeats from block to block once."""
+    """Every action of a step on a line; in long schedules, repeated actions are folded."""
     if len(schedule.actions) <= FEW_LINES:
         return [_action(a.kind, a.phase, a.weight, a.nbytes) for a in schedule.actions]
     items: list[Item] = []
     text: dict[Hashable, str] = {}
     for action in schedule.actions:
-        before, number, after = _numbered(action.weight)
+        before, number, after = _split_number(action.weight)
         key = (action.kind, action.phase, before, after, action.nbytes)
-        name = f"{_plain(before)}{{}}{_plain(after)}" if number is not None else _plain(before)
+        name = _escape_braces(before)
+        if number is not None:
+            name = f"{name}{{}}{_escape_braces(after)}"
         text[key] = _action(action.kind, action.phase, name, action.nbytes)
         items.append(Item(key, number))
     return folded_lines(items, text)
 
 
-def _numbered(name: str) -> tuple[str, int | None, str]:
-    """``layers.12.wq`` as ``("layers.", 12, ".wq")``: the block's number is the first one."""
+def _split_number(name: str) -> tuple[str, int | None, str]:
+    """Split ``layers.12.wq`` into ``("layers.", 12, ".wq")``: the first number is the block's."""
     found = re.search(r"(?<![0-9A-Za-z_])\d{1,9}(?![0-9A-Za-z_])", name)
     if found is None:
         return name, None, ""
     return name[: found.start()], int(found.group()), name[found.end() :]
 
 
-def _plain(text: str) -> str:
+def _escape_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 

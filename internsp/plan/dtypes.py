@@ -1,8 +1,9 @@
-"""Pure: the dtypes of one weight's life: gathered, reduced, and that of its ``.grad``.
+"""Decides the dtypes in which a weight is gathered and reduced, and that of its ``.grad``. Pure.
 
-At rest a weight has the dtype in which the model was built. What it is gathered and computed with
-in, and what its gradient travels in, is decided here and nowhere else, for each weight by itself:
-fp32 adapters train over a bf16 base, a router computes in fp32 where all else is cast.
+The shard has the dtype in which the model was built. The dtype in which a weight is gathered and
+computed with, and that in which its gradient is reduced, are decided here and nowhere else, for
+each weight separately: fp32 adapters train over a bf16 base, and a router computes in fp32 while
+everything else is cast.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class WeightDtypes:
-    """Of one weight.
+    """The dtypes of one weight.
 
     Attributes:
-        compute: what it is gathered and computed with in; autocast may still decide otherwise.
-        reduce: what its gradient travels in; ``None``: as it comes, in that of the weight's use.
-        grad: what ``.grad`` is kept and accumulated in, in a loop without a ``ZeroOptimizer``.
+        compute: in which it is gathered and computed with, unless autocast chooses another.
+        reduce: in which its gradient is reduced; ``None``: in that in which autograd computes it.
+        grad: of ``.grad`` and of accumulation, in a loop without a ``ZeroOptimizer``.
     """
 
     compute: torch.dtype
@@ -44,23 +45,23 @@ class WeightDtypes:
         parameter: nn.Parameter,
         config: WeightParallelConfig,
         own: bool,
-        said: Mapping[str, Any],
+        rule_options: Mapping[str, Any],
     ) -> WeightDtypes:
-        """What the options say of ``parameter``.
+        """The dtypes of ``parameter``.
 
-        ``Tensor.grad_dtype``, where the user has set one, decides over ``grad_dtype``.
+        ``Tensor.grad_dtype``, where the user has set one, takes precedence over ``grad_dtype``.
 
         Args:
-            own: it computes and travels in its own dtype (``weight_parallel.own_dtype``).
-            said: what rules of the plan say of it, before all options.
+            own: it is computed with and reduced in its own dtype (``weight_parallel.own_dtype``).
+            rule_options: options that rules of the plan set for it; they precede ``config``.
         """
         dtype = parameter.dtype
-        named = said.get("compute_dtype", None if own else config.compute_dtype)
+        named = rule_options.get("compute_dtype", None if own else config.compute_dtype)
         compute = DTYPES[named] if named else dtype
-        named = said.get("reduce_dtype", None if own else config.reduce_dtype)
+        named = rule_options.get("reduce_dtype", None if own else config.reduce_dtype)
         reduce = DTYPES[named] if named else None
         grad = parameter.grad_dtype or dtype
-        wanted = said.get("grad_dtype", config.grad_dtype)
+        wanted = rule_options.get("grad_dtype", config.grad_dtype)
         if grad == dtype and wanted is not None:
             grad = torch.promote_types(dtype, DTYPES[wanted])
         return cls(compute, reduce, grad)

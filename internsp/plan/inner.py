@@ -1,8 +1,8 @@
-"""Pure: units below blocks, and several modules as one unit, as rules of the plan say.
+"""Divides blocks into several units, or merges modules into one, as rules of the plan say. Pure.
 
-``unit = "each"`` makes every matched module inside a block a unit of its own; ``unit = "one"`` the
-matched modules of one block together, or matched blocks that follow each other. What of a block
-lies in none of its units is its rest (:mod:`internsp.wp.enclosing`).
+``unit = "each"`` makes every matched module inside a block a unit of its own; ``unit = "one"``
+makes one unit of the matched modules of a block, or of matched consecutive blocks. The weights of
+a divided block that are in none of its units are its rest (:mod:`internsp.wp.enclosing`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import nn
 
 from internsp.config.names import matches
 from internsp.errors import StructureError
-from internsp.plan.rules import Caught, Rules
+from internsp.plan.rules import MatchedRule, Rules
 
 Named = tuple[str, nn.Module]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What becomes one unit of the gather queue.
+class UnitModules:
+    """The modules of one unit of the gather queue.
 
     Attributes:
-        name: of its module; of several their parent's with all their own.
+        name: its module's; for several modules the parent's with theirs: ``layers.0.(wq+wk)``.
         modules: in the order of registration.
-        layers: of which blocks of the model, by number.
-        inside: whether it lies inside of a block.
+        layers: indices of the model's blocks that the modules belong to.
+        inside: whether it is a part of a block.
     """
 
     name: str
@@ -36,65 +36,68 @@ class Part:
     inside: bool = False
 
 
-def divide(blocks: Sequence[Named], rules: Rules) -> list[Part]:
+def divide_into_units(blocks: Sequence[Named], rules: Rules) -> list[UnitModules]:
     """The units of a model's ``blocks``, in the order in which they run.
 
-    Units of one block come in the order of the patterns, where one rule makes all of them, else
-    as their modules were registered.
+    Units of one block are in the order of the patterns if one rule makes all of them, else in the
+    order in which their modules are registered.
 
     Raises:
-        StructureError: a rule makes a unit of what lies in no block, in another unit, or is one.
+        StructureError: a rule makes a unit of a module outside the blocks, inside another unit, or
+            that is a unit already.
     """
-    said = _said(rules)
-    own: dict[int, list[tuple[str, Caught]]] = {}
-    merged: dict[Caught, list[int]] = {}
+    said = _unit_rules(rules)
+    own: dict[int, list[tuple[str, MatchedRule]]] = {}
+    merged: dict[MatchedRule, list[int]] = {}
     numbers = {name: number for number, (name, _) in enumerate(blocks)}
-    for name, caught in said.items():
-        kind = caught.rule.unit
+    for name, matched_rule in said.items():
+        kind = matched_rule.rule.unit
         if name in numbers:
             if kind == "each":
-                raise StructureError(f"{caught}: {name} is a unit already")
-            merged.setdefault(caught, []).append(numbers[name])
+                raise StructureError(f"{matched_rule}: {name} is a unit already")
+            merged.setdefault(matched_rule, []).append(numbers[name])
             continue
         around = next((n for b, n in numbers.items() if name.startswith(f"{b}.")), None)
         if around is None:
             raise StructureError(
-                f"{caught}: {name} lies in no block (they are {', '.join(numbers)}): name it in "
-                "weight_parallel.blocks, in the order in which they run"
+                f"{matched_rule}: {name} lies in no block (they are {', '.join(numbers)}): "
+                "name it in weight_parallel.blocks, in the order in which they run"
             )
-        own.setdefault(around, []).append((name, caught))
-    parts: list[Part] = []
+        own.setdefault(around, []).append((name, matched_rule))
+    parts: list[UnitModules] = []
     for number, (name, module) in enumerate(blocks):
         if number in own:
-            parts += _inside(number, module, name, own[number])
+            parts += _units_inside(number, module, name, own[number])
             continue
         together = next((c for c in merged.values() if number in c), [number])
         if number == together[0]:
-            parts.append(_together(together, blocks, own))
+            parts.append(_merged_unit(together, blocks, own))
     return parts
 
 
-def _said(rules: Rules) -> dict[str, Caught]:
-    """The rule that makes a unit of a module, by name; what is configured goes first."""
-    found: dict[str, Caught] = {}
-    for caught in rules.caught:
-        if "unit" not in caught.rule.said():
+def _unit_rules(rules: Rules) -> dict[str, MatchedRule]:
+    """The rule that makes a unit of a module, by the module's name; the configuration's first."""
+    found: dict[str, MatchedRule] = {}
+    for matched_rule in rules.matched:
+        if "unit" not in matched_rule.rule.options():
             continue
-        for name in caught.names:
-            if name not in caught.modules:
-                raise StructureError(f"{caught}: unit is of modules, and {name} is a parameter")
-            first = found.setdefault(name, caught)
-            if first is not caught and first.origin == caught.origin:
+        for name in matched_rule.names:
+            if name not in matched_rule.modules:
                 raise StructureError(
-                    f"{caught.origin}: unit of {name} is said twice, by {first.rule} and by "
-                    f"{caught.rule}: let their patterns match different things"
+                    f"{matched_rule}: unit is for modules, and {name} is a parameter"
+                )
+            first = found.setdefault(name, matched_rule)
+            if first is not matched_rule and first.origin == matched_rule.origin:
+                raise StructureError(
+                    f"{matched_rule.origin}: unit of {name} is set twice, by {first.rule} and by "
+                    f"{matched_rule.rule}: let their patterns match different things"
                 )
     return found
 
 
-def _inside(
-    number: int, block: nn.Module, block_name: str, own: Sequence[tuple[str, Caught]]
-) -> list[Part]:
+def _units_inside(
+    number: int, block: nn.Module, block_name: str, own: Sequence[tuple[str, MatchedRule]]
+) -> list[UnitModules]:
     registered = [f"{block_name}.{name}" for name, _ in block.named_modules() if name]
     modules = {name: block.get_submodule(name[len(block_name) + 1 :]) for name, _ in own}
     for name in modules:
@@ -102,26 +105,28 @@ def _inside(
         if inner:
             raise StructureError(
                 f"weight_parallel.plan: {inner[0]} lies inside {name}, and rules make a unit of "
-                "both: a unit of a block has no units of its own, what is left of the block is one"
+                "both: units do not nest, and the rest of the block is a unit already"
             )
     units: dict[object, list[str]] = {}
-    for name, caught in sorted(own, key=lambda pair: registered.index(pair[0])):
-        units.setdefault(caught if caught.rule.unit == "one" else name, []).append(name)
-    if len({id(caught) for _, caught in own}) == 1:
+    for name, matched_rule in sorted(own, key=lambda pair: registered.index(pair[0])):
+        units.setdefault(matched_rule if matched_rule.rule.unit == "one" else name, []).append(name)
+    if len({id(matched_rule) for _, matched_rule in own}) == 1:
         patterns = own[0][1].rule.match
-        place = {n: next(i for i, p in enumerate(patterns) if matches(n, p)) for n in modules}
-        ordered = sorted(units.values(), key=lambda names: place[names[0]])
+        position = {n: next(i for i, p in enumerate(patterns) if matches(n, p)) for n in modules}
+        ordered = sorted(units.values(), key=lambda names: position[names[0]])
     else:
         ordered = list(units.values())
     return [
-        Part(_name(names), tuple((n, modules[n]) for n in names), (number,), inside=True)
+        UnitModules(
+            _unit_name(names), tuple((n, modules[n]) for n in names), (number,), inside=True
+        )
         for names in ordered
     ]
 
 
-def _together(
-    numbers: Sequence[int], blocks: Sequence[Named], own: dict[int, list[tuple[str, Caught]]]
-) -> Part:
+def _merged_unit(
+    numbers: Sequence[int], blocks: Sequence[Named], own: dict[int, list[tuple[str, MatchedRule]]]
+) -> UnitModules:
     numbers = sorted(numbers)
     names = [blocks[number][0] for number in numbers]
     if numbers[-1] - numbers[0] + 1 != len(numbers):
@@ -134,11 +139,13 @@ def _together(
             f"weight_parallel.plan: {divided[0]} is one unit with other blocks, and has units of "
             "its own"
         )
-    return Part(_name(names), tuple(blocks[number] for number in numbers), tuple(numbers))
+    return UnitModules(
+        _unit_name(names), tuple(blocks[number] for number in numbers), tuple(numbers)
+    )
 
 
-def _name(names: Sequence[str]) -> str:
-    """One module's own; ``layers.0.(norm+attention)`` of several."""
+def _unit_name(names: Sequence[str]) -> str:
+    """The only module's name; for several modules ``layers.0.(norm+attention)``."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]

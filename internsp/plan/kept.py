@@ -1,4 +1,4 @@
-"""Blocks that stay unsharded until the optimizer step: which, their memory, gathers saved."""
+"""Chooses the blocks that stay unsharded until the optimizer step; their memory, gathers saved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from internsp.config import WeightParallelConfig
 from internsp.config.kept import size_in_bytes
 from internsp.config.sizes import human
-from internsp.plan.chunk import ChunkPlan, Schedule
+from internsp.plan.chunk import ChunkLayout, Schedule
 from internsp.wp.schedule import slot_sizes
 
 
-def kept(
+def choose_kept_blocks(
     config: WeightParallelConfig,
     sizes: Sequence[int],
     depth: int,
@@ -22,65 +22,65 @@ def kept(
 
     Args:
         sizes: bytes of each block's unsharded weights.
-        depth: blocks gathered ahead, at most.
-        decided: what a rule of the plan says of some of them; the configuration's number or size
-            is of the others.
+        depth: blocks prefetched, at most.
+        decided: whether rules of the plan keep a block, by index; the configuration's number or
+            size applies to the other blocks.
     """
     others = [block for block in range(len(sizes)) if block not in decided]
-    chosen = _kept(config, [sizes[block] for block in others], depth)
+    chosen = _choose(config, [sizes[block] for block in others], depth)
     return frozenset(others[i] for i in chosen) | {block for block in decided if decided[block]}
 
 
-def _kept(config: WeightParallelConfig, sizes: Sequence[int], depth: int) -> Sequence[int]:
+def _choose(config: WeightParallelConfig, sizes: Sequence[int], depth: int) -> Sequence[int]:
     keep = config.keep_unsharded
     if keep == "all":
         return range(len(sizes))
     if isinstance(keep, str):
         budget = size_in_bytes(keep)
         assert budget is not None, "the configuration has checked it"
-        return fitting(sizes, depth, budget)
-    return spread(len(sizes), keep or 0)
+        return blocks_within(sizes, depth, budget)
+    return evenly_spread(len(sizes), keep or 0)
 
 
-def spread(blocks: int, count: int) -> tuple[int, ...]:
-    """``count`` of ``blocks`` indices: those that save the most time by staying unsharded.
+def evenly_spread(blocks: int, count: int) -> tuple[int, ...]:
+    """Indices of ``count`` of ``blocks`` blocks that save the most time by staying unsharded.
 
-    They save equally many gathers wherever they lie, one in each backward (the forward after a
-    step gathers them anyway), so what counts is where the link is short of time. It is so all
-    along a backward: evenly spread they relieve it all along, and each lends its time on the link
-    to its neighbors. The last block is none of them: backward finds the last blocks in their
-    slots, a stretch without gathers that needs no relief. Played on a link 1.1 to 2.8 times slower
-    than compute, this choice saves at least 89 % of what the best one does (all choices of 8
-    blocks, samples of 16 and 24), the last blocks as little as 17 %, the first ones 40 %;
-    ``tests/unit/test_wp_kept.py`` plays it.
+    Every choice saves equally many gathers, one a block in each backward (the forward after a step
+    gathers all blocks anyway), so the best choice is the one that relieves the link where it is
+    the bottleneck. It is so throughout backward: evenly spread blocks relieve it throughout, and
+    their neighbors use the time on the link that each frees. The last block is not chosen, since
+    backward finds the last blocks in their slots and gathers nothing there. Simulated on a link
+    1.1 to 2.8 times slower than compute, this choice saves at least 89 % of what the best one does
+    (all choices of 8 blocks, samples of 16 and 24), the last blocks as little as 17 %, the first
+    ones 40 %; ``tests/unit/test_wp_kept.py`` repeats the simulation.
     """
     if count >= blocks:
         return tuple(range(blocks))
     return tuple((blocks - 1) * (2 * i + 1) // (2 * count) for i in range(count))
 
 
-def fitting(sizes: Sequence[int], depth: int, budget: int) -> tuple[int, ...]:
-    """As many blocks as ``budget`` bytes hold beside the slots that the chunk needs anyway.
+def blocks_within(sizes: Sequence[int], depth: int, budget: int) -> tuple[int, ...]:
+    """As many blocks as fit into ``budget`` bytes on top of the slots that the chunk needs anyway.
 
     Args:
         sizes: bytes of each block's unsharded weights.
     """
     if not any(sizes):
-        return ()  # whole at rest: nothing is ever gathered
+        return ()  # nothing is sharded, so nothing is ever gathered
     for count in range(len(sizes), 0, -1):
-        chosen = spread(len(sizes), count)
-        if cost(sizes, depth, frozenset(chosen)) <= budget:
+        chosen = evenly_spread(len(sizes), count)
+        if extra_slot_bytes(sizes, depth, frozenset(chosen)) <= budget:
             return chosen
     return ()
 
 
-def cost(sizes: Sequence[int], depth: int, kept: Collection[int]) -> int:
-    """Bytes of slots beyond those of a chunk without ``kept`` blocks."""
+def extra_slot_bytes(sizes: Sequence[int], depth: int, kept: Collection[int]) -> int:
+    """Bytes of slots that ``kept`` blocks need on top of those of a chunk without any."""
     return sum(slot_sizes(sizes, depth, kept)) - sum(slot_sizes(sizes, depth, ()))
 
 
-def all_moving(chunk: ChunkPlan) -> ChunkPlan:
-    """The same chunk in which no block stays unsharded, to compare with."""
+def without_kept_blocks(chunk: ChunkLayout) -> ChunkLayout:
+    """The same chunk with no block that stays unsharded, for a comparison."""
     policy = replace(chunk.policy, kept=frozenset())
     fewer = chunk.policy.slots - policy.slots
     moved = {
@@ -105,12 +105,12 @@ def all_moving(chunk: ChunkPlan) -> ChunkPlan:
 
 @dataclass(frozen=True)
 class KeptBlocks:
-    """Blocks that stay unsharded on one rank, beside the same rank without any.
+    """Blocks that stay unsharded on one rank, compared with the same rank without any.
 
     Attributes:
         blocks: names, chunk by chunk.
-        nbytes: slots beyond those that it would need anyway.
-        gathers, gathered_bytes: saved in one step (bytes: payload that it receives).
+        nbytes: of slots that the rank would not need without them.
+        gathers, gathered_bytes: saved in one step (bytes: payload that the rank receives).
     """
 
     blocks: tuple[str, ...]
@@ -121,12 +121,12 @@ class KeptBlocks:
     @classmethod
     def of(
         cls,
-        chunks: Sequence[ChunkPlan],
+        chunks: Sequence[ChunkLayout],
         schedule: Schedule,
-        simulate: Callable[[list[ChunkPlan]], Schedule],
+        simulate: Callable[[list[ChunkLayout]], Schedule],
     ) -> KeptBlocks:
-        """Compare ``schedule`` with what ``simulate`` makes of chunks without them."""
-        others = [all_moving(chunk) for chunk in chunks]
+        """Compare ``schedule`` with the one that ``simulate`` returns without kept blocks."""
+        others = [without_kept_blocks(chunk) for chunk in chunks]
         without = simulate(others)
         return cls(
             tuple(c.blocks[i].name for c in chunks for i in sorted(c.policy.kept)),
@@ -136,7 +136,7 @@ class KeptBlocks:
         )
 
     def line(self) -> str:
-        """For a person."""
+        """The comparison as a sentence."""
         return (
             f"{len(self.blocks)} blocks stay unsharded ({', '.join(self.blocks)}): "
             f"{human(self.nbytes)} more unsharded weights, {self.gathers} gathers "

@@ -1,8 +1,8 @@
-"""What kernels of a CUDA device take, where a plan runs the host's in their place.
+"""Memory of CUDA kernels that a plan cannot measure, because it runs the CPU's kernels instead.
 
-A plan runs the model's own code on tensors of the host (:mod:`internsp.plan.observe`). Two things
-are done by other code on CUDA: a norm is one kernel that keeps its input, and attention's backward
-has sums of its own.
+A plan runs the model's own code on CPU tensors (:mod:`internsp.plan.observe`). Two operations
+differ on CUDA: a norm is one fused kernel that keeps its input, and attention's backward allocates
+buffers for its sums.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from internsp.config import Config
 from internsp.layers.norm import RMSNorm
 from internsp.plan.dtypes import DTYPES
 
-Taken = Mapping[str, Callable[..., int]]
-"""By the name of an operator: of its arguments, the bytes that it has while it runs, beside its
-results."""
+KernelMemory = Mapping[str, Callable[..., int]]
+"""For an operator's name, a function of its arguments that returns the bytes that it allocates
+while it runs, in addition to its results."""
 
 _ROWS = 128  # positions of the largest block of queries
 
 
 def fuse_norms(model: nn.Module, config: Config) -> None:
-    """Have the norms of ``model`` keep what torch's fused kernel keeps, and compute nothing."""
+    """Make the norms of ``model`` save what torch's fused kernel saves, and compute nothing."""
     if config.weight_parallel.compute_dtype not in (None, config.train.dtype):
-        return  # weights of norms are wider: torch computes these in steps, on CUDA too
+        return  # the norms' weights are wider: torch uses unfused operations on CUDA too
     for module in model.modules():
         if isinstance(module, RMSNorm):
-            module.forward = partial(_normed, module)  # type: ignore[method-assign]
+            module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
 
 
-def taken(config: Config) -> Taken:
-    """Of flash attention, where it is what computes: in half precision."""
+def kernel_memory(config: Config) -> KernelMemory:
+    """Temporary memory of flash attention, which CUDA uses in half precision; else empty."""
     dtype = DTYPES[config.weight_parallel.compute_dtype or config.train.dtype]
     if dtype not in (torch.float16, torch.bfloat16):
         return {}
@@ -43,8 +43,9 @@ def taken(config: Config) -> Taken:
 
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """As ``mha_varlen_bwd`` of flash-attention 2, torch's own included, allocates: fp32 sums of dq,
-    an fp32 number a query and head, and, of grouped heads, dk and dv of every query head."""
+    """Bytes that ``mha_varlen_bwd`` of flash-attention 2 (and torch's copy of it) allocates: fp32
+    sums of dq, an fp32 number a query and head and, for grouped heads, dk and dv of every query
+    head."""
     batch, heads, length, d = q.shape
     positions = batch * (length + _ROWS)
     each = 32 if d <= 128 else 64
@@ -54,13 +55,13 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> i
     return nbytes
 
 
-def _normed(module: RMSNorm, x: Tensor) -> Tensor:
-    made: Tensor = _Fused.apply(x, module.weight)
-    return made
+def _fused_norm(module: RMSNorm, x: Tensor) -> Tensor:
+    output: Tensor = _FusedNorm.apply(x, module.weight)
+    return output
 
 
-class _Fused(torch.autograd.Function):
-    """``aten::_fused_rms_norm``: beside its input it keeps a number a position."""
+class _FusedNorm(torch.autograd.Function):
+    """Stands in for ``aten::_fused_rms_norm``, which saves its input and a number a position."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]

@@ -1,38 +1,39 @@
-"""Pure: a chunk whose blocks run in another order than declared, as a first step has shown it."""
+"""A chunk whose blocks run in another order than declared, as recorded in a first step. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from internsp.plan.chunk import ChunkPlan
+from internsp.plan.chunk import ChunkLayout
 from internsp.wp.schedule import Policy, slot_sizes
 
 
-def in_order(plan: ChunkPlan, order: Sequence[int]) -> ChunkPlan:
+def with_run_order(plan: ChunkLayout, order: Sequence[int]) -> ChunkLayout:
     """``plan`` with its blocks in the order in which they run.
 
     Args:
-        order: indices of declared blocks; some may be missing, some recur, none twice in a row.
+        order: indices of declared blocks; some may be missing, some repeated, none twice in a row.
     """
-    slots = slots_in(order, plan.policy)
+    slots = slots_for_order(order, plan.policy)
     moved = {unit: replace(unit, slot=slots[unit.block]) for unit in plan.blocks}
     return replace(plan, blocks=tuple(moved.values()), order=tuple(order))
 
 
-def slots_in(order: Sequence[int], policy: Policy) -> list[int]:
-    """The slot of each declared block, where they run in ``order``: as many slots as before.
+def slots_for_order(order: Sequence[int], policy: Policy) -> list[int]:
+    """The slot of each declared block, where blocks run in ``order``: as many slots as before.
 
-    A block that runs twice has one slot all the same, since what its first run saved lies there.
-    Of the shared slots it gets one that no block has which comes within ``policy.depth`` of it, so
-    that it can be gathered ahead, or where there is none the one that the fewest of these have.
+    A block that runs twice has one slot all the same, since what its first run saved for backward
+    are views of that slot. Each block gets a shared slot that no block within ``policy.depth``
+    of it has, so that it can be prefetched; or else the slot that the fewest of those blocks have.
     """
     slots = [policy.slot(block) for block in range(policy.blocks)]
     moving = [block for block in order if block not in policy.kept]
     shared = len(slot_sizes([0] * policy.blocks, policy.depth, policy.kept)) - len(policy.kept)
-    last = [-1 - slot for slot in reversed(range(shared))]  # which place of the order had it last
+    # For each slot, the position in the order of the last block that had it.
+    last = [-1 - slot for slot in reversed(range(shared))]
     chosen: dict[int, int] = {}
-    for place, block in enumerate(moving):
+    for position, block in enumerate(moving):
         if block not in chosen:
             near = [
                 other
@@ -42,7 +43,7 @@ def slots_in(order: Sequence[int], policy: Policy) -> list[int]:
             ]
             taken = [chosen[other] for other in near if other in chosen]
             chosen[block] = min(range(shared), key=lambda slot: (taken.count(slot), last[slot]))
-        last[chosen[block]] = place
+        last[chosen[block]] = position
     for block, slot in chosen.items():
         slots[block] = slot
     return slots

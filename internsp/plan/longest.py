@@ -1,4 +1,4 @@
-"""``internsp plan --longest``: the longest sequence that fits a memory, and what takes it."""
+"""``internsp plan --longest``: the longest sequence that fits into memory, by component."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Rows = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Longest:
+class LongestSequence:
     """The longest sequence of a configuration on one rank's memory.
 
     Attributes:
         length: tokens, over all ranks of a sequence group; 0: nothing fits.
-        memory: (component, bytes) on the device at that length, of the rank that is full.
+        memory: (component, bytes) on the device at that length, on the rank whose memory is full.
         host: the same in host memory.
-        bound: the component that grows most with one more token, of the memory that is full.
-        rank: which rank of a pipeline that is.
+        bound: the component that grows most with the length, in the memory that is full.
+        rank: pipeline rank whose memory is full.
     """
 
     length: int
@@ -45,8 +45,8 @@ class Longest:
     rank: int = 0
 
 
-class _Rank:
-    """What a rank has beside activations."""
+class _RankMemory:
+    """A rank's memory without activations."""
 
     def __init__(self, memory: Rows, process: int) -> None:
         here = [row for row in memory if row[0] not in HOSTED.values() and row[1]]
@@ -57,12 +57,12 @@ class _Rank:
         self.hosted = [row for row in memory if row[0] in HOSTED.values() and row[1]]
 
 
-class Budget:
-    """The memory of a rank at any length, of a pipeline of each of its ranks.
+class MemoryBudget:
+    """The memory of every pipeline rank, for any sequence length.
 
     Args:
-        process: bytes that a process has before it makes a model (on a machine whose host
-            computes); a row of its own.
+        process: bytes that a process takes before it builds a model, where the CPU computes; they
+            get a row of their own.
     """
 
     def __init__(self, config: Config, world_size: int, process: int = 0) -> None:
@@ -78,7 +78,7 @@ class Budget:
             plan = make_plan(config, world_size)
             self.activations = ActivationModel(config, plan.shape)
             memory, shape = [list(plan.memory)], plan.shape
-        self.ranks = [_Rank(rows, process) for rows in memory]
+        self.ranks = [_RankMemory(rows, process) for rows in memory]
         self.multiple, self.micro_batches = shape.sequence, config.train.micro_batches
 
     def at(self, length: int, rank: int = 0) -> tuple[Rows, Rows]:
@@ -92,15 +92,15 @@ class Budget:
             one = self.activations.at(length)
             rows, nbytes = one.rows(self.micro_batches), one.host
         host = [(HOSTED[ACTIVATIONS], nbytes)] if nbytes else []
-        # In the optimizer's step there are no activations.
+        # During the optimizer's step there are no activations.
         phases = (rows, own.stepping)
         return [*own.fixed, *buffers, *max(phases, key=_sum)], [*own.hosted, *host]
 
-    def longest(self, memory: int, host_memory: int | None = None) -> Longest:
+    def longest(self, memory: int, host_memory: int | None = None) -> LongestSequence:
         """The longest multiple of the sequence degree that fits on every rank."""
 
         def excess(length: int, rank: int) -> list[int]:
-            """By how much too large it is, here and on the host."""
+            """Bytes beyond the limit on the device and on the host."""
             here, there = (_sum(rows) for rows in self.at(length, rank))
             return [here - memory, 0 if host_memory is None else there - host_memory]
 
@@ -109,7 +109,7 @@ class Budget:
 
         low, high = 0, 1
         while high * self.multiple < MOST_TOKENS and fits(high * self.multiple):
-            low, high = high, 2 * high  # from below: what is longer takes longer to look at
+            low, high = high, 2 * high  # from below: longer sequences take longer to evaluate
         high = min(high, MOST_TOKENS // self.multiple)
         while low < high:
             middle = (low + high + 1) // 2
@@ -125,7 +125,7 @@ class Budget:
         now = dict((here, there)[which])
         then = self.at(max(2 * length, self.multiple), full)[which]
         grown = sorted(((n - now.get(name, 0), name) for name, n in then), reverse=True)
-        return Longest(length, tuple(here), tuple(there), grown[0][1], full)
+        return LongestSequence(length, tuple(here), tuple(there), grown[0][1], full)
 
 
 def _sum(rows: Sequence[tuple[str, int]]) -> int:
@@ -135,15 +135,15 @@ def _sum(rows: Sequence[tuple[str, int]]) -> int:
 def print_longest(
     config: Config, world_size: int, memory: str, host: str | None, console: Console | None = None
 ) -> None:
-    """Print the longest sequence for ``memory`` (``"80 GiB"``) a rank, and ``host`` memory beside.
+    """Print the longest sequence for ``memory`` (``"80 GiB"``) and ``host`` memory of a rank.
 
     Raises:
-        ConfigError: a size that is none; or nothing fits.
+        ConfigError: ``memory`` or ``host`` is not a size; or nothing fits.
     """
     console = console or terminal.console()
     sizes = [_size("--longest", memory), None if host is None else _size("--host-memory", host)]
     assert sizes[0] is not None
-    found = Budget(config, world_size).longest(sizes[0], sizes[1])
+    found = MemoryBudget(config, world_size).longest(sizes[0], sizes[1])
     rows = [(name, human(nbytes)) for name, nbytes in found.memory]
     rows.append(("sum", human(_sum(found.memory))))
     rows += [(name, human(nbytes)) for name, nbytes in found.host]
@@ -151,7 +151,7 @@ def print_longest(
         needed = _sum(found.memory)
         raise ConfigError(
             f"--longest {memory}: no sequence fits; one of {config.parallel.sequence} tokens takes "
-            f"{human(needed)} a rank (cut weights further, or offload them)"
+            f"{human(needed)} a rank (shard weights further, or offload them)"
         )
     of = "one rank"
     where = ""

@@ -1,4 +1,4 @@
-"""Pure: what the optimizer's state takes on one rank, and what whole-matrix steps send and hold."""
+"""Memory of the optimizer's state on a rank, and traffic and memory of whole-matrix steps. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from internsp.config import Config
 from internsp.config.sizes import moments
 from internsp.host import OPTIMIZER
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import Assignment
+from internsp.plan.assign import ParameterSharding
 from internsp.plan.dtypes import DTYPES
 
 PASSING = "whole matrices in the step (at most)"
 
 
 @dataclass(frozen=True)
-class MatrixPlan:
-    """Of one chunk, on one rank.
+class MatrixTraffic:
+    """Whole-matrix optimizer steps of one chunk, on one rank.
 
     Attributes:
-        exchanges: collectives of a step.
+        exchanges: number of collectives in a step.
         received: bytes that a rank receives in them, on average.
-        passing: bytes that they and the step take, at most: two whole matrices, and what is sent
-            of them; without what the optimizer itself needs meanwhile.
-        state: bytes of the state but masters, of what is not offloaded; of owners on average.
+        passing: upper bound of the bytes that the collectives and the step take: two unsharded
+            matrices and the send buffers; without the optimizer's own temporary memory.
+        state: bytes of the optimizer state on the device, without master weights; the average
+            over ranks that own matrices.
     """
 
     exchanges: int
@@ -36,16 +37,18 @@ class MatrixPlan:
     state: int
 
     @classmethod
-    def of(cls, config: Config, shape: MeshShape, assignments: Sequence[Assignment]) -> MatrixPlan:
-        """See :mod:`internsp.optim.matrices`, whose rounds these are."""
+    def of(
+        cls, config: Config, shape: MeshShape, shardings: Sequence[ParameterSharding]
+    ) -> MatrixTraffic:
+        """Count the exchanges of the rounds of :mod:`internsp.optim.matrices`, and their bytes."""
         settings = config.optimizer
         item = max(DTYPES[config.train.dtype].itemsize, 4)
         kept = moments(config)
-        # Kinds and bytes of what goes to an owner, and comes back.
+        # Number of kinds of tensors sent to an owner, and bytes an element, there and back.
         kinds, sent = (1, 2) if settings.name == "muon" else (2, item)
         rounds: dict[int, list[int]] = {}
         state, largest = 0.0, 0
-        for each in assignments:
+        for each in shardings:
             parameter, axis = each.parameter, shape.axis(each.expert)
             if not parameter.requires_grad:
                 continue
@@ -53,8 +56,10 @@ class MatrixPlan:
             by = settings.stepped_by(each.name, _is_matrix(each))
             if OPTIMIZER not in each.options.offload:
                 state += _values(parameter, by, kept) * item / over
-            whole = by in ("muon", "adafactor") or (settings.whole_matrix and by == settings.name)
-            if whole:
+            unsharded = by in ("muon", "adafactor") or (
+                settings.whole_matrix and by == settings.name
+            )
+            if unsharded:
                 stack = by == "muon" and parameter.dim() == 3
                 count = len(parameter) if stack else 1
                 numel = parameter.numel() // count
@@ -73,19 +78,19 @@ class MatrixPlan:
         )
 
     def rows(self) -> Iterator[tuple[str, int]]:
-        """(component, bytes): none where no matrix is stepped whole."""
+        """(component, bytes); no row if no matrix is stepped unsharded."""
         if self.passing:
             yield PASSING, self.passing
 
 
-def _is_matrix(each: Assignment) -> bool:
+def _is_matrix(each: ParameterSharding) -> bool:
     embeds = isinstance(each.owners[0].module, nn.Embedding | nn.EmbeddingBag)
     return each.block >= 0 and each.parameter.dim() > 1 and not embeds
 
 
 def _values(parameter: nn.Parameter, by: str, kept: int) -> int:
-    """Values that the optimizer keeps of a whole parameter."""
-    if by == "adafactor":  # of rows and of columns
+    """Number of values that the optimizer keeps for an unsharded parameter."""
+    if by == "adafactor":  # one a row and one a column
         if parameter.dim() < 2:
             return parameter.numel()
         *stack, rows, columns = parameter.shape

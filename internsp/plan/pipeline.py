@@ -1,7 +1,7 @@
-"""``internsp plan`` of a pipeline: each rank's chunks, gathers, reductions and memory; a picture.
+"""``internsp plan`` of a pipeline: each rank's chunks, gathers, reductions, memory, and a picture.
 
-The order is read from torch's schedule objects and played before anything runs
-(:func:`internsp.pipeline.plan.check`), so that a plan that is printed is one that can run.
+The order is read from torch's schedule objects and simulated before anything runs
+(:func:`internsp.pipeline.simulate.check_order`), so that a printed plan is one that can run.
 """
 
 from __future__ import annotations
@@ -21,84 +21,96 @@ from internsp.config.sizes import human
 from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.mesh import MeshShape
-from internsp.pipeline.chunks import Chunk, split
+from internsp.pipeline.chunks import Chunk, split_model
 from internsp.pipeline.hooks import ComputeAction
 from internsp.pipeline.picture import draw
-from internsp.pipeline.pipeline import local_config, require_patterns, splittable
-from internsp.pipeline.plan import Timed, check, passes, simulate_each, simulate_passes
-from internsp.pipeline.schedules import SCHEDULES, ScheduleKind, actions, computations, kind_of
-from internsp.pipeline.tied import Place, Tie, shared_by
-from internsp.plan.assign import Assignment, assign
-from internsp.plan.blocks import read
-from internsp.plan.chunk import ChunkPlan, Schedule
-from internsp.plan.classes import FEW_PASSES, classes, ranks_label, table
+from internsp.pipeline.pipeline import can_split_backward, chunk_config, require_patterns_match
+from internsp.pipeline.schedules import (
+    SCHEDULES,
+    ScheduleKind,
+    computations,
+    schedule_kind,
+    schedule_order,
+)
+from internsp.pipeline.simulate import (
+    TimedAction,
+    check_order,
+    compute_actions,
+    simulate_actions,
+    simulate_with_launches,
+)
+from internsp.pipeline.tied import CopyNames, TiedCopy, find_tied
+from internsp.plan.assign import ParameterSharding, plan_sharding
+from internsp.plan.blocks import read_structure
+from internsp.plan.chunk import ChunkLayout, Schedule
+from internsp.plan.classes import FEW_PASSES, equal_ranks, ranks_label, table
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
 from internsp.plan.repeats import Item, folded_lines, ranges
-from internsp.plan.units import chunk_plan
+from internsp.plan.units import chunk_layout
 from internsp.sp.dispatch import fixed_sizes
 from internsp.wp.layout import ShardLayout, laid_out
 
-_LONGEST_COMPARED = 2_000  # passes of a block; the comparison plans the step a dozen times
+_LONGEST_COMPARED = 2_000  # passes of blocks; the comparison plans the step a dozen times
 
 
 @dataclass(frozen=True)
 class ChunkOutline:
-    """One chunk as the plan sees it."""
+    """One chunk of the pipeline: its stage, blocks and shardings."""
 
     stage: int
     blocks: range
-    plan: ChunkPlan
-    assignments: tuple[Assignment, ...]
+    plan: ChunkLayout
+    shardings: tuple[ParameterSharding, ...]
     splits: bool
-    again: int
-    """Blocks that recompute."""
+    recomputed: int
+    """How many of its blocks recompute."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What the ranks of one pipeline rank do in a step."""
+    """What one pipeline rank does in a step."""
 
     chunks: tuple[ChunkOutline, ...]
     actions: tuple[ComputeAction, ...]
     launched: tuple[tuple[int, int], ...]
-    """Gathers and reductions of each pass."""
+    """Number of gathers and of reductions in each pass."""
     schedule: Schedule
     messages: int
-    """Hidden states and their gradients that come from other stages."""
+    """Number of hidden states and gradients received from other stages."""
 
     def kept(self, overlap: bool) -> KeptBlocks:
-        """What blocks that stay unsharded cost and save: simulates a step without them."""
+        """What blocks that stay unsharded cost and save; simulates a step without them."""
         plans = [chunk.plan for chunk in self.chunks]
-        again = partial(simulate_passes, self.actions, overlap=overlap)
+        again = partial(simulate_actions, self.actions, overlap=overlap)
         return KeptBlocks.of(plans, self.schedule, again)
 
 
 @dataclass(frozen=True)
 class TiedOutline:
-    """A weight that several stages have.
+    """A weight that several stages share.
 
     Attributes:
-        places: ``NAME of stage N``, ascending.
-        nbytes: that a rank with a copy receives once a step: of each other pipeline rank's sum.
+        copies: ``NAME of stage N``, ascending.
+        nbytes: bytes that a rank with a copy receives once a step: the other ranks' gradient sums.
     """
 
     name: str
-    places: tuple[str, ...]
+    copies: tuple[str, ...]
     nbytes: int
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A step of the whole pipeline."""
+    """A step of all ranks of a pipeline."""
 
     kind: ScheduleKind
     shape: MeshShape
     micro_batches: int
-    timed: tuple[Timed, ...]
+    timed: tuple[TimedAction, ...]
     ranks: tuple[RankPlan, ...]
     message_bytes: int
-    """Of one micro-batch's hidden states on one rank."""
+    """Bytes of one micro-batch's hidden states on one rank."""
     tied: tuple[TiedOutline, ...] = ()
 
     def picture(self) -> str:
@@ -108,7 +120,7 @@ class PipelinePlan:
             for action, counts in zip(rank.actions, rank.launched, strict=True):
                 for kind in {"": "F", "full": "BIW", "input": "I", "weight": "W"}[action.part]:
                     launched[action.stage, kind, action.micro_batch] = counts
-            for chunk in rank.chunks:  # where both gradients come at once, the other part is empty
+            for chunk in rank.chunks:  # without a split backward, the other part is empty
                 empty = "I" if chunk.stage == 0 else "W" if not chunk.splits else ""
                 for number in range(self.micro_batches if empty else 0):
                     launched[chunk.stage, empty, number] = (0, 0)
@@ -116,37 +128,37 @@ class PipelinePlan:
 
 
 def make_pipeline_plan(config: Config, world_size: int) -> PipelinePlan:
-    """What ``config`` will do on ``world_size`` ranks. Pure: no process group, no memory.
+    """Plan a step of ``config`` on ``world_size`` ranks. Needs no process group and no memory.
 
     Raises:
         ConfigError: degrees, chunks or micro-batches that do not fit.
-        OrderError: the schedule's own order could not run.
+        OrderError: the schedule's order would deadlock.
     """
     mistakes = config.check(world_size)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     shape = MeshShape(world_size, **config.degrees())
-    return plan_of(config, shape, kind_of(config.pipeline.schedule), config.pipeline.chunks)
+    return plan_of(config, shape, schedule_kind(config.pipeline.schedule), config.pipeline.chunks)
 
 
 def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -> PipelinePlan:
     """:func:`make_pipeline_plan` for a schedule other than the configured one."""
     number = config.train.micro_batches
-    if mistake := kind.mistake(shape.pipeline, chunks, number):
+    if mistake := kind.why_invalid(shape.pipeline, chunks, number):
         raise ConfigError(mistake)
-    order = actions(kind, shape.pipeline, chunks, number)
+    order = schedule_order(kind, shape.pipeline, chunks, number)
     rank_of = partial(kind.rank_of, ranks=shape.pipeline, chunks=chunks)
-    timed = check(order, rank_of, shape.pipeline * chunks)
+    timed = check_order(order, rank_of, shape.pipeline * chunks)
     ranks = []
     outlines, ties = _outlines(config, shape, kind, shape.pipeline * chunks)
     for rank in range(shape.pipeline):
         stages = kind.stages_of(rank, shape.pipeline, chunks)
         own = tuple(outlines[stage] for stage in stages)
         splits = {chunk.stage: chunk.splits for chunk in own}
-        passed = passes(computations(order, rank), stages, splits)
+        passed = compute_actions(computations(order, rank), stages, splits)
         overlap = config.weight_parallel.overlap
         plans = [chunk.plan for chunk in own]
-        schedule, launched = simulate_each(passed, plans, overlap)
+        schedule, launched = simulate_with_launches(passed, plans, overlap)
         messages = sum(step.kind.startswith("RECV") for step in order[rank])
         launches = tuple(launched)
         ranks.append(RankPlan(own, tuple(passed), launches, schedule, messages))
@@ -157,27 +169,27 @@ def plan_of(config: Config, shape: MeshShape, kind: ScheduleKind, chunks: int) -
 
 def _tied(
     name: str,
-    tie: Tie,
+    tie: CopyNames,
     outlines: Sequence[ChunkOutline],
     shape: MeshShape,
     rank_of: Callable[[int], int],
 ) -> TiedOutline:
-    """Slices of the ``ZeroOptimizer`` travel, and one element that says whether there is a sum."""
+    """Ranks send slices of the ``ZeroOptimizer``, and one element: whether there is a gradient."""
     first, own = next(iter(tie.items()))
-    held = next(a for a in outlines[first].assignments if own in {o.full_name for o in a.owners})
-    axis = shape.experts if held.expert else shape.dense
-    elements = math.prod(held.shape)
-    if held.unit is not None:
-        elements = ShardLayout.create(held.shape, held.dim, axis.size).shard_numel
-    _, length = laid_out([elements], held.parameter.itemsize, axis.zero)
+    sharding = next(a for a in outlines[first].shardings if own in {o.full_name for o in a.owners})
+    axis = shape.experts if sharding.expert else shape.dense
+    elements = math.prod(sharding.shape)
+    if sharding.unit is not None:
+        elements = ShardLayout.create(sharding.shape, sharding.dim, axis.size).shard_numel
+    _, length = laid_out([elements], sharding.parameter.itemsize, axis.zero)
     others = len({rank_of(stage) for stage in tie}) - 1
-    wide = torch.promote_types(held.parameter.dtype, torch.float32).itemsize
-    places = tuple(str(Place(stage, rank_of(stage), n)) for stage, n in tie.items())
-    return TiedOutline(name, places, others * (length + 1) * wide)
+    wide = torch.promote_types(sharding.parameter.dtype, torch.float32).itemsize
+    copies = tuple(str(TiedCopy(stage, rank_of(stage), n)) for stage, n in tie.items())
+    return TiedOutline(name, copies, others * (length + 1) * wide)
 
 
 def message_bytes(config: Config, shape: MeshShape) -> int:
-    """Hidden states ``[rows, s, hidden]`` of the longest part of a sequence."""
+    """Bytes of hidden states ``[rows, s, hidden]`` of the longest shard of a sequence."""
     train = config.train
     rows = train.global_batch // (train.micro_batches * shape.data)
     length = max(fixed_sizes(config.data.sequence_length, shape.sequence_axes))
@@ -187,49 +199,49 @@ def message_bytes(config: Config, shape: MeshShape) -> int:
 
 def _outlines(
     config: Config, shape: MeshShape, kind: ScheduleKind, stages: int
-) -> tuple[list[ChunkOutline], dict[str, Tie]]:
-    model: Any = build_model(config)  # of the zoo: others have no pipeline
-    require_patterns(model, config.weight_parallel, shape)
+) -> tuple[list[ChunkOutline], dict[str, CopyNames]]:
+    model: Any = build_model(config)  # from the model zoo: other models have no pipeline
+    require_patterns_match(model, config.weight_parallel, shape)
     found = []
-    parts = split(model, stages)
+    parts = split_model(model, stages)
     chunks = [Chunk(model, part, s == 0, s == stages - 1) for s, part in enumerate(parts)]
     for stage, (blocks, chunk) in enumerate(zip(parts, chunks, strict=True)):
-        weights, checkpoint = local_config(
+        weights, checkpoint = chunk_config(
             chunk, config.weight_parallel, config.activation_checkpoint
         )
-        structure = read(
+        structure = read_structure(
             chunk, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
         )
-        assignments = assign(chunk, structure, weights, shape.expert)
+        shardings = plan_sharding(chunk, structure, weights, shape.expert)
         again = set(checkpoint.selected(len(blocks))) if checkpoint is not None else set()
-        plan = chunk_plan(
-            assignments,
+        plan = chunk_layout(
+            shardings,
             structure,
             weights,
             shape,
             again,
-            kind.splits(stage),
+            kind.splits_backward_of(stage),
             device_type(config),
         )
-        cut = {id(a.parameter) for a in assignments if a.unit is not None}
-        splits = splittable(chunk, cut, bool(again) or weights.compile)
-        found.append(ChunkOutline(stage, blocks, plan, tuple(assignments), splits, len(again)))
-    return found, shared_by(model, chunks)
+        cut = {id(a.parameter) for a in shardings if a.unit is not None}
+        splits = can_split_backward(chunk, cut, bool(again) or weights.compile)
+        found.append(ChunkOutline(stage, blocks, plan, tuple(shardings), splits, len(again)))
+    return found, find_tied(model, chunks)
 
 
 def tables(config: Config, plan: PipelinePlan) -> list[Table]:
-    """For a person: what each rank holds and launches, and other schedules beside this one."""
+    """Tables to print: what each rank holds and launches, and a comparison with other schedules."""
     title = f"{plan.kind.name}: chunks, and collectives of a step with the payload a rank receives"
     columns = ("pipeline rank", "stage", "blocks", "slots", "gathers", "reductions", "messages")
     rows = []
-    same = classes([(_sizes(each), each.messages) for each in plan.ranks])
+    same = equal_ranks([(_grouping_key(each), each.messages) for each in plan.ranks])
     for ranks in same.values():
         each = plan.ranks[ranks[0]]
         alike = [plan.ranks[rank].chunks for rank in ranks]
         row = (
             ranges(ranks),
             "\n".join(ranges([c[i].stage for c in alike]) for i in range(len(each.chunks))),
-            "\n".join(_blocks([c[i].blocks for c in alike]) for i in range(len(each.chunks))),
+            "\n".join(_blocks_label([c[i].blocks for c in alike]) for i in range(len(each.chunks))),
             "\n".join(str(chunk.plan.policy.slots) for chunk in each.chunks),
             *(f"{each.schedule.count(k)}\n{human(each.schedule.nbytes(k))}" for k in ("AG", "RS")),
             f"{each.messages}\n{human(each.messages * plan.message_bytes)}",
@@ -238,28 +250,28 @@ def tables(config: Config, plan: PipelinePlan) -> list[Table]:
     found = [table(title, columns, rows)]
     if plan.tied:
         title = "Weights of several stages, whose gradients are summed once a step"
-        rows = [(t.name, "\n".join(t.places), human(t.nbytes)) for t in plan.tied]
+        rows = [(t.name, "\n".join(t.copies), human(t.nbytes)) for t in plan.tied]
         found.append(table(title, ("<weight", "<copies", "a rank receives"), rows))
     if config.model.layers * plan.micro_batches <= _LONGEST_COMPARED:
         found.append(_comparison(config, plan))
     return found
 
 
-def _sizes(rank: RankPlan) -> tuple[object, ...]:
-    """What the table says of a rank, beside which stages and blocks are its own."""
+def _grouping_key(rank: RankPlan) -> tuple[object, ...]:
+    """What the table shows of a rank in addition to its stages and blocks."""
     counts = [(rank.schedule.count(kind), rank.schedule.nbytes(kind)) for kind in ("AG", "RS")]
     chunks = [(len(chunk.blocks), chunk.plan.policy.slots) for chunk in rank.chunks]
     return (*counts, *chunks)
 
 
-def _blocks(blocks: list[range]) -> str:
-    """``4-7``; of several ranks ``4-15, 4 each`` (in a V the stages may count down)."""
+def _blocks_label(blocks: list[range]) -> str:
+    """``4-7``; for several ranks ``4-15, 4 each`` (in a V schedule the stages may count down)."""
     first, last = min(b.start for b in blocks), max(b.stop for b in blocks) - 1
     return f"{first}-{last}" + (f", {len(blocks[0])} each" if len(blocks) > 1 else "")
 
 
 def _comparison(config: Config, plan: PipelinePlan) -> Table:
-    """Gathers of the busiest rank under each schedule that these numbers allow."""
+    """Gathers of the busiest rank under each schedule that the degrees and numbers allow."""
     columns = ("<schedule", "chunks", "weights re-gathered", "blocks kept", "time, forwards")
     rows = []
     for kind in SCHEDULES.values():
@@ -280,20 +292,20 @@ def _comparison(config: Config, plan: PipelinePlan) -> Table:
 
 
 def print_schedules(plan: PipelinePlan, console: Console) -> None:
-    """Every rank's actions, pass by pass; of long ones what repeats once, ranks alike together."""
+    """Print every rank's actions, pass by pass; repeated passes are folded, equal ranks grouped."""
     short = sum(len(rank.actions) for rank in plan.ranks) <= FEW_PASSES
     bodies = [_pass_lines(rank, short) for rank in plan.ranks]
-    for ranks in classes([(tuple(lines), _sizes(plan.ranks[r])) for r, lines in enumerate(bodies)]
-                         ).values():  # fmt: skip
+    keys = [(tuple(b), _grouping_key(rank)) for b, rank in zip(bodies, plan.ranks, strict=True)]
+    for ranks in equal_ranks(keys).values():
         count = len(plan.ranks[ranks[0]].schedule.actions)
         console.print(f"[bold]Schedule of one step, {ranks_label(ranks)}[/bold] ({count} actions)")
         alike = [plan.ranks[rank].chunks for rank in ranks]
         stages = [ranges([chunks[i].stage for chunks in alike]) for i in range(len(alike[0]))]
         for line in bodies[ranks[0]]:
-            told = line
+            text = line
             for number, stage in enumerate(stages):
-                told = told.replace(f"<{number}>", stage)
-            console.print(f"  {told}", markup=False)
+                text = text.replace(f"<{number}>", stage)
+            console.print(f"  {text}", markup=False)
 
 
 def _pass_lines(rank: RankPlan, short: bool) -> list[str]:

@@ -1,8 +1,8 @@
-"""Pure: which blocks a rule of the plan has a block gather ahead, in one direction.
+"""Prefetch targets of each block, as rules of the plan set them for one direction. Pure.
 
-Weights arrive in the order in which they are used, so what is named must be what comes next, in
-forward or in backward, without a gap: a block behind the gap would be gathered before the one in
-it, which is needed first.
+Weights are gathered in the order in which they are used, so a rule must name the blocks that come
+next, in forward or in backward, without a gap: the block behind a gap would be gathered before the
+block in the gap, which is needed first.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from internsp.wp.schedule import BACKWARD, FORWARD
 KEYS = {"forward_prefetch": FORWARD, "backward_prefetch": BACKWARD}
 
 
-def ahead(
-    blocks: Sequence[str], said: Sequence[Mapping[str, Any]], head: str | None
+def prefetch_counts(
+    blocks: Sequence[str], rule_options: Sequence[Mapping[str, Any]], head: str | None
 ) -> dict[tuple[str, int], int]:
-    """How many of those that come next each block gathers ahead, by phase and index.
+    """How many of the next blocks each block prefetches, by phase and block index.
 
     Args:
         blocks: names, in the order in which they run.
-        said: what rules say of each.
+        rule_options: for each block, what rules set for it.
         head: the head's name; it comes after the last block in forward.
 
     Raises:
-        StructureError: a name is none of theirs, or not what comes next; or another rule gives
-            the block a ``prefetch_depth``.
+        StructureError: a pattern matches no block and no head, or blocks that are not the next
+            ones; or a rule also gives the block a ``prefetch_depth``.
     """
     found = {}
     for key, phase in KEYS.items():
-        for block, rules in enumerate(said):
+        for block, rules in enumerate(rule_options):
             if key not in rules:
                 continue
             if "prefetch_depth" in rules:
                 raise StructureError(
                     f"weight_parallel.plan: {key} and prefetch_depth of {blocks[block]} are both "
-                    "said: the second says it for both directions"
+                    "set, and prefetch_depth is for both directions: leave one of them out"
                 )
             coming = [*blocks[block + 1 :], *([head] if head else [])]
             if phase == BACKWARD:
                 coming = list(reversed(blocks[:block]))
             number = rules[key]
             if not isinstance(number, int):
-                everything = [*blocks, *([head] if head else [])]
-                number = _count(f"{key} of {blocks[block]}", number, coming, everything)
+                all_names = [*blocks, *([head] if head else [])]
+                number = _count(f"{key} of {blocks[block]}", number, coming, all_names)
             found[phase, block] = min(number, len(coming))
     return found
 
 
 def _count(
-    what: str, patterns: Sequence[str], coming: Sequence[str], everything: Sequence[str]
+    what: str, patterns: Sequence[str], coming: Sequence[str], all_names: Sequence[str]
 ) -> int:
     named = set()
     for pattern in patterns:
-        hits = [name for name in everything if matches(name, pattern)]
+        hits = [name for name in all_names if matches(name, pattern)]
         if not hits:
-            near = nearest(pattern, everything)
-            meant = f" (did you mean {near!r}?)" if near else f"; they are {', '.join(everything)}"
+            near = nearest(pattern, all_names)
+            meant = f" (did you mean {near!r}?)" if near else f"; they are {', '.join(all_names)}"
             raise StructureError(
                 f"weight_parallel.plan: {what}: {pattern!r} matches no block and no head{meant}"
             )
         named.update(hits)
-    wrong = [name for name in everything if name in named and name not in coming]
+    wrong = [name for name in all_names if name in named and name not in coming]
     if wrong:
         raise StructureError(
             f"weight_parallel.plan: {what} names {wrong[0]}, which does not come after it there: "

@@ -1,6 +1,6 @@
 """``internsp plan``: mesh, schedule of one step, bytes of each collective and memory; runs nothing.
 
-The model is built on the meta device, so a plan of any size takes a second and no memory.
+The model is built on the meta device, so that a plan of any size takes a second and no memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from internsp.errors import ConfigError
 from internsp.factory import build_model, device_type
 from internsp.host import GRADIENTS, OPTIMIZER, WEIGHTS
 from internsp.mesh import MeshShape
-from internsp.pipeline.schedules import kind_of
-from internsp.plan.assign import Assignment, assign, require_patterns_matched
-from internsp.plan.blocks import read
-from internsp.plan.chunk import ChunkPlan, Schedule
+from internsp.pipeline.schedules import schedule_kind
+from internsp.plan.assign import ParameterSharding, plan_sharding, require_patterns_matched
+from internsp.plan.blocks import read_structure
+from internsp.plan.chunk import ChunkLayout, Schedule
 from internsp.plan.classes import (
     memory_by_rank,
     print_mesh,
@@ -33,8 +33,14 @@ from internsp.plan.classes import (
 )
 from internsp.plan.dtypes import DTYPES
 from internsp.plan.kept import KeptBlocks
-from internsp.plan.matrices import MatrixPlan
-from internsp.plan.offloaded import COPIED, WRITTEN, Offloaded, exchanging, with_sums
+from internsp.plan.matrices import MatrixTraffic
+from internsp.plan.offloaded import (
+    COPIED,
+    WRITTEN,
+    OffloadedMemory,
+    exchange_buffer_bytes,
+    with_sums,
+)
 from internsp.plan.pipeline import (
     PipelinePlan,
     RankPlan,
@@ -42,13 +48,13 @@ from internsp.plan.pipeline import (
     print_schedules,
     tables,
 )
-from internsp.plan.rules import Rules, lay
-from internsp.plan.sequences import SequenceTraffic, way_of_heads
+from internsp.plan.rules import Rules, match_rules
+from internsp.plan.sequences import SequenceTraffic, head_exchange_lines
 from internsp.plan.simulate import simulate
-from internsp.plan.units import chunk_plan, quantized_bytes
+from internsp.plan.units import chunk_layout, quantized_bytes
 
-_LONGEST_STEP = 20_000  # passes of a block that a plan takes a minute for, at the most
-_ENTRY_BYTES = 400  # of a tensor in the table of a checkpoint's file, its number of steps included
+_LONGEST_STEP = 20_000  # micro-batches x blocks that are simulated within a minute
+_ENTRY_BYTES = 400  # of a tensor's entry in a checkpoint file, with its number of steps
 _RANDOM_BYTES = 1 << 14  # random states of a rank
 
 _KINDS = {
@@ -64,23 +70,23 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A step as it will run, and the bytes it takes on each rank."""
+    """A step as it will run, and the memory and traffic of each rank."""
 
     shape: MeshShape
-    chunk: ChunkPlan
+    chunk: ChunkLayout
     schedule: Schedule
     memory: tuple[tuple[str, int], ...]
     traffic: SequenceTraffic
-    matrices: MatrixPlan
+    matrices: MatrixTraffic
     kept: KeptBlocks
     rules: Rules
 
 
 def make_plan(config: Config, world_size: int) -> Plan:
-    """What ``config`` will do on ``world_size`` ranks. Pure: no process group, no memory.
+    """Plan a step of ``config`` on ``world_size`` ranks. Needs no process group and no memory.
 
     Raises:
-        ConfigError: degrees that do not fit the ranks, all mistakes at once.
+        ConfigError: degrees that do not fit the number of ranks; lists all mistakes.
     """
     mistakes = config.check(world_size)
     if mistakes:
@@ -88,23 +94,23 @@ def make_plan(config: Config, world_size: int) -> Plan:
     weights = config.weight_parallel
     shape = MeshShape(world_size, **config.degrees())
     model = build_model(config)
-    structure = read(
+    structure = read_structure(
         model, weights.trigger, weights.blocks, weights.prefetch_triggers, weights.plan
     )
     require_patterns_matched((name for name, _ in model.named_parameters()), weights)
-    assignments = assign(model, structure, weights, shape.expert)
+    shardings = plan_sharding(model, structure, weights, shape.expert)
     recomputed = set(config.activation_checkpoint.selected(structure.layers))
-    chunk = chunk_plan(
-        assignments, structure, weights, shape, recomputed, device=device_type(config)
+    chunk = chunk_layout(
+        shardings, structure, weights, shape, recomputed, device=device_type(config)
     )
     schedule = simulate(chunk, config.train.micro_batches, weights.overlap)
     return Plan(
         shape,
         chunk,
         schedule,
-        tuple(_memory(config, shape, chunk, assignments, schedule)),
+        tuple(_memory(config, shape, chunk, shardings, schedule)),
         _traffic(config, shape, config.model.layers, len(recomputed)),
-        MatrixPlan.of(config, shape, assignments),
+        MatrixTraffic.of(config, shape, shardings),
         KeptBlocks.of(
             [chunk],
             schedule,
@@ -117,8 +123,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
 def _memory(
     config: Config,
     shape: MeshShape,
-    chunk: ChunkPlan,
-    assignments: Sequence[Assignment],
+    chunk: ChunkLayout,
+    shardings: Sequence[ParameterSharding],
     schedule: Schedule,
 ) -> list[tuple[str, int]]:
     """(component, bytes) of one rank; slots are exact, reductions an upper bound (WP-1, WP-6)."""
@@ -127,9 +133,9 @@ def _memory(
     weights = [w for u in units for w in u.weights]
     shards = sum(w.shard_bytes for w in weights)
     train = config.train
-    parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as its rows need
-    off = Offloaded.of(chunk, shape, moments(config), parts, device_type(config))
-    small = [a.parameter for a in assignments if a.unit is None]
+    parts = max(train.micro_batches, 2 if train.batch_tokens else 1)  # as many as rows need
+    off = OffloadedMemory.of(chunk, shape, moments(config), parts, device_type(config))
+    small = [a.parameter for a in shardings if a.unit is None]
     small_bytes = sum(p.numel() * p.element_size() for p in small)
     size = DTYPES[config.train.dtype].itemsize
     wide = max(size, 4)
@@ -145,11 +151,11 @@ def _memory(
     owned += -(-(sum(w.shard_bytes for w in stated if w.expert) // size) // shape.experts.zero)
     summed = chunk.policy.accumulate_whole and parts > 1
     held = [w for w in weights if w.trainable and GRADIENTS not in w.offload]
-    whole = sum(w.sum_bytes for w in held) if summed else 0
+    unsharded_sums = sum(w.sum_bytes for w in held) if summed else 0
     slices = sum(w.slice_bytes for w in weights)
-    matrices = MatrixPlan.of(config, shape, assignments)
+    matrices = MatrixTraffic.of(config, shape, shardings)
     values = owned * wide * moments(config)
-    if config.optimizer.name in ("adafactor", "muon"):  # of some parameters more than of others
+    if config.optimizer.name in ("adafactor", "muon"):  # state by parameter
         values = matrices.state
     device_state = values + owned * wide * masters
     state = device_state + off.host[OPTIMIZER]
@@ -165,24 +171,24 @@ def _memory(
         *quantized,
         *([("slices within near groups (exact)", slices)] if slices else []),
         ("reductions in flight (at most)", 2 * pending),
-        ("sums on their way to the optimizer (at most)", exchanging(chunk, shape)),
+        ("sums on their way to the optimizer (at most)", exchange_buffer_bytes(chunk, shape)),
         ("gradient sums", elements * wide),
-        ("unsharded gradient sums (full accumulation)", whole),
+        ("unsharded gradient sums (full accumulation)", unsharded_sums),
         ("optimizer state", device_state),
         *matrices.rows(),
         *off.rows(),
-        *(_copied(shards + small_bytes + state, len(assignments)) if peer else []),
+        *(_peer_copies(shards + small_bytes + state, len(shardings)) if peer else []),
     ]
 
 
-def _copied(nbytes: int, parameters: int) -> list[tuple[str, int]]:
-    """Of ``checkpoint.peer``: the file of a rank, and what is kept for another machine's rank: the
-    newest valid one, and the one that comes.
+def _peer_copies(nbytes: int, parameters: int) -> list[tuple[str, int]]:
+    """Host memory of ``checkpoint.peer``: a rank's file while it is written, and the two files kept
+    for a rank of another machine: the newest valid one, and the one that is being received.
 
     Args:
         nbytes: of the rank's weights and optimizer state.
     """
-    # Of a parameter its weight, and of each of three kinds of state up to three boxes.
+    # A parameter has its weight and three kinds of state, each of up to three boxes.
     file = nbytes + 12 * parameters * _ENTRY_BYTES + _RANDOM_BYTES
     return [(WRITTEN, file), (COPIED, 2 * file)]
 
@@ -198,14 +204,14 @@ def print_plan(
     console: Console | None = None,
     picture: Path | None = None,
 ) -> None:
-    """Print :func:`make_plan` for a person; of a pipeline, every rank's part of it.
+    """Print the plan of a step (:func:`make_plan`); of a pipeline, that of every rank.
 
     Args:
         picture: file for a picture of a pipeline's schedule (SVG).
 
     Raises:
-        ConfigError: see :func:`make_plan`; or a step is too long to be simulated, or a picture is
-            asked for without a pipeline, or where it cannot be written.
+        ConfigError: see :func:`make_plan`; or the step is too long to simulate; or ``picture`` is
+            given without a pipeline, or cannot be written.
     """
     console = console or terminal.console()
     _check_length(config)
@@ -223,7 +229,7 @@ def print_plan(
     print_mesh(plan.shape, console)
     _print_rules(plan.rules, console)
     console.print(_schedule_table(plan))
-    _print_way_of_heads(config, plan.shape, False, console)
+    _print_head_exchange(config, plan.shape, False, console)
     console.print(_memory_table(plan))
     if plan.kept.blocks:
         console.print(plan.kept.line())
@@ -235,7 +241,7 @@ def print_plan(
 
 
 def _check_length(config: Config) -> None:
-    """Each block is simulated for each micro-batch, some milliseconds each."""
+    """Refuse steps that take too long to simulate: some milliseconds a block and micro-batch."""
     layers, number = config.model.layers, config.train.micro_batches
     if layers * number > _LONGEST_STEP:
         raise ConfigError(
@@ -254,14 +260,14 @@ def _print_pipeline(
         except OSError as error:
             raise ConfigError(f"--picture {picture}: {error.strerror}") from error
     print_mesh(plan.shape, console)
-    _print_rules(lay(build_model(config), config.weight_parallel.plan), console)
+    _print_rules(match_rules(build_model(config), config.weight_parallel.plan), console)
     for printed in tables(config, plan):
         console.print(printed)
     memory = [rank_memory(config, plan, rank) for rank in plan.ranks]
-    names = dict.fromkeys(name for mine in memory for name in mine)  # a rule may be of one alone
+    names = dict.fromkeys(name for mine in memory for name in mine)  # ranks may lack rows
     console.print(memory_by_rank({n: [mine.get(n, 0) for mine in memory] for n in names}))
     for number, rank in enumerate(plan.ranks):
-        each = [MatrixPlan.of(config, plan.shape, chunk.assignments) for chunk in rank.chunks]
+        each = [MatrixTraffic.of(config, plan.shape, chunk.shardings) for chunk in rank.chunks]
         if exchanges := sum(one.exchanges for one in each):
             received = human(sum(one.received for one in each))
             console.print(
@@ -269,36 +275,36 @@ def _print_pipeline(
                 f"owners, {received} received (mean)"
             )
         blocks = sum(len(chunk.blocks) for chunk in rank.chunks)
-        again = sum(chunk.again for chunk in rank.chunks)
+        again = sum(chunk.recomputed for chunk in rank.chunks)
         for name, nbytes in _traffic(config, plan.shape, blocks, again).rows(plan.shape):
             console.print(f"Pipeline rank {number}: {name}: {human(nbytes)} a step")
         if any(chunk.plan.policy.kept for chunk in rank.chunks):
-            told = rank.kept(config.weight_parallel.overlap).line()
-            console.print(f"Pipeline rank {number}: {told}")
-    _print_way_of_heads(config, plan.shape, kind_of(config.pipeline.schedule).split, console)
+            line = rank.kept(config.weight_parallel.overlap).line()
+            console.print(f"Pipeline rank {number}: {line}")
+    _print_head_exchange(
+        config, plan.shape, schedule_kind(config.pipeline.schedule).splits_backward, console
+    )
     print_schedules(plan, console)
-    console.print("Played with the messages between ranks: no rank waits for ever.")
+    console.print("Simulated with the messages between ranks: no rank waits forever.")
     if picture is not None:
         console.print(f"Picture: {picture}")
 
 
 def rank_memory(config: Config, plan: PipelinePlan, rank: RankPlan) -> dict[str, int]:
-    """Component -> bytes, of all chunks of a pipeline's rank, without activations."""
+    """Bytes by component, of all chunks of a pipeline rank, without activations."""
     found: Counter[str] = Counter()
     for chunk in rank.chunks:
-        found.update(
-            dict(_memory(config, plan.shape, chunk.plan, chunk.assignments, rank.schedule))
-        )
+        found.update(dict(_memory(config, plan.shape, chunk.plan, chunk.shardings, rank.schedule)))
     return dict(found)
 
 
-def _print_way_of_heads(config: Config, shape: MeshShape, split: bool, console: Console) -> None:
-    for line in way_of_heads(config, shape, device_type(config), split):
+def _print_head_exchange(config: Config, shape: MeshShape, split: bool, console: Console) -> None:
+    for line in head_exchange_lines(config, shape, device_type(config), split):
         console.print(line, markup=False)
 
 
 def _print_rules(rules: Rules, console: Console) -> None:
-    if rules.caught:
+    if rules.matched:
         console.print("[bold]Rules of the plan[/bold]")
     for line in rules_lines(rules):
         console.print(line, markup=False)
@@ -306,7 +312,7 @@ def _print_rules(rules: Rules, console: Console) -> None:
 
 def _schedule_table(plan: Plan) -> Table:
     rows: list[tuple[object, ...]] = []
-    units = (*plan.chunk.blocks, *plan.chunk.outer, plan.chunk.head)
+    units = (*plan.chunk.blocks, *plan.chunk.root_units, plan.chunk.head)
     experts = {w.name for u in units if u is not None for w in u.weights if w.expert}
     for kind in ("AG", "RS"):
         schedule = plan.schedule
@@ -326,13 +332,13 @@ def _schedule_table(plan: Plan) -> Table:
     return table(title, ("<what", "count", "bytes"), rows)
 
 
-def _units_line(chunk: ChunkPlan) -> str:
-    """What decides the peak of unsharded weights, and how low it could be."""
+def _units_line(chunk: ChunkLayout) -> str:
+    """A line on the memory of unsharded weights: the largest unit, all slots, the minimum."""
     largest = max(chunk.blocks, key=lambda unit: unit.slot_bytes)
     return (
-        f"{len(chunk.blocks)} units are gathered by turns, the largest {largest.name} "
+        f"{len(chunk.blocks)} units are gathered in turn, the largest {largest.name} "
         f"({human(largest.slot_bytes)}): slots of {human(sum(chunk.slots()))}, at least "
-        f"{human(chunk.lowest_bytes())} (prefetch_depth = 0, none kept)"
+        f"{human(chunk.min_slot_bytes())} (prefetch_depth = 0, none kept)"
     )
 
 

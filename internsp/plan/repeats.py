@@ -1,4 +1,4 @@
-"""Pure: long lists for a person, with what repeats told once, how often and for which numbers."""
+"""Folds long lists for printing: a repeated part once, with its count and its numbers. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _LONGEST = 400  # items of a part that repeats
-_TRIES = 24  # lengths of a repeating part that are tried at one place
+_TRIES = 24  # lengths of a repeating part that are tried at one position
 
 
 @dataclass(frozen=True)
 class Item:
-    """One element: ``key`` is what must be equal, ``number`` what may count up or down."""
+    """An item of a list: ``key`` is equal in repetitions, ``number`` may count up or down."""
 
     key: Hashable
     number: int | None = None
@@ -19,23 +19,23 @@ class Item:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``items``, ``times`` times one after another, their numbers changed by ``step`` each time."""
+    """``items`` repeated ``times`` times, their numbers changed by ``step`` each time."""
 
     items: tuple[Item, ...]
     times: int = 1
     step: int = 0
 
     def numbers(self, item: Item) -> list[int]:
-        """Numbers of one of the items, in order."""
+        """The numbers of one of :attr:`items` in all repetitions, in order."""
         if item.number is None:
             return []
         return [item.number + n * self.step for n in range(self.times if self.step else 1)]
 
 
 def fold(items: Sequence[Item]) -> list[Repeat]:
-    """Cut ``items`` into parts that repeat and single ones; unfolded again they are ``items``.
+    """Divide ``items`` into repeated parts and single items, without loss.
 
-    From each place on, the length is taken that covers most (the shortest of equal ones).
+    At each position, the part is chosen whose repetitions cover most items (the shortest such).
     """
     following = _next_equal(items)
     found: list[Repeat] = []
@@ -58,7 +58,7 @@ def fold(items: Sequence[Item]) -> list[Repeat]:
 
 
 def _next_equal(items: Sequence[Item]) -> list[int | None]:
-    """For each place the next one with the same key."""
+    """For each position, the next position with the same key; ``None``: there is none."""
     following: list[int | None] = [None] * len(items)
     last: dict[Hashable, int] = {}
     for index in range(len(items) - 1, -1, -1):
@@ -68,7 +68,7 @@ def _next_equal(items: Sequence[Item]) -> list[int | None]:
 
 
 def _times(items: Sequence[Item], start: int, length: int) -> tuple[int, int]:
-    """How often the part at ``start`` stands there in a row, and by what its numbers change."""
+    """How often the part at ``start`` is repeated in a row, and by how much its numbers change."""
     numbered = next((i for i in range(length) if items[start + i].number is not None), None)
     step = 0
     if numbered is not None:
@@ -94,7 +94,7 @@ def _follows(first: Item, other: Item, change: int) -> bool:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """``0-7, 16-23`` or ``0-56 by 8``; as they stand, up or down."""
+    """``0-7, 16-23`` or ``0-56 by 8``; in the given order, up or down."""
     parts: list[str] = []
     at = 0
     while at < len(numbers):
@@ -114,10 +114,10 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def folded_lines(items: Sequence[Item], text: dict[Hashable, str]) -> list[str]:
-    """The list as indented lines, folded twice: what repeats, and repeats of such parts.
+    """The list as indented lines, folded twice: repeated items, and repetitions of such parts.
 
     Args:
-        text: for each key a line with ``{}`` where the number stands.
+        text: for each key a line with ``{}`` for the number.
     """
     groups = [_group(repeat, text) for repeat in fold(items)]
     lines: list[str] = []

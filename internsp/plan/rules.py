@@ -1,9 +1,9 @@
-"""Pure: the rules of a plan laid over a model: what each catches, and what holds for one weight.
+"""Matches the rules of a plan with a model, and finds the options they set for one name. Pure.
 
-A rule holds for what its patterns match and for all below it. Where two rules of the configuration
-(or two of the model's own) say the same key of one thing, that is an error, never a matter of
-order; what the configuration says goes before what the model says, and both before the options of
-``[weight_parallel]``.
+A rule applies to the modules and parameters that its patterns match, and to everything inside
+them. Two rules of the configuration (or two of the model's own) that set the same key of one name
+are an error; their order never decides. The configuration's rules take precedence over the
+model's, and both over the options of ``[weight_parallel]``.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ BLOCK_KEYS = frozenset({
     "keep_unsharded", "prefetch_depth", "forward_prefetch", "backward_prefetch", "trigger",
     "prefetch_triggers",
 })  # fmt: skip
-"""What is said of blocks."""
+"""Keys that are options of blocks."""
 MODULE_KEYS = frozenset({"output_dtype", "cast_inputs", "unit"})
-"""What is said of the matched modules themselves; everything else is said of parameters."""
+"""Keys that are options of the matched modules themselves; all others are of parameters."""
 SHARDED_KEYS = frozenset({
     "shard_dim", "axis", "coalesce_bytes", "reduce_dtype", "quantize", "pre_all_gather",
     "post_all_gather", "offload", "reshard_after_forward",
 })  # fmt: skip
-"""What has an effect on a cut parameter alone."""
-_NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a part of a name, or of a pattern
-CONFIGURED = "weight_parallel.plan"
-MODELS_OWN = "the model's own weight_parallel_plan"
+"""Keys that have an effect on sharded parameters only."""
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(?:\d+|\{[^}]*\})(?=\.|$)")  # a number in a name or a pattern
+FROM_CONFIG = "weight_parallel.plan"
+FROM_MODEL = "the model's own weight_parallel_plan"
 
 
 @dataclass(frozen=True, eq=False)
-class Caught:
-    """One rule and what it catches.
+class MatchedRule:
+    """One rule, and the modules and parameters that it matches.
 
     Attributes:
-        origin: where the rule stands.
+        origin: which list of rules it is from.
         names: of the modules and parameters that its patterns match.
-        modules: those of them that are modules.
-        parameters: matched, or below what is matched.
-        nbytes: of these.
+        modules: the names among them that are modules.
+        parameters: number of parameters that are matched or inside a matched module.
+        nbytes: bytes of these parameters.
     """
 
     origin: str
@@ -60,71 +60,77 @@ class Caught:
         return f"{self.origin}: {self.rule}"
 
     def outermost(self) -> list[str]:
-        """Of :attr:`names` those that lie in none of the others."""
-        return [n for n in self.names if not self.holds_for(n.rpartition(".")[0])]
+        """The :attr:`names` that are not inside another matched module."""
+        return [n for n in self.names if not self.applies_to(n.rpartition(".")[0])]
 
-    def holds_for(self, name: str) -> bool:
-        """Whether ``name``, or what it lies in, is matched."""
-        return any(above in self.names for above in _upwards(name))
+    def applies_to(self, name: str) -> bool:
+        """Whether ``name``, or a module that contains it, is matched."""
+        return any(above in self.names for above in _with_ancestors(name))
 
 
 @dataclass(frozen=True)
 class Rules:
     """All rules of a model: those of the configuration first, then the model's own."""
 
-    caught: tuple[Caught, ...] = ()
+    matched: tuple[MatchedRule, ...] = ()
 
-    def say(self, names: Iterable[str], keys: Collection[str]) -> Mapping[str, Any]:
-        """What the rules say, by key, of what goes by ``names`` (a shared weight has several).
+    def options_for(self, names: Iterable[str], keys: Collection[str]) -> Mapping[str, Any]:
+        """The options among ``keys`` that rules set for a weight or module, by key.
+
+        Args:
+            names: its names; a shared weight has several.
 
         Raises:
-            StructureError: two rules of one origin say the same key of it.
+            StructureError: two rules of one origin set the same key.
         """
         names = list(names)
-        found: dict[str, tuple[Caught, Any]] = {}
-        for caught in self.caught:
-            said = {k: v for k, v in caught.rule.said().items() if k in keys}
-            if not said or not any(map(caught.holds_for, names)):
+        found: dict[str, tuple[MatchedRule, Any]] = {}
+        for matched_rule in self.matched:
+            options = {k: v for k, v in matched_rule.rule.options().items() if k in keys}
+            if not options or not any(map(matched_rule.applies_to, names)):
                 continue
-            for key, value in said.items():
-                first = found.setdefault(key, (caught, value))[0]
-                if first is not caught and first.origin == caught.origin:
+            for key, value in options.items():
+                first = found.setdefault(key, (matched_rule, value))[0]
+                if first is not matched_rule and first.origin == matched_rule.origin:
                     raise StructureError(
-                        f"{caught.origin}: {key} of {names[0]} is said twice, by {first.rule} and "
-                        f"by {caught.rule}: let their patterns match different things"
+                        f"{matched_rule.origin}: {key} of {names[0]} is set twice, by "
+                        f"{first.rule} and by {matched_rule.rule}: let their patterns match "
+                        "different things"
                     )
         return {key: value for key, (_, value) in found.items()}
 
-    def of_module(self, name: str, keys: Collection[str]) -> Mapping[str, Any]:
-        """As :meth:`say`, of the module ``name`` itself: by rules that match it, not from above."""
-        own = tuple(caught for caught in self.caught if name in caught.modules)
-        return Rules(own).say([name], keys)
+    def module_options(self, name: str, keys: Collection[str]) -> Mapping[str, Any]:
+        """Options of the module ``name`` itself: only of rules that match it, not its parents."""
+        own = tuple(matched_rule for matched_rule in self.matched if name in matched_rule.modules)
+        return Rules(own).options_for([name], keys)
 
-    def require_effect(self, cut: Collection[str], blocks: Collection[str]) -> None:
-        """Of a whole model: each key of each configured rule has something to act on.
+    def require_effect(self, sharded: Collection[str], blocks: Collection[str]) -> None:
+        """Check that each key of each configured rule has an effect on the complete model.
 
         Args:
-            cut: names of the parameters that are cut.
+            sharded: names of the sharded parameters.
             blocks: names of the blocks.
 
         Raises:
-            StructureError: one has not; says why.
+            StructureError: a key has no effect; the message gives the reason.
         """
-        inside = [name for name in cut if _within_any(name, blocks)]
-        acted_on = {**dict.fromkeys(BLOCK_KEYS, blocks), **dict.fromkeys(SHARDED_KEYS, cut)}
+        inside = [name for name in sharded if _within_any(name, blocks)]
+        acted_on = {**dict.fromkeys(BLOCK_KEYS, blocks), **dict.fromkeys(SHARDED_KEYS, sharded)}
         acted_on["quantize"] = acted_on["reshard_after_forward"] = inside
-        for caught in self.caught:
-            for key in caught.rule.said() if caught.origin == CONFIGURED else ():
-                if key in MODULE_KEYS and not caught.modules:
-                    raise StructureError(f"{caught}: {key} is of modules, and it catches none")
-                if key not in acted_on or any(map(caught.holds_for, acted_on[key])):
+        for matched_rule in self.matched:
+            for key in matched_rule.rule.options() if matched_rule.origin == FROM_CONFIG else ():
+                if key in MODULE_KEYS and not matched_rule.modules:
+                    raise StructureError(
+                        f"{matched_rule}: {key} is for modules, and the rule matches none"
+                    )
+                if key not in acted_on or any(map(matched_rule.applies_to, acted_on[key])):
                     continue
-                what = "a block" if key in BLOCK_KEYS else "a parameter that is cut"
+                what = "a block" if key in BLOCK_KEYS else "a sharded parameter"
                 if key in ("quantize", "reshard_after_forward"):
                     what += " in a block"
                 raise StructureError(
-                    f"{caught}: {key} has no effect: what it catches is not {what}, and none lies "
-                    f"in it; blocks are {', '.join(blocks)}"
+                    f"{matched_rule}: {key} has no effect: what the rule matches is not {what}, "
+                    f"and contains none; blocks are {', '.join(blocks)}"
                 )
 
 
@@ -132,10 +138,10 @@ NO_RULES = Rules()
 
 
 def own_rules(model: object) -> tuple[PlanRule, ...]:
-    """The rules that a model brings: ``weight_parallel_plan``, a list or a method that returns one.
+    """The model's own rules: its ``weight_parallel_plan``, a list or a method that returns one.
 
     Raises:
-        StructureError: it is something else, or a rule of it is wrong.
+        StructureError: ``weight_parallel_plan`` is something else, or a rule of it is invalid.
     """
     given = getattr(model, "weight_parallel_plan", ())
     given = given() if callable(given) else given
@@ -148,27 +154,27 @@ def own_rules(model: object) -> tuple[PlanRule, ...]:
         return tuple(r if isinstance(r, PlanRule) else PlanRule.model_validate(r) for r in given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        location = ".".join(map(str, first["loc"]))
         raise StructureError(
-            f"weight_parallel_plan of {type(model).__name__}: {place}: {first['msg']}"
+            f"weight_parallel_plan of {type(model).__name__}: {location}: {first['msg']}"
         ) from None
 
 
-def lay(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
-    """The rules of a model: what ``plan`` and the model itself say.
+def match_rules(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
+    """Match the rules of ``plan`` and the model's own rules with ``model``.
 
     Raises:
-        StructureError: a pattern matches nothing; names what is near, or lists candidates.
+        StructureError: a pattern matches nothing; gives the nearest name, or lists candidates.
     """
-    given = [(CONFIGURED, rule) for rule in plan]
-    given += [(MODELS_OWN, rule) for rule in own_rules(model)]
+    given = [(FROM_CONFIG, rule) for rule in plan]
+    given += [(FROM_MODEL, rule) for rule in own_rules(model)]
     if not given:
         return NO_RULES
     names = list(dict.fromkeys(_names(model)))
     modules = {name for name, _ in model.named_modules()}
     found = []
     for origin, rule in given:
-        caught: dict[str, None] = {}
+        matched_rule: dict[str, None] = {}
         for pattern in rule.match:
             hits = [name for name in names if matches(name, pattern)]
             if not hits:
@@ -176,26 +182,36 @@ def lay(model: nn.Module, plan: Sequence[PlanRule]) -> Rules:
                     f"{origin}: {pattern!r} matches no module and no parameter"
                     f"{_candidates(pattern, names)}"
                 )
-            caught |= dict.fromkeys(hits)
-        everything = model.named_parameters(remove_duplicate=False)
-        inside = {id(p): p for name, p in everything if _within_any(name, caught)}
+            matched_rule |= dict.fromkeys(hits)
+        all_parameters = model.named_parameters(remove_duplicate=False)
+        inside = {id(p): p for name, p in all_parameters if _within_any(name, matched_rule)}
         nbytes = sum(p.numel() * p.element_size() for p in inside.values())
         found.append(
-            Caught(origin, rule, caught.keys(), caught.keys() & modules, len(inside), nbytes)
+            MatchedRule(
+                origin,
+                rule,
+                matched_rule.keys(),
+                matched_rule.keys() & modules,
+                len(inside),
+                nbytes,
+            )
         )
     return Rules(tuple(found))
 
 
-def of_part(model: nn.Module, rules: Iterable[PlanRule]) -> tuple[PlanRule, ...]:
-    """Of a whole model's rules those of one part of it, a pipeline's chunk."""
+def rules_of_chunk(model: nn.Module, rules: Iterable[PlanRule]) -> tuple[PlanRule, ...]:
+    """The rules of a complete model that concern one pipeline chunk of it, ``model``."""
     names = list(_names(model))
     found = []
     for rule in rules:
         here = tuple(p for p in rule.match if any(matches(name, p) for name in names))
         if here:
             update: dict[str, Any] = {"match": here}
-            for key in ("forward_prefetch", "backward_prefetch"):  # of blocks on other stages
-                if isinstance(named := rule.said().get(key), tuple):
+            for key in (
+                "forward_prefetch",
+                "backward_prefetch",
+            ):  # of other stages' blocks
+                if isinstance(named := rule.options().get(key), tuple):
                     update[key] = tuple(p for p in named if any(matches(n, p) for n in names))
             found.append(rule.model_copy(update=update))
     return tuple(found)
@@ -206,18 +222,18 @@ def _names(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
-def _upwards(name: str) -> Iterator[str]:
+def _with_ancestors(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _within_any(name: str, names: Collection[str]) -> bool:
-    return any(above in names for above in _upwards(name))
+    return any(above in names for above in _with_ancestors(name))
 
 
 def _candidates(pattern: str, names: Iterable[str]) -> str:
-    """The nearest name as a question, or all of them, with ``{*}`` for numbers."""
+    """A question with the nearest name, or up to 40 names, with ``{*}`` for numbers."""
     folded = list(dict.fromkeys(_NUMBER.sub("{*}", name) for name in names))
     if near := nearest(_NUMBER.sub("{*}", pattern), folded):
         return f" (did you mean {near!r}?)"

@@ -1,15 +1,15 @@
-"""Pure: drives :class:`internsp.wp.queue.GatherQueue` over a chunk's plan (WP-2).
+"""Simulates a step: calls :class:`internsp.wp.queue.GatherQueue` as the hooks would (WP-2). Pure.
 
-Events come in the order in which hooks fire; the actions that they return are the schedule that
-``internsp plan`` prints. What is gathered when is decided by nothing in this file.
+The queue's methods are called in the order in which hooks fire, and the actions that they return
+are the schedule that ``internsp plan`` prints. The queue alone decides what is gathered when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from internsp.plan.chunk import ChunkPlan, Line, Schedule, UnitPlan, WeightPlan
-from internsp.plan.unused import Data
+from internsp.plan.chunk import ChunkLayout, Schedule, ScheduleLine, UnitLayout, WeightLayout
+from internsp.plan.unused import BatchUsage
 from internsp.wp.enclosing import EnclosingBlocks
 from internsp.wp.queue import GatherQueue
 from internsp.wp.schedule import (
@@ -31,49 +31,56 @@ _PRINTED = ("AG", "WAIT", "USE", "FREE", "RS", "FINISH")
 
 
 class Simulator:
-    """Fires the events of a model whose weights are used in order.
+    """Calls the gather queue as the hooks of a model would whose weights are used in order.
 
     Args:
-        data: what this rank's data leave unused.
+        data: how this rank's batch uses the weights.
     """
 
-    def __init__(self, plan: ChunkPlan, overlap: bool, data: Data | None = None) -> None:
+    def __init__(self, plan: ChunkLayout, overlap: bool, data: BatchUsage | None = None) -> None:
         self.plan = plan
-        self.data = data or Data()
+        self.data = data or BatchUsage()
         self.overlap = overlap
-        self.out = Schedule()
-        self.queue: GatherQueue[UnitPlan, WeightPlan] = GatherQueue(
-            plan.run_policy, plan.runs, plan.outer, plan.head, overlap, limit=plan.pending_bytes
+        self.schedule = Schedule()
+        self.queue: GatherQueue[UnitLayout, WeightLayout] = GatherQueue(
+            plan.run_policy,
+            plan.run_order,
+            plan.root_units,
+            plan.head,
+            overlap,
+            limit=plan.pending_bytes,
         )
-        self.enclosing: EnclosingBlocks[UnitPlan, WeightPlan]
+        self.enclosing: EnclosingBlocks[UnitLayout, WeightLayout]
         self.enclosing = EnclosingBlocks(self.queue, plan.enclosing)
-        self.exchanges = False  # the backward that runs is the last before replicas exchange
+        self.exchanges = False  # the running backward is the last one before replicas exchange
         parcels = plan.parcels if plan.exchanged else ()
         self.queue.reductions.exchanges.declare(parcels, limit=0)
-        self._accumulated: dict[WeightPlan, UnitPlan] = {}
+        self._accumulated: dict[WeightLayout, UnitLayout] = {}
 
-    def learn(self, data: Sequence[Data] = ()) -> None:
-        """Forwards before this step have counted how often each weight is used."""
+    def set_uses(self, data: Sequence[BatchUsage] = ()) -> None:
+        """Set how often each weight is used, which the runtime counts in earlier forwards."""
         every = data or [self.data]
-        self.queue.learn({
+        self.queue.set_uses({
             weight: max(one.most_used(weight) for one in every)
             for unit in self.plan.units
             for weight in unit.weights
         })  # fmt: skip
 
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Write actions down, a line a weight."""
+    def record(self, actions: Sequence[Action]) -> None:
+        """Append actions to the schedule, one line a weight."""
         for kind, phase, unit, weights, _ in actions:
             if kind == NEXT_PASS:
                 self.at_next_pass()
             elif kind == "ACCUMULATE":
                 self._accumulated.update(dict.fromkeys(weights, unit))
             elif kind == EXCHANGE:
-                self.out.actions.append(Line(kind, phase, unit.name))
+                self.schedule.actions.append(ScheduleLine(kind, phase, unit.name))
             elif kind == NEAR_GATHER:
                 for weight in weights:
-                    line = Line(ALL_GATHER, phase, weight.name, weight.near_bytes, near=True)
-                    self.out.actions.append(line)
+                    line = ScheduleLine(
+                        ALL_GATHER, phase, weight.name, weight.near_bytes, near=True
+                    )
+                    self.schedule.actions.append(line)
             elif kind in _PRINTED:
                 if kind == FINISH_OLDEST and self.overlap and weights[0].reduce_bytes:
                     self.add(WAIT, FINISH, weights[0])
@@ -85,107 +92,108 @@ class Simulator:
                     if kind == REDUCE_SCATTER:
                         self._accumulated.pop(weight, None)
 
-    def add(self, kind: str, phase: str, weight: WeightPlan, nbytes: int = 0) -> None:
+    def add(self, kind: str, phase: str, weight: WeightLayout, nbytes: int = 0) -> None:
         """Append one line."""
-        self.out.actions.append(Line(kind, phase, weight.name, nbytes))
+        self.schedule.actions.append(ScheduleLine(kind, phase, weight.name, nbytes))
 
     def at_next_pass(self) -> None:
-        """A pass gathers nothing more; a pipeline's chunk begins what comes."""
+        """Called when a pass has nothing left to gather: a pipeline prefetches the next pass."""
 
-    def use(self, unit: UnitPlan, weight: WeightPlan, phase: str) -> None:
-        """A weight is used."""
-        self.perform(self.queue.use(unit, weight, phase))
+    def use(self, unit: UnitLayout, weight: WeightLayout, phase: str) -> None:
+        """Simulate a use of a weight."""
+        self.record(self.queue.use(unit, weight, phase))
 
     def forward(self) -> None:
-        """One forward."""
+        """Simulate one forward."""
         plan, queue = self.plan, self.queue
-        self.perform(queue.begin_forward(keep=True))
-        self._beside(plan.embedding)
-        for unit in plan.runs:
+        self.record(queue.root_pre_forward(keep=True))
+        self._use_unit(plan.embedding)
+        for unit in plan.run_order:
             if unit.around >= 0 and unit.block == plan.enclosing[unit.around].first:
-                self.perform(self.enclosing.enter(plan.enclosing[unit.around]))
-                self._beside(plan.enclosing[unit.around].rest)
-            self.perform(queue.enter(unit))
+                self.record(self.enclosing.pre_forward(plan.enclosing[unit.around]))
+                self._use_unit(plan.enclosing[unit.around].rest)
+            self.record(queue.pre_forward(unit))
             self._run(unit, FORWARD)
-            self.perform(queue.leave(unit))
-        self._beside(plan.head)
+            self.record(queue.post_forward(unit))
+        self._use_unit(plan.head)
 
-    def _beside(self, unit: UnitPlan | None) -> None:
+    def _use_unit(self, unit: UnitLayout | None) -> None:
         if unit is not None:
             for weight in unit.weights:
                 self.use(unit, weight, FORWARD)
-                self.perform(self.queue.release(unit, weight))
+                self.record(self.queue.release(unit, weight))
 
-    def _run(self, unit: UnitPlan, phase: str) -> None:
-        """A block's forward or recompute."""
+    def _run(self, unit: UnitLayout, phase: str) -> None:
+        """Simulate a unit's forward or recompute."""
         data = self.data
         if unit.trigger_at < 0:
             self._trigger(unit, phase)
         for position, weight in enumerate(unit.weights):
             if position in data.exchanges:
                 self.add("A2A", phase, weight)
-            if position == unit.trigger_at and not unit.at_entry:
+            if position == unit.trigger_at and not unit.unshard_at_entry:
                 self._trigger(unit, phase)
-            for _ in range(1 if unit.at_entry else data.used(weight)):
+            for _ in range(1 if unit.unshard_at_entry else data.used(weight)):
                 self.use(unit, weight, phase)
-                if phase == FORWARD and not unit.at_entry:
-                    self.perform(self.queue.release(unit, weight))
-        if unit.at_entry and unit.trigger_at >= 0:
+                if phase == FORWARD and not unit.unshard_at_entry:
+                    self.record(self.queue.release(unit, weight))
+        if unit.unshard_at_entry and unit.trigger_at >= 0:
             self._trigger(unit, phase)
-        for weight in unit.weights if unit.at_entry and phase == FORWARD else ():
-            self.perform(self.queue.release(unit, weight))
+        for weight in unit.weights if unit.unshard_at_entry and phase == FORWARD else ():
+            self.record(self.queue.release(unit, weight))
 
-    def _trigger(self, unit: UnitPlan, phase: str) -> None:
-        if unit.trigger_at < 0 or unit.block not in self.data.silent:
-            self.perform(self.queue.trigger(unit, recompute=phase != FORWARD))
+    def _trigger(self, unit: UnitLayout, phase: str) -> None:
+        if unit.trigger_at < 0 or unit.block not in self.data.without_trigger:
+            self.record(self.queue.trigger(unit, recompute=phase != FORWARD))
 
-    def backward(self, gives: bool = True, forwards: Sequence[Data] = ()) -> None:
-        """One backward.
+    def backward(self, weight_gradients: bool = True, forwards: Sequence[BatchUsage] = ()) -> None:
+        """Simulate one backward.
 
         Args:
-            gives: whether it gives weights gradients; not the input part of one in two.
-            forwards: what it goes through the graphs of, the last first; the one at hand if empty.
+            weight_gradients: false for an input backward, which computes no weight gradients.
+            forwards: the forwards that it goes back through, in their order; if empty, the most
+                recent one only.
         """
         queue = self.queue
-        queue.begin_backward(self.exchanges and len(forwards) < 2)
+        queue.root_pre_backward(self.exchanges and len(forwards) < 2)
         for index, data in enumerate(reversed(forwards or [self.data])):
             self.data = data
             if index:
-                self.perform(queue.come_to_earlier(everywhere=True))
-            self._through(gives)
-        self.perform(queue.end_backward(everywhere=True))
-        if gives:
+                self.record(queue.begin_earlier_graph(all_ranks=True))
+            self._backward_of_graph(weight_gradients)
+        self.record(queue.root_post_backward(all_ranks=True))
+        if weight_gradients:
             self.end_pass()
         else:
-            self.perform(queue.end_part())
+            self.record(queue.end_backward_part())
             queue.end_pass()
 
-    def _through(self, gives: bool) -> None:
-        """Backward through head and blocks, in one forward's graph."""
+    def _backward_of_graph(self, weight_gradients: bool) -> None:
+        """Backward through head and blocks of one forward's graph."""
         plan, queue, data = self.plan, self.queue, self.data
-        if data.top:
-            self.perform(queue.at_output())
-        if plan.head is not None and data.top:
+        if data.head_gradient:
+            self.record(queue.prefetch_at_output())
+        if plan.head is not None and data.head_gradient:
             for weight in reversed(plan.head.weights):
                 self.use(plan.head, weight, BACKWARD)
-                self._ready(plan.head, weight, gives=gives)
-        for number, unit in reversed([*enumerate(plan.runs)]):
-            if unit.block not in data.skipped:
-                self._enter_backward(unit, number)
-                self._run_backward(unit, gives)
+                self._grad_ready(plan.head, weight, weight_gradients=weight_gradients)
+        for number, unit in reversed([*enumerate(plan.run_order)]):
+            if unit.block not in data.without_gradient:
+                self._pre_backward(unit, number)
+                self._run_backward(unit, weight_gradients)
 
-    def _enter_backward(self, unit: UnitPlan, number: int) -> None:
-        """A gradient arrives at a unit's output, and before that at its block's."""
+    def _pre_backward(self, unit: UnitLayout, number: int) -> None:
+        """The pre-backward of a unit, after that of the enclosing block."""
         if unit.around < 0:
-            self.perform(self.queue.enter_backward(unit, everywhere=True, run=number))
+            self.record(self.queue.pre_backward(unit, all_ranks=True, run=number))
             return
         block = self.plan.enclosing[unit.around]
         first = self.enclosing.open is not block
-        self.perform(self.enclosing.enter_backward(block, everywhere=True))
-        self.perform(self.queue.enter_backward(unit, everywhere=True))
+        self.record(self.enclosing.pre_backward(block, all_ranks=True))
+        self.record(self.queue.pre_backward(unit, all_ranks=True))
         if first and block.recomputed:
             for each in self.plan.blocks[block.first : block.last + 1]:
-                self.perform(self.enclosing.recompute(each))
+                self.record(self.enclosing.recompute(each))
                 self._run(each, RECOMPUTE)
                 self.queue.leave_recompute(each)
         if first:
@@ -193,65 +201,71 @@ class Simulator:
                 self.use(block.rest, weight, BACKWARD)
 
     def end_pass(self) -> None:
-        """What is accumulated and was not reduced comes last, unless more is to come."""
+        """Reduce accumulated gradients that are still unreduced, unless accumulation goes on."""
         if not self.queue.reductions.accumulating:
             for weight, unit in list(self._accumulated.items()):
-                self.perform(self.queue.reduce(unit, weight))
+                self.record(self.queue.reduce(unit, weight))
         self.queue.end_pass()
 
-    def _run_backward(self, unit: UnitPlan, gives: bool) -> None:
-        """Recompute and gradients of a block."""
+    def _run_backward(self, unit: UnitLayout, weight_gradients: bool) -> None:
+        """Recompute and gradients of a unit."""
         data = self.data
         if unit.recomputed:
             self._run(unit, RECOMPUTE)
-        for weight in reversed(unit.weights) if unit.at_entry and not unit.recomputed else ():
+        for weight in (
+            reversed(unit.weights) if unit.unshard_at_entry and not unit.recomputed else ()
+        ):
             self.use(unit, weight, BACKWARD)
         for position, weight in reversed([*enumerate(unit.weights)]):
             uses = data.used(weight)
-            for _ in range(min(uses, 1) if unit.at_entry else uses):
-                if not unit.at_entry:
-                    self.perform(self.queue.before_backward(unit, weight))
-                self._ready(unit, weight, unit.at_entry, gives)
+            for _ in range(min(uses, 1) if unit.unshard_at_entry else uses):
+                if not unit.unshard_at_entry:
+                    self.record(self.queue.use_in_backward(unit, weight))
+                self._grad_ready(unit, weight, unit.unshard_at_entry, weight_gradients)
             if position in data.exchanges:
                 self.add("A2A", BACKWARD, weight)
 
-    def _ready(
-        self, unit: UnitPlan, weight: WeightPlan, last: bool = False, gives: bool = True
+    def _grad_ready(
+        self,
+        unit: UnitLayout,
+        weight: WeightLayout,
+        last: bool = False,
+        weight_gradients: bool = True,
     ) -> None:
-        if weight.trainable and gives:
-            self.perform(self.queue.grad_ready(unit, weight, last))
+        if weight.trainable and weight_gradients:
+            self.record(self.queue.grad_ready(unit, weight, last))
 
 
 def simulate(
-    plan: ChunkPlan,
+    plan: ChunkLayout,
     micro_batches: int = 1,
     overlap: bool = True,
-    data: Sequence[Data] = (),
-    added: bool = False,
+    data: Sequence[BatchUsage] = (),
+    summed_losses: bool = False,
 ) -> Schedule:
-    """The actions of one optimizer step from rest, in the order in which they happen.
+    """The actions of one optimizer step, in the order in which they happen.
 
     Args:
         micro_batches: forward and backward passes in the step.
         overlap: false for the synchronous path, which waits at each launch.
-        data: of each micro-batch, where a rank's data leave weights unused.
-        added: their losses are added up for one backward.
+        data: how each micro-batch uses the weights; by default each weight is used once.
+        added: the losses of all micro-batches are summed for one backward.
     """
     simulator = Simulator(plan, overlap)
-    every = [data[n] if n < len(data) else Data() for n in range(micro_batches)]
-    simulator.learn(every)
-    if added:
+    every = [data[n] if n < len(data) else BatchUsage() for n in range(micro_batches)]
+    simulator.set_uses(every)
+    if summed_losses:
         for simulator.data in every:
             simulator.forward()
         simulator.backward(forwards=every)
-        simulator.perform(simulator.queue.reductions.complete())
-        return simulator.out
+        simulator.record(simulator.queue.reductions.complete())
+        return simulator.schedule
     for number, simulator.data in enumerate(every):
         last = number == micro_batches - 1
         simulator.queue.reductions.accumulating = plan.policy.accumulate_whole and not last
         simulator.forward()
         simulator.exchanges = last
         simulator.backward()
-        simulator.perform(simulator.queue.reductions.finish(last))
-    simulator.perform(simulator.queue.reductions.complete())
-    return simulator.out
+        simulator.record(simulator.queue.reductions.finish(last))
+    simulator.record(simulator.queue.reductions.complete())
+    return simulator.schedule

@@ -1,4 +1,4 @@
-"""Pure: which modules are computed in tiles of positions, and in how many."""
+"""Chooses the modules that are computed in tiles of positions, and the number of tiles. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from internsp.errors import ConfigError, StructureError
 from internsp.plan.blocks import Structure, did_you_mean
 
 FEED_FORWARDS = ("feed_forward", "feedforward", "ffn", "mlp")
-LEAST_TOKENS = 1024
-"""Of a tile that the plan chooses: below, products are too small to be worth one more launch."""
+MIN_TILE_TOKENS = 1024
+"""Minimum of a tile that the plan chooses: smaller products are not worth one more launch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,12 @@ class Tiling:
     module: nn.Module
 
 
-def tiles_of(config: Config, data: int) -> int:
-    """How many tiles ``activation_checkpoint.tiles`` means, with a data degree of ``data``.
+def tile_count(config: Config, data: int) -> int:
+    """The number of tiles that ``activation_checkpoint.tiles`` means for a data degree of ``data``.
 
-    With ``"auto"``, tiles have as many tokens as the model has features, so that what a tile makes
-    is about as large as a rank's weights and not as its sequence; :data:`LEAST_TOKENS` at least.
-    One, that is none, for less than two of them.
+    With ``"auto"``, tiles have as many tokens as the model has features, and at least
+    :data:`MIN_TILE_TOKENS`, so that the activations of a tile grow with the weights and not with
+    the sequence. A single tile means no tiling.
     """
     chosen = config.activation_checkpoint.tiles
     if chosen != "auto":
@@ -42,22 +42,22 @@ def tiles_of(config: Config, data: int) -> int:
 
 
 def tile_tokens(config: Config) -> int:
-    """Tokens of a tile that the plan chooses, at least."""
-    return max(config.model.hidden_size, LEAST_TOKENS)
+    """Minimum number of tokens of a tile that the plan chooses."""
+    return max(config.model.hidden_size, MIN_TILE_TOKENS)
 
 
-def resolved(config: Config, data: int) -> ActivationCheckpointConfig:
-    """``config``'s, with the number of tiles that it means."""
-    return config.activation_checkpoint.model_copy(update={"tiles": tiles_of(config, data)})
+def with_tile_count(config: Config, data: int) -> ActivationCheckpointConfig:
+    """The activation checkpoint section of ``config``, with the number of tiles instead of auto."""
+    return config.activation_checkpoint.model_copy(update={"tiles": tile_count(config, data)})
 
 
 def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) -> list[Tiling]:
     """The modules of a model that are computed in tiles.
 
     Raises:
-        ConfigError: ``tiles`` is still to be decided.
-        StructureError: a pattern matches nothing, a block has no feed-forward by the usual names,
-            or units of a block lie inside of one.
+        ConfigError: ``tiles`` is still ``"auto"``.
+        StructureError: a pattern matches nothing, a block has no feed-forward with a usual name,
+            or units of a block are inside a tiled module.
     """
     if config is None or config.tiles == 1:
         return []
@@ -81,7 +81,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
             if not any(name.startswith(f"{outer}.") for outer, _ in mine):
                 mine.append((name, module))
         if not mine and not config.tiled:
-            raise _none(prefix, block, patterns)
+            raise _no_feed_forward(prefix, block, patterns)
         found += [Tiling(f"{prefix}.{name}", module) for name, module in mine]
     for pattern in config.tiled:
         if pattern not in used:
@@ -102,7 +102,7 @@ def find_tiled(structure: Structure, config: ActivationCheckpointConfig | None) 
     return found
 
 
-def _none(name: str, block: nn.Module, patterns: Sequence[str]) -> StructureError:
+def _no_feed_forward(name: str, block: nn.Module, patterns: Sequence[str]) -> StructureError:
     children = ", ".join(child for child, _ in block.named_children()) or "none"
     return StructureError(
         f"activation_checkpoint.tiles: no feed-forward found in block {name} by the usual names "

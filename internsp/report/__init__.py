@@ -1,1 +1,1 @@
-"""What a run shows: progress, metrics, advice and the page."""
+"""What a run shows: progress, metrics, advice and the report's page."""

@@ -1,8 +1,8 @@
-"""What to change: sentences from the figures of one traced step.
+"""Advice on settings, from the measured times of one traced step.
 
-:func:`advise` is pure: events of each rank and the settings that the step ran with go in, sentences
-come out, the one with the most seconds at stake first. A sentence names the block and the phase in
-which computing stood still, and what would hide or spare that communication.
+:func:`advise` is a pure function from the events of each rank and the step's settings to sentences,
+the one with the most seconds to gain first. A sentence names the block and the phase in which the
+computing thread waited, and what would hide or avoid that communication.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NOTICED = 0.02
 """Share of a step from which exposed communication, or a difference between ranks, is mentioned."""
 
 FULL = 0.95
-"""Weights in flight for so much of compute leave the link no gap in which more could be hidden."""
+"""If weights are in flight for this share of compute, no more communication can be hidden."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the step ran with.
+    """The settings of the step.
 
     Attributes:
-        weight: ranks in the weight group; sequence, zero: in theirs.
-        micro_batches: of one optimizer step.
+        weight, sequence, zero: sizes of these groups, in ranks.
+        micro_batches: micro-batches of one optimizer step.
         blocks: transformer blocks of the model.
     """
 
@@ -53,17 +53,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Advice:
-    """A sentence and the seconds of a step that are at stake."""
+    """A sentence, and the seconds of a step that could be gained."""
 
     seconds: float
     text: str
 
 
 def advise(traces: Traces, setting: Setting) -> list[str]:
-    """What to change, most seconds first; one sentence where nothing is worth changing.
+    """Advice, most seconds first; a single sentence if nothing is worth changing.
 
     Args:
-        traces: rank -> its events of one step; ranks without events are left out.
+        traces: rank -> its events of one step; ranks without events are ignored.
     """
     traced = {rank: list(events) for rank, events in sorted(traces.items()) if events}
     if not traced:
@@ -76,48 +76,48 @@ def advise(traces: Traces, setting: Setting) -> list[str]:
             found += [*_full_link(figures, setting), *_late_gathers(figures, setting)]
             found += _reductions(traced, figures, setting)
         found += [*_first_gather(figures, setting), *_exchanges(figures, setting)]
-        found += _published(figures, setting)
+        found += _parameter_gathers(figures, setting)
     worth = [a for a in found if a.seconds > NOTICED / 2 * figures.step]
     if worth:
         return [a.text for a in sorted(worth, key=lambda a: -a.seconds)]
     share = figures.exposed / figures.step if figures.step > 0 else 0.0
     return [
         f"Nothing to change: computing stood still for {share:.1%} of the step, and no single "
-        "place takes a share worth a setting."
+        "wait is long enough to be worth a setting."
     ]
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """Means over the ranks, in seconds of one step."""
+    """Times of one step in seconds, as means over the ranks."""
 
     step: float
     compute: float
     exposed: float
-    flying: float
-    """Time with weights or gradients in flight."""
+    in_flight: float
+    """Time in which weights or gradients were in flight."""
     nbytes: float
-    """Payload of those."""
-    places: Mapping[tuple[str, str, str], float]
-    """(kind, unit, phase) -> waiting."""
-    whole: float
-    """Bytes that the largest unit's gathers of one phase bring in, in all micro-batches."""
+    """Payload of these collectives."""
+    waits: Mapping[tuple[str, str, str], float]
+    """(kind, unit, phase) -> seconds waited."""
+    unit_bytes: float
+    """Bytes that the largest unit's all-gathers of one phase receive, in all micro-batches."""
     first: frozenset[str]
-    """Units whose gathers were launched before anything was computed."""
+    """Units whose all-gathers were launched before any weight was used."""
 
     @classmethod
     def of(cls, traces: Traces) -> _Figures:
         count = len(traces)
         times = [step_times(events) for events in traces.values()]
-        places: dict[tuple[str, str, str], float] = {}
-        flying = nbytes = 0.0
+        waits: dict[tuple[str, str, str], float] = {}
+        in_flight = nbytes = 0.0
         units: dict[tuple[str, str], float] = {}
         for events in traces.values():
-            flying += measure(spans(events, ("AG", "RS"))) / count
+            in_flight += measure(spans(events, ("AG", "RS"))) / count
             nbytes += sum(e.nbytes for e in events if e.kind in ("AG", "RS")) / count
             for row in where_waited(events):
                 key = (row.kind, row.unit, row.phase)
-                places[key] = places.get(key, 0.0) + row.seconds / count
+                waits[key] = waits.get(key, 0.0) + row.seconds / count
             for moving in communication(events, by=("unit", "phase")):
                 if moving.kind == "AG":
                     place = moving.unit, moving.phase
@@ -126,10 +126,10 @@ class _Figures:
             step=sum(t.step for t in times) / count,
             compute=sum(t.compute for t in times) / count,
             exposed=sum(t.exposed for t in times) / count,
-            flying=flying,
+            in_flight=in_flight,
             nbytes=nbytes,
-            places=places,
-            whole=max(units.values(), default=0.0),
+            waits=waits,
+            unit_bytes=max(units.values(), default=0.0),
             first=_launched_first(next(iter(traces.values()))),
         )
 
@@ -138,7 +138,7 @@ class _Figures:
         wanted = set(phases)
         chosen = {
             (unit, phase): seconds
-            for (k, unit, phase), seconds in self.places.items()
+            for (k, unit, phase), seconds in self.waits.items()
             if k == kind and (not wanted or phase in wanted) and seconds > 0
         }
         return dict(sorted(chosen.items(), key=lambda item: -item[1]))
@@ -153,7 +153,7 @@ _PASSES = ("forward", "recompute", "backward")
 
 
 def _uneven(traces: Traces, figures: _Figures) -> Iterator[Advice]:
-    """A rank that computes longer makes the others wait: no setting of communication helps."""
+    """A rank that computes longer makes the others wait; no communication setting helps."""
     compute = {rank: step_times(events).compute for rank, events in traces.items()}
     slow, fast = max(compute, key=lambda r: compute[r]), min(compute, key=lambda r: compute[r])
     gap = compute[slow] - compute[fast]
@@ -168,14 +168,14 @@ def _uneven(traces: Traces, figures: _Figures) -> Iterator[Advice]:
 
 
 def _stages(traces: Traces, figures: _Figures) -> Iterator[Advice]:
-    """Between a pipeline's passes a rank has nothing to do: the bubble, or a slow stage."""
+    """Time in which a pipeline's rank had no pass to run: the bubble, or a slow stage."""
     waiting = 0.0
     for events in traces.values():
         staged = [e for e in events if e.unit.startswith("stage ")]
         passes = spans(staged, ("FORWARD", "BACKWARD"))
         if passes:
-            whole = (min(start for start, _ in passes), max(end for _, end in passes))
-            waiting += measure(subtract([whole], passes)) / len(traces)
+            first_to_last = (min(start for start, _ in passes), max(end for _, end in passes))
+            waiting += measure(subtract([first_to_last], passes)) / len(traces)
     if waiting <= 0:
         return
     yield Advice(
@@ -198,15 +198,15 @@ def _synchronous(figures: _Figures, setting: Setting) -> Iterator[Advice]:
 
 
 def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    """Weights and gradients are in flight longer than there is compute to hide them behind."""
-    at_stake = figures.flying - figures.compute
-    if setting.weight == 1 or figures.flying <= 0 or figures.flying < FULL * figures.compute:
+    """Weights and gradients are in flight for longer than there is compute to hide them."""
+    at_stake = figures.in_flight - figures.compute
+    if setting.weight == 1 or figures.in_flight <= 0 or figures.in_flight < FULL * figures.compute:
         return
     waiting = sum(
-        seconds for (kind, _, _), seconds in figures.places.items() if kind in ("AG", "RS")
+        seconds for (kind, _, _), seconds in figures.waits.items() if kind in ("AG", "RS")
     )
-    rate = figures.nbytes / figures.flying
-    longer = figures.flying / figures.compute if figures.compute > 0 else float("inf")
+    rate = figures.nbytes / figures.in_flight
+    longer = figures.in_flight / figures.compute if figures.compute > 0 else float("inf")
     ways = [f"a micro-batch or sequences {longer:.2g} times as long or more"]
     if setting.micro_batches > 1 and setting.weights.keep_unsharded != "all":
         ways.append(
@@ -234,15 +234,15 @@ def _full_link(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     yield Advice(
         max(at_stake, waiting),
         f"The link is too slow for this size: {human(figures.nbytes)} of weights and gradients "
-        f"were in flight for {_ms(figures.flying)} ({human(rate)}/s), and there are "
+        f"were in flight for {_ms(figures.in_flight)} ({human(rate)}/s), and there are "
         f"{_ms(figures.compute)} of compute to hide them behind. What helps: "
         f"{'; '.join(ways)}.",
     )
 
 
 def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    """The link has gaps, and still blocks wait for their weights: gathers start too late."""
-    if figures.flying >= FULL * figures.compute:
+    """All-gathers start too late: blocks wait although the link is sometimes free."""
+    if figures.in_flight >= FULL * figures.compute:
         return
     late = {
         place: seconds
@@ -256,9 +256,10 @@ def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     ways: list[str] = []
     depth = setting.weights.prefetch_depth
     if depth + 1 < setting.blocks:
-        whole = figures.whole / setting.micro_batches * setting.weight / max(setting.weight - 1, 1)
+        received = figures.unit_bytes / setting.micro_batches  # all but this rank's own shard
+        nbytes = received * setting.weight / max(setting.weight - 1, 1)
         ways.append(
-            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(whole)})"
+            f"weight_parallel.prefetch_depth = {depth + 1} (one more slot, about {human(nbytes)})"
         )
     if setting.weights.trigger in ("out_proj", "mlp") and not setting.weights.prefetch_triggers:
         ways.append(
@@ -271,12 +272,12 @@ def _late_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
         total,
         f"Gathers start too late: blocks waited {_ms(total)} for their weights, most "
         f"{unit or 'a unit'} in {phase} ({_ms(worst)}), while the link was free for "
-        f"{_ms(max(figures.step - figures.flying, 0.0))}. What helps: {'; '.join(ways)}.",
+        f"{_ms(max(figures.step - figures.in_flight, 0.0))}. What helps: {'; '.join(ways)}.",
     )
 
 
 def _first_gather(figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    """Nothing can hide the first gather of a pass."""
+    """The first all-gathers of a forward, which no compute can hide."""
     first = {
         place: seconds
         for place, seconds in figures.waited("AG", _PASSES).items()
@@ -300,14 +301,14 @@ def _first_gather(figures: _Figures, setting: Setting) -> Iterator[Advice]:
 
 
 def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    """Waits for gradients: within backward the limit was reached; at its end nothing is left."""
+    """Waits for reduce-scatters: in backward at the limit of those in flight, and after it."""
     inside = after = 0.0
     for events in traces.values():
         last = max((e.start for e in events if e.kind == "USE"), default=0.0)
         finishes = spans([e for e in events if e.phase == "finish"], ("WAIT",))
         inside += measure(intersect(finishes, [(0.0, last)])) / len(traces)
         after += measure(subtract(finishes, [(0.0, last)])) / len(traces)
-    if inside > 0 and figures.flying < FULL * figures.compute:
+    if inside > 0 and figures.in_flight < FULL * figures.compute:
         limit = setting.weights.pending_blocks
         yield Advice(
             inside,
@@ -330,7 +331,7 @@ def _reductions(traces: Traces, figures: _Figures, setting: Setting) -> Iterator
 
 
 def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
-    """Attention needs the whole all-to-all: it is hidden by what else there is to compute."""
+    """Attention needs the complete all-to-all, so only other compute can hide it."""
     waited = figures.waited("A2A")
     total = sum(waited.values())
     if not waited or setting.sequence == 1:
@@ -347,7 +348,7 @@ def _exchanges(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     yield Advice(total, text + ".")
 
 
-def _published(figures: _Figures, setting: Setting) -> Iterator[Advice]:
+def _parameter_gathers(figures: _Figures, setting: Setting) -> Iterator[Advice]:
     total = sum(figures.waited("PUBLISH").values())
     if total <= 0:
         return

@@ -1,8 +1,8 @@
-"""Line charts for the report as SVG: no library, no script, colors from the page's style.
+"""Line charts for the report, as SVG without a library or a script, colored by the page's style.
 
-A chart of 10,000 steps keeps the least and the greatest value of each of a few hundred buckets,
-so that a spike of one step stays visible. Values that are not finite interrupt the line and are
-marked at the foot of the chart.
+Of many steps, a chart keeps the smallest and the largest value in each of a few hundred buckets, so
+that a spike of one step stays visible. Values that are not finite interrupt the line and are marked
+at the bottom of the chart.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Series:
     Attributes:
         name: shown in the legend and on hover.
         points: (step, value), by step; values may be NaN or infinite.
-        style: class of the page's style that colors it.
-        dots: mark every point (for few, far apart).
-        noisy: draw more than 60 points faint, with their moving average above.
+        style: CSS class that gives the color.
+        dots: mark every point (for few points, far apart).
+        noisy: with more than 60 points, draw them faint below their moving average.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Series:
 
 
 def drawable(value: float) -> bool:
-    """Whether a value has a place on an axis: finite, and not so large that ranges overflow."""
+    """Whether a value can be drawn: finite, and not so large that ranges overflow."""
     return abs(value) < 1e100
 
 
 def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
-    """At most about two points a bucket: its least and greatest finite value, in order of x.
+    """Reduce points to about two a bucket: its smallest and largest finite value, in order of x.
 
-    The first and the last point stay. A bucket without a finite value leaves one NaN.
+    The first and the last point stay. A bucket without a finite value becomes one NaN.
     """
     if len(points) <= 2 * buckets:
         return list(points)
@@ -67,10 +67,10 @@ def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """The mean of the finite values around each point, a thirtieth of the points wide in all.
+    """Moving average of the finite values; the window is a thirtieth of all points.
 
-    Centred, so that a falling curve is not drawn late; narrower at the start, where losses fall
-    steepest, and one-sided at the end.
+    Centered, so that a falling curve is not drawn late; narrower at the start, where losses fall
+    fastest, and one-sided at the end.
     """
     half = max(1, len(points) // 60)
     sums, counts = [0.0], [0]
@@ -113,7 +113,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Maps data to the drawing; ``log`` on the vertical axis where it is set."""
+    """Maps data to positions in the drawing; ``log``: logarithmic vertical axis."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -128,13 +128,14 @@ class _Scale:
 
 
 def line_chart(series: Sequence[Series], *, label: str, zero: bool = False) -> Markup:
-    """An SVG element with the series over the steps; values of two decades and more are drawn by
-    their logarithms, unless the axis begins at 0.
+    """An SVG chart of values over steps.
+
+    The vertical axis is logarithmic if values span two decades or more and it does not start at 0.
 
     Args:
         series: lines; drawn in order.
         label: what the chart shows, for readers who cannot see it.
-        zero: let the vertical axis begin at 0.
+        zero: start the vertical axis at 0.
     """
     finite = [p for s in series for p in s.points if drawable(p[1])]
     if not finite:
@@ -215,7 +216,7 @@ def _path(points: Sequence[Point], scale: _Scale, style: str) -> str:
             pen = "M"
             continue
         x, y = scale.at(point)
-        # A lone point between gaps gets a length of nothing: its round cap shows as a dot.
+        # A point between two gaps is a line of length zero, whose round cap shows as a dot.
         commands.append(f"{pen}{x:.1f},{y:.1f}" + ("h0" if pen == "M" else ""))
         pen = "L"
     return f'<path class="line {style}" d="{"".join(commands)}"/>'
@@ -227,7 +228,7 @@ def _dots(points: Sequence[Point], scale: _Scale, style: str) -> list[str]:
 
 
 def _broken(series: Sequence[Series], scale: _Scale) -> list[str]:
-    """Small marks at the foot of the chart where a value was NaN or infinite."""
+    """Small marks at the bottom of the chart where a value was NaN or infinite."""
     steps = sorted({p[0] for s in series for p in s.points if not drawable(p[1])})
     places = sorted({round(scale.at((step, 1.0))[0], 1) for step in steps[:5000]})
     y = HEIGHT - _BOTTOM

@@ -40,7 +40,7 @@ def chrome_trace(events: Sequence[Event], rank: int) -> dict[str, Any]:
 
 
 def write_chrome_trace(path: Path, events: Sequence[Event], rank: int) -> Path:
-    """Write :func:`chrome_trace` to ``path``; its folder is made if need be."""
+    """Write :func:`chrome_trace` to ``path``, whose folder is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome_trace(events, rank)))
     return path

@@ -1,4 +1,4 @@
-"""Runs side by side: what each came to, their curves on one chart, and settings that differ."""
+"""Comparison of runs: final figures of each, their curves in one chart, settings that differ."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from internsp.report.charts import Series, line_chart
 from internsp.report.metrics import StepMetrics, read_metrics
 from internsp.report.page import COLORS, Chart, clean, evaluated, template
 
-_MOST_TEXTS = 8  # that have a chart of their own; the table has all
+_MOST_TEXTS = 8  # evaluation texts with a chart of their own; the table has all
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, read.
+    """A run, read from its folder.
 
     Attributes:
-        name: of the folder, with as much of the path as tells it from the others.
+        name: name of the folder, with as much of the path as is needed to be unique.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """By ``"section.key"``."""
+        """Settings by ``"section.key"``."""
         content = tomllib.loads(self.config_toml)
         return {f"{s}.{k}": v for s, keys in content.items() for k, v in keys.items()}
 
@@ -46,7 +46,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the folders of runs.
 
     Raises:
-        ConfigError: one is no run's folder, or is given twice.
+        ConfigError: a path is not the folder of a run, or is given twice.
     """
     found: list[Run] = []
     full = [Path(os.path.abspath(path)) for path in paths]
@@ -64,7 +64,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:
-    """What each run came to: a heading, then a row a run."""
+    """Table of the runs' figures: a heading, then a row for each run."""
     texts = _texts(runs)
     rows = [[
         "run", "steps", "loss", *texts, "tokens/s", "step", "waits", "MFU", "peak memory",
@@ -88,7 +88,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Settings that are not the same in all runs: a heading, then a row a key."""
+    """Table of the settings that differ between runs: a heading, then a row for each key."""
     keys = sorted({key for run in runs for key in run.settings})
     rows = [["setting", *(run.name for run in runs)]]
     for key in keys:
@@ -99,7 +99,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:
-    """Write the page of some runs; replaces an older one as a whole.
+    """Write the page that compares the runs; replaces an older page atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -151,7 +151,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _texts(runs: Sequence[Run]) -> list[str]:
-    """Names of what any of the runs was evaluated on; the held-out text always has a column."""
+    """Names of all evaluated texts of the runs; the held-out text is always the first."""
     return list(dict.fromkeys([HELD_OUT, *(n for run in runs for n in evaluated(run.metrics))]))
 
 

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live panel on a terminal, plain lines elsewhere.
+"""Progress of a run while it trains: a live panel on a terminal, plain lines elsewhere.
 
 Only rank 0 has a display::
 
@@ -31,7 +31,7 @@ from rich.text import Text
 from internsp.config import AVERAGE, HELD_OUT
 from internsp.config.sizes import human
 from internsp.report.metrics import StepMetrics
-from internsp.terminal import draws, fitted, harmless
+from internsp.terminal import printable, shows_escapes, wrap
 
 _REFRESH_SECONDS = 0.2
 LAST_STEPS = 10  # of the closing mean
@@ -40,15 +40,15 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def can_show_live(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether ``stream`` is a UTF-8 terminal that draws (:func:`terminal.draws`), not in CI."""
+    """Whether ``stream`` is a UTF-8 terminal that shows escape sequences, and this is not in CI."""
     if environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-    return draws(stream, environ) and encoding == "utf8"
+    return shows_escapes(stream, environ) and encoding == "utf8"
 
 
 class RunHistory:
-    """The figures that a display derives from the steps so far."""
+    """Figures that a display computes from the steps so far."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class RunHistory:
         self.last: StepMetrics | None = None
         self.evaluated: dict[str, float] = {}
         self.tokens = 0
-        # Of every step of a run of any length: eight bytes each, not an object.
+        # Of every step, however long the run: eight bytes each, no objects.
         self.rates = array("d")
         self.losses = array("d")
         self._recent: deque[float] = deque(maxlen=20)
 
     def add(self, metrics: StepMetrics) -> None:
-        """Take in one finished step."""
+        """Add one finished step."""
         self.done += 1
         self.last = metrics
         self.evaluated = metrics.evaluated or self.evaluated
@@ -80,18 +80,18 @@ class RunHistory:
         self._recent.append(metrics.step_seconds)
 
     def seconds_left(self) -> float | None:
-        """Steps left times the median of the last steps' time; None before the first step."""
+        """Steps left times the median time of the last steps; ``None`` before the first step."""
         if not self._recent:
             return None
         left: float = max(0, self.total - self.done)
-        if self.total_tokens and self.tokens:  # by what the steps so far have counted
+        if self.total_tokens and self.tokens:  # estimated from the tokens counted so far
             left = max(0, self.total_tokens - self.done_tokens - self.tokens)
             left *= len(self.losses) / self.tokens
         return left * statistics.median(self._recent)
 
     @property
     def ended(self) -> bool:
-        """The last step has been shown."""
+        """Whether the last step has been shown."""
         if self.total_tokens:
             return self.done_tokens + self.tokens >= self.total_tokens
         return self.done >= self.total
@@ -104,19 +104,18 @@ class RunHistory:
 class Display:
     """A panel redrawn in place on a terminal that can show one, else plain lines.
 
-    There is a plain line every ``log_every`` steps, and for the first, the last and evaluated ones.
-    No method blocks on other ranks.
+    A plain line is written every ``log_every`` steps, and for the first, last and evaluated ones.
+    No method communicates with other ranks.
 
     Args:
-        total_steps: last step of the run.
+        total_steps: last step of the run; an estimate if ``total_tokens`` is given.
         title: name of the run.
         log_every: steps between plain lines (the panel shows every step).
-        done_steps: steps that an earlier run had finished, when this one resumes.
-        total_tokens: tokens after which the run ends; 0: by steps, of which ``total_steps`` is
-            otherwise an estimate.
-        done_tokens: those that an earlier run had counted.
+        done_steps: steps that an earlier run had finished, if this one resumes.
+        total_tokens: tokens after which the run ends; 0: it ends after ``total_steps``.
+        done_tokens: tokens that an earlier run had counted.
         stream: where to write; standard output by default.
-        environ: environment variables that decide (CI, NO_COLOR, TERM); the process's by default.
+        environ: environment variables (CI, NO_COLOR, TERM); those of the process by default.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Display:
         self._drawn = 0.0
 
     def start(self) -> None:
-        """Begin to show; what others print appears above the panel."""
+        """Start the display; output of other code appears above the panel."""
         self._history.began = time.perf_counter()
         if self._panel is not None:
             self._panel.start()
@@ -148,7 +147,7 @@ class Display:
             self._line(f"{self._title}: {self._history.total} steps".removeprefix(": "))
 
     def update(self, metrics: StepMetrics) -> None:
-        """Take in one finished step; the panel is redrawn at most five times a second."""
+        """Add one finished step; the panel is redrawn at most five times a second."""
         history, first = self._history, self._history.last is None
         history.add(metrics)
         last, now = history.ended, time.perf_counter()
@@ -160,8 +159,8 @@ class Display:
             self._line(plain_line(metrics, history))
 
     def note(self, text: str) -> None:
-        """Show a line that stays: an evaluation begins, a checkpoint was written."""
-        self._line(harmless(text), style="dim")
+        """Print a line that stays, such as the path of a checkpoint."""
+        self._line(printable(text), style="dim")
 
     def finish(
         self,
@@ -169,12 +168,12 @@ class Display:
         files: Mapping[str, str | Path] | None = None,
         interrupted: bool = False,
     ) -> None:
-        """End the display, the last panel left standing, and print the closing summary.
+        """End the display, leave the last panel on the screen, and print the closing summary.
 
         Args:
-            sample: text generated by the trained model; control characters are made harmless.
+            sample: text that the trained model generated; control characters are made harmless.
             files: name -> path of what the run wrote.
-            interrupted: the run was stopped before its last step.
+            interrupted: whether the run was stopped before its last step.
         """
         if self._panel is not None:
             self._panel.draw()
@@ -183,33 +182,33 @@ class Display:
             self._line(line)
 
     def close(self) -> None:
-        """Restore the terminal without a summary, after an error; more than once is fine."""
+        """Restore the terminal without a summary, after an error; may be called more than once."""
         if self._panel is not None:
             self._panel.stop()
 
     def _line(self, text: str, style: str = "") -> None:
         if self._panel is not None:
-            self._panel.console.print(Text(fitted(text, self._stream), style=style), soft_wrap=True)
+            self._panel.console.print(Text(wrap(text, self._stream), style=style), soft_wrap=True)
             return
-        text = fitted(text, self._stream)
+        text = wrap(text, self._stream)
         # A log in an ASCII locale must not end the run.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
-        except BrokenPipeError:  # nor must `| head`, which has seen enough
-            with open(os.devnull, "w") as nothing:  # what is still buffered goes there, too
+        except BrokenPipeError:  # nor must `| head`, which reads no more
+            with open(os.devnull, "w") as nothing:  # buffered output goes there, too
                 os.dup2(nothing.fileno(), self._stream.fileno())
 
 
 class _Panel(Progress):
-    """Bar, figures of the last step, the loss as a small curve."""
+    """Progress bar, figures of the last step, and the loss as a small curve."""
 
     def __init__(self, history: RunHistory, title: str, stream: TextIO) -> None:
         self._history = history
         self._title = title
         self._screen = Console(file=stream, highlight=False)
-        # Redrawn by draw() alone: a refreshing thread would take time from the computing ones.
+        # Redrawn only by draw(): a refresh thread would take time from the computing threads.
         super().__init__(
             TextColumn("{task.description}", style="bold", markup=False),
             TextColumn("step {task.completed}/{task.total}"),
@@ -231,7 +230,7 @@ class _Panel(Progress):
         }
 
     def draw(self) -> None:
-        """Show the figures of the moment."""
+        """Redraw the panel with the current figures."""
         self.update(self.task, **self._state(), refresh=True)
 
     def get_renderables(self) -> Iterator[RenderableType]:
@@ -252,7 +251,7 @@ class _Panel(Progress):
 
 
 def _laid_out(cells: Mapping[str, str], width: int) -> list[RenderableType]:
-    """Figures below their names, or, where that is too wide, each beside its name."""
+    """Figures below their names, or, if that is too wide, each next to its name."""
     gap = 3
     if sum(max(map(len, item)) + gap for item in cells.items()) - gap <= width:
         grid = Table.grid(padding=(0, gap))
@@ -263,7 +262,7 @@ def _laid_out(cells: Mapping[str, str], width: int) -> list[RenderableType]:
 
 
 def flow(words: Sequence[str], width: int) -> list[str]:
-    """Words two spaces apart, as many in a line of ``width`` as fit."""
+    """Break words, two spaces apart, into lines of at most ``width`` characters."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 2 + len(word) <= width:
@@ -291,8 +290,8 @@ def figures(metrics: StepMetrics, evaluated: Mapping[str, float]) -> dict[str, s
 
 
 def _brief(name: str) -> str:
-    """A name of a text as a heading, from which no figure of ours takes its place."""
-    return name if name in (HELD_OUT, AVERAGE) else f"{harmless(name)} loss"
+    """Heading for a text's loss that cannot be mistaken for another figure of the display."""
+    return name if name in (HELD_OUT, AVERAGE) else f"{printable(name)} loss"
 
 
 def short_count(number: int) -> str:
@@ -304,11 +303,11 @@ def short_count(number: int) -> str:
     return str(number)
 
 
-_MOST_EPOCHS = 3  # texts of a mixture whose passes are shown
+_MOST_EPOCHS = 3  # texts of a mixture whose epochs are shown
 
 
 def epochs_text(epochs: Mapping[str, float]) -> str:
-    """Passes over the text; of a mixture those of the texts gone through most often, by name."""
+    """Epochs of the text; of a mixture, those of the most repeated texts, by name."""
     if list(epochs) == [""]:
         return f"{epochs['']:.2f}"
     most = sorted(epochs.items(), key=lambda item: -item[1])[:_MOST_EPOCHS]
@@ -317,7 +316,7 @@ def epochs_text(epochs: Mapping[str, float]) -> str:
 
 
 def exposed_text(metrics: StepMetrics) -> str:
-    """The share of communication left exposed; of the step, where communication is not timed."""
+    """The exposed share of communication; of the step, if communication is not timed."""
     share = metrics.exposed_comm_share
     if share is not None:
         return f"{share:.0%}"
@@ -352,7 +351,7 @@ def summary_lines(
         lines.append(f"  throughput  {rate:,.0f} tokens/s (median), {history.tokens:,} tokens")
         lines.append(f"  peak memory {human(history.last.peak_memory_bytes)} on this rank")
     if sample:
-        lines += ["", "sample:"] + ["  | " + line for line in harmless(sample).split("\n")]
+        lines += ["", "sample:"] + ["  | " + line for line in printable(sample).split("\n")]
     if files:
         width = max(len(name) for name in files)
         lines += ["", "files:"] + [f"  {name:<{width}}  {path}" for name, path in files.items()]

@@ -1,15 +1,15 @@
-"""Floating-point operations of a token, by stated formulas, and what a device could do at most.
+"""Floating-point operations of a token, by stated formulas, and the peak rate of a device.
 
-For a model of ``N`` parameters that multiply (all but the input embedding's, of which a token looks
-one row up), ``L`` layers of ``h`` heads with ``d`` features, and sequences of ``S`` tokens::
+``N`` is the number of parameters that multiply (all but the input embedding, of which a token only
+reads a row). With ``L`` layers of ``h`` heads with ``d`` features, and sequences of ``S`` tokens::
 
     model     6 N + 12 L h d S       forward and backward (PaLM, arXiv 2204.02311, appendix B)
-    hardware  model + f (2 N_b + 4 L h d S)    and what is computed again
+    hardware  model + f (2 N_b + 4 L h d S)    with recomputation
 
 ``f`` is the share of the blocks that recompute and ``N_b`` the parameters of all blocks; selective
-checkpointing keeps attention's output, so that its last term is not there. Attention counts all
-keys, as if none were masked: of causal or packed sequences its term is too high. MFU is the model's
-operations a second over the device's peak.
+checkpointing saves attention's output, so its last term is dropped. Attention counts all keys, as
+if none were masked, so its term is too high for causal or packed sequences. MFU is the model's
+operations per second over the device's peak.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Flops(NamedTuple):
 
 
 def flops_per_token(config: Config, parameters: int) -> Flops:
-    """By the formulas above; of dense models, whose every parameter a token meets.
+    """Operations of one token by the formulas above; for dense models only.
 
     Args:
-        parameters: elements of the whole model.
+        parameters: number of elements of the full model.
     """
     model, again = config.model, config.activation_checkpoint
     embedding = model.vocab_size * model.hidden_size
@@ -46,16 +46,16 @@ def flops_per_token(config: Config, parameters: int) -> Flops:
     multiplied = parameters - (0 if model.tie_embeddings else embedding)
     own = 6.0 * multiplied + 12.0 * attention
     share = len(again.selected(model.layers)) / model.layers
-    blocks = multiplied - embedding  # the head has as many
+    blocks = multiplied - embedding  # the head has as many elements as the embedding
     repeated = 2.0 * blocks + (4.0 * attention if again.mode == "full" else 0.0)
     return Flops(own, own + share * repeated)
 
 
 def peak_tflops(config: Config, device: str) -> float | None:
-    """TFLOP/s of the device at most: ``train.peak_tflops``, or what is known of its name.
+    """Peak TFLOP/s of the device: ``train.peak_tflops``, or looked up by its name.
 
     Args:
-        device: its name, as ``torch.cuda.get_device_name`` gives it; empty: none.
+        device: name from ``torch.cuda.get_device_name``; empty without a GPU.
     """
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops

@@ -1,4 +1,4 @@
-"""The report's picture of one step: for each rank its lanes over a common axis, as SVG."""
+"""The report's picture of one step, as SVG: lanes of each rank over a common time axis."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from internsp.report.timeline import LANES, Bar, Timeline, build_timeline
 from internsp.trace import Event
 
 MAX_RANKS = 8
-"""Ranks drawn; the tables beside the picture count all of them."""
+"""Number of ranks drawn; the tables next to the picture include all ranks."""
 
 MAX_BARS = 4500
-"""Bars drawn, over all ranks: about 0.9 MB of text."""
+"""Number of bars drawn over all ranks: about 0.9 MB of text."""
 
 _Ranked = Mapping[int, Mapping[str, Sequence[Bar]]]
 _Key = tuple[str, str]
@@ -36,7 +36,7 @@ _NAMES = {
     "WAIT": "waiting",
     "COMPUTE": "compute",
     "STEP": "optimizer step",
-    "PUBLISH": "publish",
+    "PUBLISH": "parameter all-gather",
     "MATRIX": "matrices to or from their owners",
     "FINISH": "finish",
 }
@@ -45,7 +45,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Seconds since each rank's origin -> horizontal place."""
+    """Maps seconds since a rank's origin to a horizontal position."""
 
     seconds: float
 
@@ -54,10 +54,10 @@ class _Axis:
 
 
 def shared_origin(timelines: Mapping[int, Timeline]) -> float | None:
-    """The earliest start, if the ranks' steps overlap in time, else None.
+    """The earliest start, if the ranks' steps overlap in time, else ``None``.
 
-    Processes of one machine share the clock, and their skew is worth seeing; clocks of different
-    machines have nothing in common, and each rank is then drawn from its own start.
+    Processes of one machine share a clock, and the skew between them should be visible. Clocks of
+    different machines are unrelated, so each rank is then drawn from its own start.
     """
     if not timelines:
         return None
@@ -71,9 +71,9 @@ class Drawing:
     """A drawn step.
 
     Attributes:
-        svg: the SVG element; empty where nothing was traced.
-        ranks: how many ranks it shows.
-        exact: whether every bar is where it was; if not, short ones are shown in proportion only.
+        svg: the SVG element; empty if nothing was traced.
+        ranks: number of ranks in the picture.
+        exact: whether every bar has its true position; if not, short bars are shown in proportion.
     """
 
     svg: Markup
@@ -123,10 +123,10 @@ def _moved(bar: Bar, seconds: float) -> Bar:
 
 
 def _within_limits(ranked: _Ranked, axis: _Axis) -> tuple[_Ranked, bool]:
-    """No more than about ``MAX_BARS`` bars, and whether they are exact.
+    """Limit the picture to about ``MAX_BARS`` bars; also returns whether they are exact.
 
-    First one bar for what a unit has in flight together, then fewer ranks (two at least), and
-    only then cells of a grid, filled in proportion.
+    First joins the bars of each unit that overlap, then drops ranks (down to two), and only then
+    replaces bars by the cells of a grid, filled in proportion.
     """
     if _count(ranked) <= MAX_BARS:
         return ranked, True
@@ -151,7 +151,7 @@ def _count(ranked: _Ranked) -> int:
 
 
 def _joined(bars: Sequence[Bar]) -> Sequence[Bar]:
-    """Bars of one kind, unit and phase that touch or overlap become one."""
+    """Join bars of the same kind, unit and phase that touch or overlap."""
     merged: list[Bar] = []
     latest: dict[tuple[str, str, str], int] = {}
     for bar in bars:
@@ -168,11 +168,11 @@ def _joined(bars: Sequence[Bar]) -> Sequence[Bar]:
 
 
 def _rastered(bars: Sequence[Bar], cell: float) -> Sequence[Bar]:
-    """One bar at most for each ``cell`` seconds; equal neighbours joined.
+    """Replace bars by at most one for each ``cell`` seconds; equal neighbors are joined.
 
-    What a cell cannot show is carried to the next ones, so that over a few cells every kind and
-    phase, and idle time, get room in proportion. The greatest alone would hide many short waits,
-    and joining waits over the compute between them would draw them as one long one.
+    What a cell cannot show is carried to the next cells, so that over a few cells every kind and
+    phase, and idle time, get space in proportion. Showing only the longest of each cell would hide
+    many short waits, and joining waits over the compute between them would draw one long wait.
     """
     shares: dict[int, dict[_Key, float]] = {}
     units: dict[tuple[int, _Key], str] = {}
@@ -222,8 +222,8 @@ def _grid(axis: _Axis, bottom: float) -> list[str]:
 
 
 def _lane(name: str, bars: Sequence[Bar], axis: _Axis, top: float) -> tuple[list[str], float]:
-    """The lane's marks and its height; bars in flight together are stacked."""
-    # One thread computes: its bars are never stacked, even where waits enclose each other.
+    """The lane's SVG elements and its height; bars in flight together are stacked."""
+    # One thread computes: its bars are never stacked, even if waits enclose each other.
     rows, count = ([0] * len(bars), 1) if name == "compute" else _stack(bars)
     tall = name in ("compute", "optimizer")
     if tall:
@@ -256,7 +256,7 @@ def _lane(name: str, bars: Sequence[Bar], axis: _Axis, top: float) -> tuple[list
 
 
 def _stack(bars: Sequence[Bar]) -> tuple[list[int], int]:
-    """A row for each bar, so that bars of a row do not overlap while rows last."""
+    """A row for each bar, so that bars of one row do not overlap, and the number of rows."""
     ends: list[float] = []
     rows = []
     for bar in bars:

@@ -1,4 +1,4 @@
-"""One row of ``metrics.jsonl`` for each optimizer step: written line by line, read tolerantly."""
+"""``metrics.jsonl``: one row for each optimizer step, written line by line, and its reader."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from internsp.errors import InternspError
 
 
 class StepMetrics(BaseModel):
-    """What one optimizer step did. A value that is ``None`` is left out of the row.
+    """Figures of one optimizer step. A value that is ``None`` is left out of the row.
 
     JSON has no NaN and no infinity: they are written as the strings ``"NaN"``, ``"Infinity"`` and
     ``"-Infinity"``, which ``float`` (and JavaScript's ``Number``) read.
     """
 
-    # A row may hold keys of later versions.
+    # A row may have keys of later versions.
     model_config = ConfigDict(
         frozen=True, extra="ignore", ser_json_inf_nan="strings", use_attribute_docstrings=True
     )
@@ -34,7 +34,7 @@ class StepMetrics(BaseModel):
     tokens: int
     """Valid tokens of the step, over all ranks."""
     sequences: int | None = None
-    """Sequences that had them, over all ranks, where a step takes as many as have enough tokens."""
+    """Sequences of the step, over all ranks, if their number depends on their tokens."""
     step_seconds: float
     """Wall time of the step on this rank."""
     tokens_per_second: float
@@ -42,42 +42,42 @@ class StepMetrics(BaseModel):
     exposed_comm_seconds: float
     """Time in which this rank's computing thread waited for communication."""
     gathered_bytes: int
-    """Payload of weight gathers that this rank received."""
+    """Payload of weight all-gathers that this rank received."""
     reduced_bytes: int
-    """Payload of gradient reductions that this rank sent."""
+    """Payload of gradient reduce-scatters that this rank sent."""
     peak_memory_bytes: int
     """Peak memory of this rank."""
     eval_loss: float | None = None
-    """Held-out loss, nats per valid token, where the step was followed by an evaluation."""
+    """Held-out loss, nats per valid token, if an evaluation followed the step."""
     eval_losses: dict[str, float] | None = None
-    """The same of each text of ``data.evaluation``, by name."""
+    """Loss of each text of ``data.evaluation``, by name."""
     eval_average: float | None = None
-    """The mean of all of these losses, each counted alike, where it was asked for."""
+    """Unweighted mean of all of these losses, with ``train.eval_average``."""
     comm_seconds: float | None = None
-    """Time in which communication was in flight, hidden or not, where it was measured (see
+    """Time in which communication was in flight, hidden or exposed, if measured (see
     :func:`internsp.report.timeline.step_times`)."""
     stage_wait_seconds: float | None = None
     """Time in which this rank of a pipeline had no pass to run."""
     skipped_steps: int | None = None
-    """How many steps of the run, up to this one, have changed nothing, because gradients were not
-    finite."""
+    """Number of skipped steps of the run so far: their gradients were not finite, so weights did
+    not change."""
     total_tokens: int | None = None
     """Valid tokens of the run up to this step, over all ranks."""
     epochs: dict[str, float] | None = None
-    """How often the training text was gone through, up to this step: of a mixture's texts by name,
-    of one text alone under an empty name."""
+    """Epochs of the training text so far: of a mixture's texts by name, of a single text under an
+    empty name."""
     tflops: float | None = None
     """Model TFLOP/s of one device, by the formula of :mod:`internsp.report.flops`."""
     hardware_tflops: float | None = None
-    """The same with what is computed again."""
+    """TFLOP/s of one device including recomputation."""
     mfu: float | None = None
-    """``tflops`` over the device's peak, where that is known or given."""
+    """``tflops`` over the device's peak, if that is known or configured."""
     run: str | None = None
     """Id of the run."""
 
     @property
     def evaluated(self) -> dict[str, float]:
-        """Each loss of the evaluation that followed the step, by the name to show; else empty."""
+        """Each loss of the evaluation that followed the step, by display name; else empty."""
         held_out, average = self.eval_loss, self.eval_average
         return {
             **({} if held_out is None else {HELD_OUT: held_out}),
@@ -119,14 +119,14 @@ def named(row: StepMetrics) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Appends one JSON line a step and flushes it, so that a killed run keeps what it reported.
+    """Appends one JSON line for each step and flushes it, so that a killed run keeps its rows.
 
     Args:
-        path: the ``metrics.jsonl`` to write; its folder is made if need be.
-        resume_step: number of the first step that will be written. Rows of that step and of
-            later ones (of the run that was interrupted), and a torn last line, are removed
-            first. None starts the file anew.
-        run: id of the run, written into every row where given.
+        path: the ``metrics.jsonl`` to write; its folder is created if missing.
+        resume_step: number of the first step that will be written; ``None`` starts a new file. Rows
+            of this and later steps, which an interrupted run wrote, and a torn last line are
+            removed first.
+        run: id of the run, written into every row if given.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class MetricsWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; more than once is fine."""
+        """Close the file; may be called more than once."""
         self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -161,7 +161,7 @@ class MetricsWriter:
 def read_metrics(path: str | Path) -> list[StepMetrics]:
     """Read a ``metrics.jsonl``, also of a run that is still writing or was killed.
 
-    A last line that is torn is left out. Blank lines are skipped.
+    A torn last line and blank lines are skipped.
 
     Raises:
         InternspError: another line is not a row of metrics; the message names the line.
@@ -171,7 +171,7 @@ def read_metrics(path: str | Path) -> list[StepMetrics]:
 
 
 def _rows(path: Path) -> list[tuple[str, StepMetrics]]:
-    """Every whole row with the text of its line."""
+    """Every valid row with the text of its line."""
     # A run cut off by a power failure can leave NUL bytes or half a character at the end.
     lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
     rows = []
@@ -195,7 +195,7 @@ def _rows(path: Path) -> list[tuple[str, StepMetrics]]:
 
 def _keep_rows_before(path: Path, step: int) -> None:
     kept = [line for line, row in _rows(path) if row.step < step]
-    # Replaced as a whole: a run killed here keeps either the old file or the new one.
+    # Replaced atomically: a run killed here keeps either the old file or the new one.
     fresh = path.with_name(path.name + ".new")
     fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(fresh, path)

@@ -1,4 +1,4 @@
-"""The figures of the report's tables: communication, waits and the ranks' places in the mesh."""
+"""Tables of the report: communication, waits and the ranks' coordinates in the mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from internsp.report.timeline import (
 from internsp.trace import Event
 
 COORDINATES = ("pipeline", "weight", "replica", "sequence", "data", "zero")
-"""Keys of a rank's row that the mesh tables know, beside "rank"."""
+"""Keys of a rank's row that the mesh tables use, in addition to "rank"."""
 
 _WORST = 3
 _MAX_BLOCKS = 512
@@ -30,8 +30,8 @@ Traces = Mapping[int, Sequence[Event]]
 class MeanRow:
     """A line of the communication table: means over the ranks, times in seconds.
 
-    ``worst`` is the exposed time of the rank where it is longest. A row without a name is one
-    phase of the row above; the ``total`` row counts each moment once and has no payload.
+    ``worst`` is the exposed time of the rank where it is longest. A row without a name is one phase
+    of the row above. The ``total`` row counts each moment once and has no payload.
     """
 
     exposed: float
@@ -54,13 +54,13 @@ class MeanRow:
 
     @property
     def share(self) -> float | None:
-        """The hidden part of the communication, where there was any."""
+        """The hidden part of the communication; ``None`` without communication."""
         together = self.exposed + self.hidden
         return self.hidden / together if together > 0 else None
 
 
 def communication_rows(events: Traces) -> Iterator[MeanRow]:
-    """Hidden and exposed time by kind and phase, and all together; nothing without a trace."""
+    """Hidden and exposed time by kind and phase, and in total; nothing without a trace."""
     traces = [trace for trace in events.values() if trace]
     ranks = len(traces)
     found = [row for trace in traces for row in communication(trace)]
@@ -82,7 +82,7 @@ def communication_rows(events: Traces) -> Iterator[MeanRow]:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRow:
-    """Waits of a phase for a kind of communication: mean seconds, share of all, worst blocks."""
+    """Waits in a phase for a kind of communication: mean seconds, share of all, worst blocks."""
 
     phase: str
     name: str
@@ -100,7 +100,7 @@ class Blocks:
 
 
 def waiting(events: Traces) -> tuple[list[WaitingRow], Blocks]:
-    """Where the computing thread waited: by phase and kind, longest first, and by block."""
+    """Waits of the computing thread: by phase and kind, longest first, and by block."""
     traces = [trace for trace in events.values() if trace]
     places: dict[tuple[str, str], dict[str, float]] = {}
     for trace in traces:
@@ -128,7 +128,7 @@ def waiting(events: Traces) -> tuple[list[WaitingRow], Blocks]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts ``layers.2`` before ``layers.10``."""
+    """A sort key that puts ``layers.2`` before ``layers.10``."""
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 

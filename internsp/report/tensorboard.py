@@ -13,17 +13,18 @@ from internsp.report.metrics import StepMetrics, named
 
 
 class TensorBoard:
-    """Writes ``tensorboard/`` in a run's folder; each row is on its way to disk when it returns.
+    """Writes ``tensorboard/`` in a run's folder; each row is flushed before :meth:`write` returns.
 
     Args:
-        folder: of the run.
-        done: steps that it goes on from. Later ones of an earlier process are taken back: the new
-            file begins with a mark by which every reader drops them (``purge_step``).
+        folder: folder of the run.
+        done: number of finished steps that the run resumes from. Later steps of an earlier process
+            are discarded: the new file starts with a marker that makes readers drop them
+            (``purge_step``).
     """
 
     def __init__(self, config: Config, folder: Path, done: int) -> None:
         path = folder / "tensorboard"
-        self.place = f"tensorboard --logdir {path}"
+        self.location = f"tensorboard --logdir {path}"
         self._writer = SummaryWriter(str(path), purge_step=done + 1)
         self._writer.add_text("config", _as_code(config.to_toml()), 0)
         numbers = (bool, int, float, str)
@@ -35,25 +36,25 @@ class TensorBoard:
             files.add_summary(summary)
 
     def begin(self) -> None:
-        """Nothing takes long."""
+        """Do nothing."""
 
     def write(self, row: StepMetrics) -> None:
-        """A point of each number."""
+        """Write one point for each number of the row."""
         for name, value in named(row).items():
             self._writer.add_scalar(name, value, row.step)
         self._writer.flush()
 
     def close(self, well: bool) -> None:
-        """Write what is left."""
+        """Write the remaining rows and close the file."""
         self._writer.close()
 
 
 def _as_code(text: str) -> str:
-    """As Markdown shows it unchanged."""
+    """Indent the text so that Markdown shows it unchanged."""
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """The configuration by ``section.key``, in types of JSON."""
+    """The configuration by ``section.key``, in JSON types."""
     dumped = config.model_dump(mode="json")
     return {f"{s}.{key}": value for s, keys in dumped.items() for key, value in keys.items()}

@@ -1,10 +1,9 @@
-"""From the events of one step to lanes, and to how much communication compute has hidden.
+"""Lanes of one step's timeline, and how much of its communication compute has hidden.
 
-Everything here is a pure function over :class:`internsp.trace.Event`; nothing blocks, nothing
-touches a device. The computing thread either waits (``WAIT``) or works, so for every stretch of
-communication
+Everything here is a pure function of :class:`internsp.trace.Event`; nothing blocks or uses a
+device. The computing thread either waits (``WAIT``) or works, so of every stretch of communication
 
-- **exposed** is what it shares with a wait: nothing was computed meanwhile;
+- **exposed** is the part during a wait: nothing was computed meanwhile;
 - **hidden** is the rest.
 
 A step's compute is the step minus its waits. Times are seconds of ``time.perf_counter()``.
@@ -26,7 +25,7 @@ COMMUNICATION: Mapping[str, str] = {
     "EX": "exchanges between replicas",
     "A2A": "all-to-alls",
     "RING": "keys and values",
-    "PUBLISH": "parameters published",
+    "PUBLISH": "parameter all-gathers",
     "MATRIX": "matrices to and from their owners",
 }
 """Kinds of events that are communication, with their names."""
@@ -35,7 +34,7 @@ LANES = ("compute", "gathers", "reduce-scatters", "all-to-alls", "optimizer")
 """Lanes of a step's timeline, from top to bottom."""
 
 WAITS = ("WAIT", "A2A_WAIT", "RING_WAIT")
-"""Kinds in which the computing thread waited; those of a sequence have names of their own."""
+"""Kinds of waits of the computing thread; those for sequence collectives have their own kinds."""
 
 _LANE_OF = {
     "AG": "gathers",
@@ -55,7 +54,7 @@ _PHASE_OF = {"FORWARD": "forward", "BACKWARD": "backward", "STEP": "optimizer"}
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of ``intervals``; touching ones become one, empty ones are left out."""
+    """The union of ``intervals``; touching ones are joined, empty ones left out."""
     merged: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[1] > i[0]):
         if merged and start <= merged[-1][1]:
@@ -71,7 +70,7 @@ def measure(intervals: Iterable[Interval]) -> float:
 
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """What both unions cover."""
+    """The intersection of both unions."""
     left, right = merge(a), merge(b)
     out: list[Interval] = []
     i = j = 0
@@ -87,7 +86,7 @@ def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """What the union of ``a`` covers and the union of ``b`` does not."""
+    """The union of ``a`` without the union of ``b``."""
     out: list[Interval] = []
     holes = merge(b)
     j = 0
@@ -110,11 +109,11 @@ def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one rank's step.
+    """Times of one rank's step in seconds.
 
-    ``exposed`` is the whole of the waits, also such as no traced communication explains, so that
-    ``compute + exposed == step``; ``hidden`` is the communication in flight outside waits, each
-    moment counted once however many collectives were in flight.
+    ``exposed`` is the sum of all waits, also of those that no traced communication explains, so
+    that ``compute + exposed == step``. ``hidden`` is the time outside waits in which communication
+    was in flight; each moment counts once however many collectives were in flight.
     """
 
     step: float
@@ -128,16 +127,16 @@ class StepTimes:
 
     @property
     def communication(self) -> float:
-        """Exposed and hidden together."""
+        """Sum of exposed and hidden communication."""
         return self.exposed + self.hidden
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRow:
-    """Communication of one kind (and unit, and phase, where grouped by them) in seconds.
+    """Communication of one kind (and unit, and phase, if grouped by them) in seconds.
 
-    Collectives of a row that were in flight together count once. Two kinds in flight at the same
-    moment both count it, so rows of different kinds may add up to more than the step's total.
+    Collectives of a row that were in flight together count once. Rows of different kinds may add up
+    to more than the step's total: a moment with two kinds in flight counts in both.
     """
 
     kind: str
@@ -156,7 +155,7 @@ class CommunicationRow:
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
-    """Time that the computing thread waited in one unit and phase, for one kind."""
+    """Time that the computing thread waited in one unit and phase for one kind of communication."""
 
     kind: str
     unit: str
@@ -166,7 +165,7 @@ class WaitRow:
 
 
 def window_of(events: Iterable[Event]) -> Interval:
-    """From the first start to the last end; (0, 0) without events."""
+    """The interval from the first start to the last end; (0, 0) without events."""
     starts, ends = [], []
     for event in events:
         starts.append(event.start)
@@ -175,7 +174,7 @@ def window_of(events: Iterable[Event]) -> Interval:
 
 
 def spans(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
-    """The intervals of the events of ``kinds``; one still in flight lasts to the step's end."""
+    """Intervals of the events of ``kinds``; an event without an end lasts to the step's end."""
     window = window_of(events)
     return [_span(event, window) for event in events if event.kind in kinds]
 
@@ -183,16 +182,16 @@ def spans(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
 def step_times(events: Sequence[Event]) -> StepTimes:
     """Compute, exposed and hidden communication of one rank's step."""
     start, end = window_of(events)
-    waited, flying = spans(events, WAITS), spans(events, COMMUNICATION)
-    return StepTimes(end - start, measure(waited), measure(subtract(flying, waited)))
+    waited, in_flight = spans(events, WAITS), spans(events, COMMUNICATION)
+    return StepTimes(end - start, measure(waited), measure(subtract(in_flight, waited)))
 
 
 def communication(events: Sequence[Event], by: Collection[str] = ()) -> list[CommunicationRow]:
-    """How much of each kind of communication was hidden by compute, and how much exposed.
+    """Hidden and exposed time of each kind of communication.
 
     Args:
         events: one rank's events of one step.
-        by: ``"unit"``, ``"phase"``, both or neither: what to group by beside the kind.
+        by: ``"unit"``, ``"phase"``, both or neither: what to group by in addition to the kind.
 
     Returns:
         Rows by kind in the order of :data:`COMMUNICATION`, then in order of first appearance.
@@ -207,25 +206,25 @@ def communication(events: Sequence[Event], by: Collection[str] = ()) -> list[Com
     order = list(COMMUNICATION)
     rows = []
     for (kind, unit, phase), members in sorted(groups.items(), key=lambda g: order.index(g[0][0])):
-        flying = [_span(event, window) for event in members]
-        exposed = measure(intersect(flying, waited))
+        in_flight = [_span(event, window) for event in members]
+        exposed = measure(intersect(in_flight, waited))
         rows.append(
             CommunicationRow(
                 *(kind, unit, phase),
                 count=len(members),
                 nbytes=sum(e.nbytes for e in members),
                 exposed=exposed,
-                hidden=measure(flying) - exposed,
+                hidden=measure(in_flight) - exposed,
             )
         )
     return rows
 
 
 def where_waited(events: Sequence[Event]) -> list[WaitRow]:
-    """Waits by unit, phase and the kind of communication they were for, longest first.
+    """Waits by unit, phase and the kind of communication that was waited for, longest first.
 
-    A wait is for the collective of the same unit and weight that was in flight during it, the one
-    that ended closest to the wait's end; its kind is "" where the trace shows none.
+    A wait is matched with the collective of the same unit and weight that was in flight during it
+    and whose end is closest to the wait's end; its kind is "" if the trace has none.
     """
     window = window_of(events)
     flights: dict[tuple[str, str], list[Event]] = {}
@@ -249,7 +248,7 @@ def where_waited(events: Sequence[Event]) -> list[WaitRow]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One stretch of a lane. ``kind`` is "COMPUTE" or the kind of the event behind the bar."""
+    """A bar of a lane. ``kind`` is "COMPUTE" or the kind of the event that the bar shows."""
 
     kind: str
     start: float
@@ -262,7 +261,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One rank's step: its window and the bars of each of :data:`LANES`, by start."""
+    """One rank's step: its window, and the bars of each of :data:`LANES` by start."""
 
     window: Interval
     lanes: Mapping[str, Sequence[Bar]] = field(default_factory=dict)
@@ -271,10 +270,10 @@ class Timeline:
 def build_timeline(events: Sequence[Event]) -> Timeline:
     """Sort one rank's events of one step into lanes.
 
-    The compute lane holds the waits (kind "WAIT") and between them what was computed (kind
-    "COMPUTE"), cut where ``USE``, ``FORWARD``, ``BACKWARD`` or ``STEP`` begin another unit or
-    phase, and left empty while the optimizer stepped. Reductions whose finish took no time are left
-    out.
+    The compute lane has the waits (kind "WAIT") and between them what was computed (kind
+    "COMPUTE"), split where ``USE``, ``FORWARD``, ``BACKWARD`` or ``STEP`` begin another unit or
+    phase, and empty during the optimizer step. Finished reductions that took no time to finish are
+    left out.
     """
     window = window_of(events)
     lanes: dict[str, list[Bar]] = {lane: [] for lane in LANES}
@@ -320,7 +319,7 @@ def _computing(events: Sequence[Event], window: Interval) -> list[Bar]:
 
 
 def _span(event: Event, window: Interval) -> Interval:
-    """The event's interval; one still in flight lasts to the end of the window."""
+    """The event's interval; an event without an end lasts to the end of the window."""
     return event.start, window[1] if event.end is None else event.end
 
 

@@ -1,4 +1,4 @@
-"""A run's metrics for Weights & Biases (extra ``[wandb]``): files, unless ``online`` is said."""
+"""A run's metrics for Weights & Biases (extra ``[wandb]``): as files, or sent with ``online``."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from internsp.config import Config
 from internsp.errors import ConfigError
 from internsp.report.metrics import StepMetrics, named
 
-_SECONDS = 60.0  # that a server may take, at the beginning and at the end
+_SECONDS = 60.0  # limit for a server's answer, at the beginning and at the end
 
 
 class WeightsAndBiases:
-    """Writes ``wandb/`` in a run's folder, or sends the rows.
+    """Writes ``wandb/`` in a run's folder, or sends the rows to a server.
 
-    Offline, a run that goes on begins a folder with all rows so far, in place of the one before:
-    there is one folder to sync, without a step twice. Online, steps that the server has are not
-    sent again.
+    Offline, a resumed run writes a new folder with all rows so far and deletes the old ones, so
+    that there is one folder to sync and no step twice. Online, steps that the server already has
+    are not sent again.
 
     Args:
-        folder: of the run.
-        run: its id, which is that of W&B's run, too.
-        rows: of the steps before.
-        told: called with a sentence for the user.
+        folder: folder of the run.
+        run: id of the run, also used as the id of W&B's run.
+        rows: rows of earlier steps.
+        notify: called with a message for the user.
 
     Raises:
-        ConfigError: there is no login to W&B here.
+        ConfigError: there is no login to W&B.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class WeightsAndBiases:
         folder: Path,
         run: str,
         rows: Sequence[StepMetrics],
-        told: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         online = config.report.wandb_mode == "online"
         if not online:
-            # Read when wandb is imported and when it starts its process: its reports of errors and
-            # use would go out, offline or not.
+            # wandb reads this when it is imported and when it starts its process: otherwise it
+            # would send reports of errors and of its use, even offline.
             os.environ["WANDB_ERROR_REPORTING"] = "false"
-        wandb = _imported(folder / "wandb")
-        patience = min(_SECONDS, config.parallel.timeout_seconds / 2)  # the other ranks wait
+        wandb = _import_wandb(folder / "wandb")
+        patience = min(_SECONDS, config.parallel.timeout_seconds / 2)  # other ranks wait meanwhile
         older = list((folder / "wandb").glob(f"offline-run-*-{run}"))
-        self._run: Any = _begun(
+        self._run: Any = _init_run(
             wandb,
             mode=config.report.wandb_mode,
             id=run,
@@ -60,47 +60,47 @@ class WeightsAndBiases:
             dir=str(folder),
             config=config.model_dump(mode="json"),
             resume="allow",
-            reinit="create_new",  # a program's own run of W&B goes on beside
+            reinit="create_new",  # a program's own W&B run continues in parallel
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, save_code=False,
                 x_disable_stats=True, init_timeout=patience, finish_timeout=_SECONDS,
             ),
         )  # fmt: skip
-        self._told, self._said = told, False
-        self._next = int(self._run.starting_step)  # the server has those before
+        self._notify, self._said = notify, False
+        self._next = int(self._run.starting_step)  # the server has the steps before this one
         self._again: Sequence[StepMetrics]
         self._older: list[Path]
         path = Path(self._run.dir).parent
-        self.place = str(self._run.url) if online else f"wandb sync {path}"
+        self.location = str(self._run.url) if online else f"wandb sync {path}"
         if online:
-            told(f"Weights & Biases: {self.place}")
+            notify(f"Weights & Biases: {self.location}")
         self._again, self._older = ([], []) if online else (rows, older)
 
     def begin(self) -> None:
-        """Offline, the rows so far."""
+        """Offline, write the rows so far."""
         for row in self._again:
             self.write(row)
-        for folder in self._older:  # their rows are all in the new one
+        for folder in self._older:  # all their rows are in the new folder
             shutil.rmtree(folder, ignore_errors=True)
         self._again, self._older = [], []
 
     def write(self, row: StepMetrics) -> None:
-        """A point of each number."""
+        """Log one point for each number of the row."""
         if row.step < self._next:
             if not self._said:
                 self._said = True
-                self._told(
+                self._notify(
                     f"Weights & Biases has steps up to {self._next - 1} already: those points stay"
                 )
             return
         self._run.log(named(row), step=row.step)
 
     def close(self, well: bool) -> None:
-        """Write, or send, what is left; at most a minute."""
+        """Write, or send, the remaining rows; takes at most a minute."""
         self._run.finish(exit_code=0 if well else 1)
 
 
-def _begun(wandb: Any, **options: Any) -> Any:
+def _init_run(wandb: Any, **options: Any) -> Any:
     try:
         return wandb.init(**options)
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
@@ -110,11 +110,11 @@ def _begun(wandb: Any, **options: Any) -> Any:
         ) from None
 
 
-def _imported(folder: Path) -> Any:
-    """The package. It makes temporary folders when it is imported, which a rank's process, ending
-    as those of multiprocessing do, would leave behind: they are made in ``folder``."""
+def _import_wandb(folder: Path) -> Any:
+    """Import wandb. It creates temporary folders on import, which a rank's process would leave
+    behind, as it ends like multiprocessing's processes do; so they are created in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("tmp*"):  # by a process that was killed
+    for left in folder.glob("tmp*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     before, tempfile.tempdir = tempfile.tempdir, str(folder.absolute())
     try:

@@ -1,7 +1,7 @@
-"""Metrics for programs that draw them, beside ``metrics.jsonl``: ``report.writers``.
+"""Writers of metrics for other programs (``report.writers``), in addition to ``metrics.jsonl``.
 
-Rank 0 alone writes, each program's files by a thread of their own. What fails here, or is stuck, is
-told once, and neither ends a run nor holds it up.
+Only rank 0 writes, each program's files in a thread of their own. A writer that fails or hangs is
+reported once; it neither ends the run nor delays it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from internsp.config import Config
 from internsp.errors import InternspError, MissingDependencyError
 from internsp.report.metrics import StepMetrics
 
-_MOST_ROWS = 20_000  # that wait for a program
-_SECONDS = 90.0  # that one may take for what is left at the end
+_MOST_ROWS = 20_000  # largest number of rows that wait for a writer
+_SECONDS = 90.0  # limit for a writer to write its remaining rows at the end
 
 
 class Writer(Protocol):
-    """One program's files of a run. All but the constructor is called by one thread."""
+    """Writes one program's files. All methods but the constructor run in one thread."""
 
-    place: str
-    """Where they are, and how to look at them."""
+    location: str
+    """The location of the files, and how to open them."""
 
     def begin(self) -> None:
-        """What takes long, before the first row."""
+        """Do slow work before the first row."""
         ...
 
     def write(self, row: StepMetrics) -> None:
-        """Hand one row over, under the names of :func:`internsp.report.metrics.named`."""
+        """Write one row, under the names of :func:`internsp.report.metrics.named`."""
         ...
 
     def close(self, well: bool) -> None:
-        """No more comes; ``well``: the run has not failed."""
+        """Finish: no more rows follow; ``well``: whether the run has not failed."""
         ...
 
 
 def missing_packages(config: Config) -> Iterator[MissingDependencyError]:
-    """Of the chosen writers, those whose package is not installed."""
+    """An error for each chosen writer whose package is not installed."""
     for name in config.report.writers:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # W&B leaves folders of its own name behind
+        if spec is None or spec.origin is None:  # W&B leaves folders with the package's name
             yield MissingDependencyError(
                 f'report.writers: "{name}" needs a package that is not installed: '
                 f"pip install 'internsp[{name}]', or pip install {name}"
@@ -56,15 +56,15 @@ class Writers:
     """The chosen writers of a run, none of which can end it.
 
     Args:
-        folder: of the run; each writer has a folder of its name in it.
+        folder: folder of the run; each writer has a folder of its own name in it.
         run: id of the run.
-        rows: what ``metrics.jsonl`` has of the run so far. The next row follows these: what an
-            earlier process has written of later steps is replaced.
-        told: called with a sentence for the user.
+        rows: rows in ``metrics.jsonl`` so far. Later steps that an earlier process wrote are
+            replaced.
+        notify: called with a message for the user.
 
     Raises:
         MissingDependencyError: a writer's package is not installed.
-        ConfigError: a server is to be used, and there is no login to it here.
+        ConfigError: a server is to be used, and there is no login to it.
     """
 
     def __init__(
@@ -74,50 +74,50 @@ class Writers:
         run: str,
         rows: Sequence[StepMetrics],
         done: int,
-        told: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         for error in missing_packages(config):
             raise error
-        self._told = told
+        self._notify = notify
         self._open: dict[str, _Feeder] = {}
         for name in config.report.writers:
             try:
-                writer = _made(name, config, folder, run, rows, done, told)
+                writer = _make_writer(name, config, folder, run, rows, done, notify)
             except InternspError:
                 raise
-            except Exception as error:  # noqa: BLE001 - of another program: the run does without
-                self._say(name, _in_words(error))
+            except Exception as error:  # noqa: BLE001 - of another program: the run goes on
+                self._report_failure(name, _in_words(error))
             else:
                 self._open[name] = _Feeder(name, writer)
 
     @property
     def files(self) -> dict[str, str]:
-        """Where the files are, by writer."""
-        return {name: feeder.writer.place for name, feeder in self._open.items()}
+        """Location of the files, by writer."""
+        return {name: feeder.writer.location for name, feeder in self._open.items()}
 
     def write(self, row: StepMetrics) -> None:
-        """Hand one row to each; does not wait."""
+        """Queue one row for each writer; does not block."""
         for name, feeder in list(self._open.items()):
-            if failed := feeder.failed or feeder.give(row):
+            if failed := feeder.failed or feeder.put(row):
                 del self._open[name]
-                self._say(name, failed)
+                self._report_failure(name, failed)
 
     def close(self, well: bool = True) -> None:
-        """Finish all, waiting for each at most a minute and a half; more than once is fine."""
+        """Finish all writers; waits at most 90 s for each. May be called more than once."""
         while self._open:
             name, feeder = self._open.popitem()
             if failed := feeder.failed or feeder.finish(well):
-                self._say(name, failed)
+                self._report_failure(name, failed)
 
-    def _say(self, name: str, failed: str) -> None:
-        self._told(f"report.writers: {name} failed ({failed}); the run goes on without it")
+    def _report_failure(self, name: str, failed: str) -> None:
+        self._notify(f"report.writers: {name} failed ({failed}); the run goes on without it")
 
 
 class _Feeder:
-    """Gives rows to a writer in a thread, which may be stuck for good: the process ends without it.
+    """Passes rows to a writer in a daemon thread, so that a writer that hangs can be abandoned.
 
     Attributes:
-        failed: why no more rows are taken; empty: they are.
+        failed: why the writer takes no more rows; empty if it does.
     """
 
     def __init__(self, name: str, writer: Writer) -> None:
@@ -127,8 +127,8 @@ class _Feeder:
         self._thread = threading.Thread(target=self._feed, name=f"internsp {name}", daemon=True)
         self._thread.start()
 
-    def give(self, row: StepMetrics | None) -> str:
-        """Have the thread write a row (``None``: close); why it cannot."""
+    def put(self, row: StepMetrics | None) -> str:
+        """Queue a row for the thread (``None``: close); returns why it cannot, or ""."""
         try:
             self._rows.put_nowait(row)
         except queue.Full:
@@ -136,9 +136,9 @@ class _Feeder:
         return self.failed
 
     def finish(self, well: bool) -> str:
-        """Wait for what is left; what has failed."""
+        """Wait until the remaining rows are written; returns what failed, or ""."""
         self._well = well
-        if not self.give(None):
+        if not self.put(None):
             self._thread.join(_SECONDS)
             if self._thread.is_alive():
                 self.failed = f"it has not ended in {_SECONDS:.0f} s"
@@ -157,24 +157,24 @@ class _Feeder:
 
 
 def _in_words(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _made(
+def _make_writer(
     name: str,
     config: Config,
     folder: Path,
     run: str,
     rows: Sequence[StepMetrics],
     done: int,
-    told: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Writer:
-    # Imported here: optional packages, of which each takes a second.
+    # Imported here: the packages are optional, and each takes a second to import.
     if name == "tensorboard":
         from internsp.report.tensorboard import TensorBoard
 
         return TensorBoard(config, folder, done)
     from internsp.report.weights_biases import WeightsAndBiases
 
-    return WeightsAndBiases(config, folder, run, rows, told)
+    return WeightsAndBiases(config, folder, run, rows, notify)

@@ -1,11 +1,11 @@
-"""Sequence parallelism: layout, head plan, exchange, attention, token loss.
+"""Sequence parallelism: sequence layout, head plan, exchange of heads, attention, token loss.
 
-Imports nothing of :mod:`internsp.wp`; the two degrees are independent.
+Imports nothing from :mod:`internsp.wp`: the two parallel degrees are independent.
 """
 
 from internsp.sp.attention import DistributedAttention
 from internsp.sp.checkpointing import checkpoint_context_fn
-from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
+from internsp.sp.exchange import ExchangeGroup, PendingExchange, exchange, start_exchange
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask
 from internsp.sp.layout import IGNORE_INDEX, Documents, SequenceLayout
@@ -15,7 +15,7 @@ from internsp.sp.vocabulary import gather_logits, vocabulary_parallel_cross_entr
 __all__ = [
     "IGNORE_INDEX",
     "AttentionMask",
-    "Channel",
+    "ExchangeGroup",
     "DistributedAttention",
     "Documents",
     "HeadPlan",

@@ -1,12 +1,13 @@
-"""Attention over a sequence that is cut over a group (DeepSpeed-Ulysses, arXiv 2309.14509; as the
+"""Attention over a sequence that is sharded over a group (DeepSpeed-Ulysses, arXiv 2309.14509; the
 sequence half of Intern sequence parallelism, arXiv 2401.09149).
 
 One all-to-all turns ``[B, S / sp, heads, d]`` into ``[B, S, heads / sp, d]``, any attention kernel
-runs on whole sequences, and a second all-to-all turns the result back.
+runs on whole sequences, and a second all-to-all turns the output back.
 
-Where ranks are more than heads, or a near group is smaller than the ranks, a *ring* cuts attention
-itself: of ``sp = shares x ring`` ranks, ``shares`` exchange heads as above, each with its share of
-the positions of ``ring`` parts, and keys and values travel between the parts (:mod:`.ring`).
+Where there are more ranks than heads, or fewer near ranks than ranks, attention itself is sharded
+over a *ring*: of ``sp = n x ring`` ranks, groups of ``n`` ranks exchange heads as above, so that
+each group has ``1 / ring`` of the positions, and ranks with the same heads send each other keys and
+values (:mod:`.ring`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from torch import Tensor, nn
 
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
-from internsp.sp.dispatch import by_part
-from internsp.sp.exchange import Channel, PendingExchange, exchange, start_exchange
-from internsp.sp.fused import Parts, Whole, divisible, others_hooks
+from internsp.sp.dispatch import ring_ranges
+from internsp.sp.exchange import ExchangeGroup, PendingExchange, exchange, start_exchange
+from internsp.sp.fused import (
+    FinishedExchange,
+    FusedSublayer,
+    can_compute_in_parts,
+    has_foreign_hooks,
+)
 from internsp.sp.heads import HeadPlan
 from internsp.sp.kernels import AttentionMask, check_kernel, choose_kernel
 from internsp.sp.layout import SequenceLayout
-from internsp.sp.messages import Shape
-from internsp.sp.ranges import Ranges, Seen
-from internsp.sp.ring import Ring, Rings, ring_attention
+from internsp.sp.messages import ExchangeShape
+from internsp.sp.ranges import MaskSpec, Ranges
+from internsp.sp.ring import Ring, RingCache, ring_attention
 from internsp.trace import Trace
 
 _ROLES = ("q", "k", "v")
@@ -48,12 +54,12 @@ class DistributedAttention(nn.Module):
         causal: a query sees no later key.
         kernel: ``auto``, ``sdpa``, ``flash`` or ``varlen``.
         window: a query sees keys less than this many positions away; None: all.
-        scale: of the scores; None: ``1 / sqrt(d)``.
+        scale: factor of the scores; None: ``1 / sqrt(d)``.
 
     Raises:
         LayoutError: head counts that do not fit.
         ConfigError: an unknown kernel or an empty window.
-        MissingDependencyError: a kernel asked for by name that is not installed.
+        MissingDependencyError: a kernel given by name is not installed.
     """
 
     def __init__(
@@ -79,8 +85,8 @@ class DistributedAttention(nn.Module):
         self.causal, self.kernel, self.window = causal, kernel, window
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.unit = ""
-        self.channel: Channel | None = None
-        self.around: Rings | None = None
+        self.group: ExchangeGroup | None = None
+        self.rings: RingCache | None = None
         self.axes = SequenceAxes()
         self.in_parts, self.overlap = False, True
         self.plan = HeadPlan.create(heads, kv_heads, 1)
@@ -98,38 +104,40 @@ class DistributedAttention(nn.Module):
         in_parts: bool = False,
         overlap: bool = True,
     ) -> None:
-        """Exchange heads over ``group`` from now on (None: not at all).
+        """Exchange heads over ``group`` from now on (None: no exchange).
 
         Args:
-            trace: gets ``A2A`` for each exchange that really runs and ``A2A_WAIT`` for the time
-                spent waiting for it; ``RING`` and ``RING_WAIT`` for keys and values that travel.
+            trace: records ``A2A`` for each exchange that really runs and ``A2A_WAIT`` for the time
+                spent waiting for it; ``RING`` and ``RING_WAIT`` for the keys and values of a ring.
             unit: this module's name in the trace.
-            ring: ranks between which keys and values travel: those with the same heads, in the
-                order of their positions' parts.
-            axes: which ranks of the sequence both are (``mesh.sequence_axes``); None: those of
-                ``group`` are neighbors.
-            form, inner: how they travel, see :func:`internsp.sp.routes.routes`.
-            in_parts: exchange heads in messages between pairs, a part at a time, where that can be
-                (on the host, over gloo): :meth:`sublayer` makes its products meanwhile.
-            overlap: of these; when false nothing is computed while messages travel (WP-12).
+            ring: the ranks between which keys and values are sent: those with the same heads, in
+                the order of the ring.
+            axes: which ranks of the sequence group these two groups are (``mesh.sequence_axes``);
+                None: the ranks of ``group`` are neighbors.
+            form, inner: how keys and values are sent, see :func:`internsp.sp.routes.route`.
+            in_parts: exchange heads in messages between pairs of ranks, one part at a time, where
+                possible (on the host, over gloo); :meth:`sublayer` computes meanwhile.
+            overlap: when false, nothing is computed while these messages are in flight (WP-12).
 
         Raises:
-            LayoutError: groups that are not those of ``axes``.
-            ConfigError: a form that cannot be.
+            LayoutError: the groups are not those of ``axes``.
+            ConfigError: a form that the ring cannot use.
         """
-        channel = None if group is None else Channel.of(group, trace)
-        size = 1 if channel is None else channel.size
-        self.channel = channel if size > 1 else None
-        parts = None if ring is None else Channel.of(ring, trace)
-        count = 1 if parts is None else parts.size
+        exchange_group = None if group is None else ExchangeGroup.of(group, trace)
+        size = 1 if exchange_group is None else exchange_group.size
+        self.group = exchange_group if size > 1 else None
+        ring_group = None if ring is None else ExchangeGroup.of(ring, trace)
+        count = 1 if ring_group is None else ring_group.size
         self.axes = SequenceAxes(size, count) if axes is None else axes
-        if not isinstance(group, Channel) and not isinstance(ring, Channel):
+        if not isinstance(group, ExchangeGroup) and not isinstance(ring, ExchangeGroup):
             self.axes.require_groups(_ranks(group), _ranks(ring))
-        gloo = not isinstance(group, Channel) and size > 1 and dist.get_backend(group) == "gloo"
+        gloo = (
+            not isinstance(group, ExchangeGroup) and size > 1 and dist.get_backend(group) == "gloo"
+        )
         self.in_parts, self.overlap = in_parts and gloo, overlap
-        self.around = None
-        if parts is not None and count > 1:
-            self.around = Rings(parts, form, inner)
+        self.rings = None
+        if ring_group is not None and count > 1:
+            self.rings = RingCache(ring_group, form, inner)
         self.plan = HeadPlan.create(self.heads, self.kv_heads, size)
         self.unit = unit
 
@@ -148,7 +156,7 @@ class DistributedAttention(nn.Module):
         if role not in _ROLES:
             raise ValueError(f"The role of an exchange is one of {_ROLES}, not {role!r}.")
         heads = self.heads if role == "q" else self.kv_heads
-        cut = self.plan.query_cut() if role == "q" else self.plan.kv_cut()
+        cut = self.plan.query_ranges() if role == "q" else self.plan.kv_ranges()
         return self._start(x, heads, cut, role, layout)
 
     @torch.compiler.disable
@@ -164,9 +172,9 @@ class DistributedAttention(nn.Module):
         Args:
             q: ``[B, s, heads, d]``, or what :meth:`start` returned for it.
             k, v: ``[B, s, kv_heads, d]``, likewise.
-            layout: lengths of the ranks and documents. None: equal lengths, one document a row, and
-                on a ring the positions of each rank behind those of the one before: not as
-                :meth:`SequenceLayout.create` deals them there by default (``balance``).
+            layout: lengths of the ranks, and documents. None: equal lengths, one document a row,
+                and consecutive positions on consecutive ranks, also on a ring, where
+                :meth:`SequenceLayout.create` by default balances them otherwise (``balance``).
 
         Returns:
             ``[B, s, heads, d]``.
@@ -176,12 +184,16 @@ class DistributedAttention(nn.Module):
             ConfigError: a kernel that cannot compute this device, dtype or head_dim.
         """
         given = (q, k, v)
-        if isinstance(q, Whole) and isinstance(k, Whole) and isinstance(v, Whole):
+        if (
+            isinstance(q, FinishedExchange)
+            and isinstance(k, FinishedExchange)
+            and isinstance(v, FinishedExchange)
+        ):
             return self._local(q.wait(), k.wait(), v.wait(), layout)
         tensors = [x for x in given if isinstance(x, Tensor)]
-        if len(tensors) == 3 and self._in_parts(tensors[0]):
-            parts, whole = self._divided(tensors, layout)
-            return parts.collect(self._local(*whole, layout))
+        if len(tensors) == 3 and self._uses_parts(tensors[0]):
+            fused, whole = self._exchange_in_parts(tensors, layout)
+            return fused.gather_out(self._local(*whole, layout))
         pending = [
             x if isinstance(x, PendingExchange) else self.start(x, role, layout)
             for x, role in zip(given, _ROLES, strict=True)
@@ -193,50 +205,50 @@ class DistributedAttention(nn.Module):
         self,
         x: Tensor,
         projections: Sequence[nn.Module],
-        turns: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
+        rotations: Sequence[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
         out_projection: nn.Module,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         """A whole attention sublayer: projections, attention, out-projection.
 
-        The same as calling one after the other, and just that on one rank. Where the exchange is
-        made in parts (see :meth:`attach`), products of linear layers are, too, so that messages
-        travel meanwhile (:mod:`.fused`).
+        The result is that of calling one after the other, which is what happens on one rank. Where
+        heads are exchanged in parts (see :meth:`attach`), the products of linear layers are
+        computed in parts, too, while messages are in flight (:mod:`.fused`).
 
         Args:
             x: ``[B, s, hidden]``.
             projections: ``[B, s, hidden]`` to queries ``[B, s, heads * d]``, keys and values
                 ``[B, s, kv_heads * d]``.
-            turns: what is done to each, in the shape ``[B, s, heads, d]``, and its adjoint.
-            out_projection: of ``[B, s, heads * d]``.
+            rotations: for each, a function of ``[B, s, heads, d]`` to apply, and its adjoint.
+            out_projection: takes ``[B, s, heads * d]``.
 
         Returns:
-            What ``out_projection`` gives.
+            The output of ``out_projection``.
         """
-        in_parts = self._in_parts(x)
-        early = self.channel is not None and not in_parts
-        in_parts = in_parts and not others_hooks(self)
-        if in_parts and all(divisible(linear) for linear in projections):
-            parts = self._parted(x, layout)
-            whole = parts.project(x, projections, turns)
+        in_parts = self._uses_parts(x)
+        early = self.group is not None and not in_parts
+        in_parts = in_parts and not has_foreign_hooks(self)
+        if in_parts and all(can_compute_in_parts(linear) for linear in projections):
+            fused = self._fused(x, layout)
+            whole = fused.project(x, projections, rotations)
         else:
             made: list[Any] = []
-            for role, project, (turn, _) in zip(_ROLES, projections, turns, strict=True):
-                made.append(turn(project(x).unflatten(-1, (-1, self.head_dim))))
-                if early:  # one projection's exchange hides behind the next product
+            for role, project, (rotate, _) in zip(_ROLES, projections, rotations, strict=True):
+                made.append(rotate(project(x).unflatten(-1, (-1, self.head_dim))))
+                if early:  # this exchange overlaps with the next projection
                     made[-1] = self.start(made[-1], role, layout)
             if not in_parts:
                 out: Tensor = out_projection(self(*made, layout).flatten(-2))
                 return out
-            parts, whole = self._divided(made, layout)
-        return parts.output(self(*map(Whole, whole), layout), out_projection)
+            fused, whole = self._exchange_in_parts(made, layout)
+        return fused.out_projection(self(*map(FinishedExchange, whole), layout), out_projection)
 
     @torch.compiler.disable
     def packed_qkv(self, qkv: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """The same from ``[B, s, heads + 2 kv_heads, d]`` (queries, keys, values): one exchange."""
+        """Attention of packed ``[B, s, heads + 2 kv_heads, d]`` (q, k, v): one exchange."""
         heads = self.heads + 2 * self.kv_heads
-        x = self._start(qkv, heads, self.plan.qkv_cut(), "qkv", layout).wait()
-        queries, kv = self._mine()
+        x = self._start(qkv, heads, self.plan.qkv_ranges(), "qkv", layout).wait()
+        queries, kv = self._own_heads()
         q, k, v = x.split([queries, kv, kv], dim=2)
         return self._attend(q, k, v, layout)
 
@@ -244,14 +256,14 @@ class DistributedAttention(nn.Module):
     def packed_kv(
         self, q: Tensor | PendingExchange, kv: Tensor, layout: SequenceLayout | None = None
     ) -> Tensor:
-        """The same from ``q [B, s, heads, d]`` and ``kv [B, s, 2, kv_heads, d]``: two exchanges."""
+        """Attention of ``q [B, s, heads, d]`` and ``kv [B, s, 2, kv_heads, d]``: two exchanges."""
         if kv.dim() != 5 or kv.shape[2] != 2:
             raise LayoutError(f"Packed kv must be [B, s, 2, kv_heads, d], got {list(kv.shape)}.")
         first = q if isinstance(q, PendingExchange) else self.start(q, "q", layout)
         flat = kv.flatten(2, 3)
-        second = self._start(flat, 2 * self.kv_heads, self.plan.kv_cut(2), "kv", layout)
+        second = self._start(flat, 2 * self.kv_heads, self.plan.kv_ranges(2), "kv", layout)
         whole_q = first.wait()
-        k, v = second.wait().split([self._mine()[1]] * 2, dim=2)
+        k, v = second.wait().split([self._own_heads()[1]] * 2, dim=2)
         return self._attend(whole_q, k, v, layout)
 
     def extra_repr(self) -> str:
@@ -262,8 +274,8 @@ class DistributedAttention(nn.Module):
             f"sequence={self.axes.size}"
         )
 
-    def _in_parts(self, x: Any) -> bool:
-        """Whether heads of ``x`` are exchanged in parts: the same on all ranks."""
+    def _uses_parts(self, x: Any) -> bool:
+        """Whether heads of ``x`` are exchanged in parts; the same on all ranks."""
         return (
             self.in_parts
             and isinstance(x, Tensor)
@@ -272,62 +284,65 @@ class DistributedAttention(nn.Module):
             and not torch.is_autocast_enabled("cpu")
         )
 
-    def _divided(
+    def _exchange_in_parts(
         self, given: Sequence[Tensor], layout: SequenceLayout | None
-    ) -> tuple[Parts, tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of own positions, exchanged in parts."""
+    ) -> tuple[FusedSublayer, tuple[Tensor, Tensor, Tensor]]:
+        """Exchange queries, keys and values of own positions in parts."""
         for x, role in zip(given, _ROLES, strict=True):
-            self._checked(x, role, layout)
-        parts = self._parted(given[0], layout)
-        return parts, parts.divide(*given)
+            self._check_shape(x, role, layout)
+        fused = self._fused(given[0], layout)
+        return fused, fused.exchange_qkv(*given)
 
-    def _parted(self, x: Tensor, layout: SequenceLayout | None) -> Parts:
-        """One forward's exchange, of the positions of ``x`` ``[B, s, ...]``."""
-        assert self.channel is not None, "in parts among several ranks only"
+    def _fused(self, x: Tensor, layout: SequenceLayout | None) -> FusedSublayer:
+        """The :class:`FusedSublayer` of one forward, whose input is ``x [B, s, ...]``."""
+        assert self.group is not None, "heads are exchanged in parts among several ranks only"
         lengths = self._lengths(x.shape[1], layout)
-        shape = Shape(self.plan, self._rank, lengths, len(x), self.head_dim, x.dtype)
-        return Parts(self.channel, shape, self.unit, self.overlap)
+        shape = ExchangeShape(self.plan, self._heads_rank, lengths, len(x), self.head_dim, x.dtype)
+        return FusedSublayer(self.group, shape, self.unit, self.overlap)
 
     @property
-    def _part(self) -> int:
-        """Of the positions over which attention is cut."""
-        return 0 if self.around is None else self.around.channel.rank
+    def _ring_rank(self) -> int:
+        """This rank's number in the ring."""
+        return 0 if self.rings is None else self.rings.group.rank
 
     @property
-    def _rank(self) -> int:
-        """Among those that share heads."""
-        return 0 if self.channel is None else self.channel.rank
+    def _heads_rank(self) -> int:
+        """This rank's number among the ranks that share heads."""
+        return 0 if self.group is None else self.group.rank
 
-    def _mine(self) -> tuple[int, int]:
-        """Query and key/value heads that this rank computes."""
-        (q0, q1), (kv0, kv1) = self.plan.query[self._rank], self.plan.key_value[self._rank]
+    def _own_heads(self) -> tuple[int, int]:
+        """Numbers of query heads and of key/value heads of this rank."""
+        (q0, q1), (kv0, kv1) = (
+            self.plan.query[self._heads_rank],
+            self.plan.key_value[self._heads_rank],
+        )
         return q1 - q0, kv1 - kv0
 
     def _lengths(self, length: int, layout: SequenceLayout | None) -> tuple[int, ...]:
-        """Positions of each rank that shares heads, from the layout or taken to be equal."""
+        """Positions of each rank of the heads group, from the layout or, without one, all equal."""
         if layout is None:
             return (length,) * self.plan.size
         self.axes.require_layout(layout.axes)
-        size, rank = self.axes.size, self.axes.rank(self._part, self._rank)
+        size, rank = self.axes.size, self.axes.rank(self._ring_rank, self._heads_rank)
         if layout.size != size or layout.rank != rank:
             raise LayoutError(
                 f"The layout is for rank {layout.rank} of {layout.size}, but this "
                 f"DistributedAttention is rank {rank} of {size}. Attach the "
                 "sequence group (attach), or make the layout for it."
             )
-        return tuple(layout.sizes[rank] for rank in self.axes.sharing(self._part))
+        return tuple(layout.sizes[rank] for rank in self.axes.sharing(self._ring_rank))
 
-    def _checked(
+    def _check_shape(
         self, x: Tensor, label: str, layout: SequenceLayout | None, heads: int | None = None
     ) -> tuple[int, ...]:
-        """Positions of each rank that shares heads; ``x`` is in the shape of its role."""
+        """Check the shape of ``x``; return the positions of each rank that shares heads."""
         if heads is None:
             heads = self.heads if label == "q" else self.kv_heads
         lengths = self._lengths(x.shape[1], layout)
-        wanted = (lengths[self._rank], heads, self.head_dim)
+        wanted = (lengths[self._heads_rank], heads, self.head_dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != wanted:
             raise LayoutError(
-                f"Rank {self._rank}: {label} of {self.unit or 'attention'} must be "
+                f"Rank {self._heads_rank}: {label} of {self.unit or 'attention'} must be "
                 f"[B, {', '.join(map(str, wanted))}], got {list(x.shape)}."
             )
         return lengths
@@ -340,23 +355,21 @@ class DistributedAttention(nn.Module):
         label: str,
         layout: SequenceLayout | None,
     ) -> PendingExchange:
-        lengths = self._checked(x, label, layout, heads)
-        return start_exchange(
-            x, self.channel, lengths, cut, to="heads", unit=self.unit, label=label
-        )
+        lengths = self._check_shape(x, label, layout, heads)
+        return start_exchange(x, self.group, lengths, cut, to="heads", unit=self.unit, label=label)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None) -> Tensor:
-        """Attention of this rank's heads over all positions, then back to its positions."""
+        """Attention of this rank's heads over all positions, then the exchange back."""
         out = self._local(q, k, v, layout)
-        if self.channel is None:
+        if self.group is None:
             return out
-        # Taken from the output's own length: with no layout every rank has as many.
+        # Without a layout all ranks have equally many positions.
         lengths = self._lengths(q.shape[1] // self.plan.size, layout)
         return exchange(
             out,
-            self.channel,
+            self.group,
             lengths,
-            self.plan.query_cut(),
+            self.plan.query_ranges(),
             to="sequence",
             unit=self.unit,
             label="out",
@@ -369,40 +382,43 @@ class DistributedAttention(nn.Module):
             raise LayoutError(
                 f"The layout has {len(documents.lengths)} rows, the queries {q.shape[0]}."
             )
-        if self.around is not None:
-            out = ring_attention(self._ring(self.around, q.shape[1], layout), q, k, v, self.unit)
+        if self.rings is not None:
+            out = ring_attention(self._ring(self.rings, q.shape[1], layout), q, k, v, self.unit)
         elif q.numel():
             mask = AttentionMask(self.causal, self.window, documents)
             kernel = choose_kernel(self.kernel, q.device, q.dtype, self.head_dim)
-            out = kernel(q, k, v, self.plan.key_value_of(self._rank), mask, self.scale)
+            out = kernel(q, k, v, self.plan.kv_index(self._heads_rank), mask, self.scale)
         else:
             out = no_heads(q, k, v)
         return out
 
-    def _ring(self, around: Rings, length: int, layout: SequenceLayout | None) -> Ring:
-        """How keys and values travel for a batch."""
+    def _ring(self, rings: RingCache, length: int, layout: SequenceLayout | None) -> Ring:
+        """The ring for one batch."""
         ranges: tuple[Ranges, ...]
-        if layout is None:  # as long on every rank, one after another
+        if layout is None:  # equally many positions on every rank, in order
             each, size = length // self.axes.heads, self.axes.size
             ranges = tuple(((n * each, n * each + each),) for n in range(size))
             documents: tuple[tuple[int, ...], ...] = ((size * each,),)
         else:
             ranges, documents = layout.ranges, layout.documents.rows
-        held = by_part(ranges, self.axes)
-        seen = Seen(self.causal, self.window, documents)
-        return around.of(held, seen, self.plan.key_value_of(self._rank), self.scale)
+        held = ring_ranges(ranges, self.axes)
+        spec = MaskSpec(self.causal, self.window, documents)
+        return rings.get(held, spec, self.plan.kv_index(self._heads_rank), self.scale)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks; of none this one alone, which without a process group is the only one."""
+    """Global ranks of ``group``; without a group, this rank alone (0 without a process group)."""
     if group is None:
         return [dist.get_rank() if dist.is_initialized() else 0]
     return dist.get_process_group_ranks(group)
 
 
 def no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of no heads, ``[B, S, 0, d of v]``, whose backward reaches every input, so that a
-    rank without heads takes its place in the exchanges of backward too (WP-2)."""
+    """Attention on a rank without heads: ``[B, S, 0, d of v]``.
+
+    Its backward gives every input a gradient, so that the rank takes part in the exchanges of
+    backward, too (WP-2).
+    """
     out: Tensor = _NoHeads.apply(q, k, v)
     return out.sum(3, keepdim=True).expand(*q.shape[:3], v.shape[3])
 

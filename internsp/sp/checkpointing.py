@@ -1,9 +1,9 @@
 """Selective activation checkpointing: recompute a block without repeating its all-to-alls.
 
-Results of the exchange and of attention are kept; everything else is recomputed. This is a pair of
-dispatch modes, as torch's own ``create_selective_checkpoint_contexts`` is, but torch's raises when
-recompute runs an operator that forward did not, and a block whose weights are gathered again does
-just that.
+The results of the exchange and of attention are kept; everything else is recomputed. The context
+is a pair of dispatch modes, like torch's ``create_selective_checkpoint_contexts``. torch's raises
+when recompute runs an operator that forward did not run, and a block whose weights are all-gathered
+again does that.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _KEPT = frozenset(
         "internsp_sp::start",
         "internsp_sp::finish",
         "internsp_sp::ring",
-        "internsp_sp::heads_in_parts",
-        "internsp_sp::given_in_parts",
-        "internsp_sp::deliver",
-        "internsp_sp::collect",
+        "internsp_sp::project_qkv",
+        "internsp_sp::exchange_qkv",
+        "internsp_sp::send_out",
+        "internsp_sp::receive_out",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
@@ -45,17 +45,17 @@ def keeps_result(operator: Any) -> bool:
 
 
 @runtime_checkable
-class Held(Protocol):
-    """A result that is kept elsewhere."""
+class Offloaded(Protocol):
+    """A kept result that has been moved elsewhere, for example to the host."""
 
-    def take(self) -> Tensor:
-        """It, as it was."""
+    def unpack(self) -> Tensor:
+        """Return the tensor, with its values and on its device."""
 
 
 def checkpoint_context_fn(
-    keep: Callable[[Tensor], Held] | None = None,
+    keep: Callable[[Tensor], Offloaded] | None = None,
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """What ``torch.utils.checkpoint.checkpoint`` takes as ``context_fn``.
+    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
 
     Use it as ``checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context_fn)``. The
     backward of such a block repeats no exchange and no attention forward. Only non-reentrant
@@ -63,36 +63,37 @@ def checkpoint_context_fn(
     recomputed.
 
     Args:
-        keep: where results of more than one dimension go, and come back from; ``None``: they stay.
+        keep: moves a result of more than one dimension elsewhere until recompute needs it;
+            ``None``: results stay where they are.
     """
     kept: list[tuple[Any, Any, list[int]]] = []
     return _Keep(kept, keep), _Replay(kept)
 
 
 class _Keep(TorchDispatchMode):
-    """Forward: run everything, remember the results of kept operators in order."""
+    """Forward: run everything, and keep the results of the listed operators in order."""
 
     def __init__(
         self,
         kept: list[tuple[Any, Any, list[int]]],
-        keep: Callable[[Tensor], Held] | None = None,
+        keep: Callable[[Tensor], Offloaded] | None = None,
     ) -> None:
         super().__init__()
         self.kept, self.keep = kept, keep
-        self.leaving: list[tuple[Any, Tensor, int]] = []
+        self.offloading: list[tuple[Any, Tensor, int]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions run as they are."""
+        """Run compiled regions unchanged."""
         return True
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        # What leaves is copied beside the block's own work: a write until here may be in it.
-        leaving, self.leaving = self.leaving, []
+        # Results are copied while the block runs: a write to one of them may be in the copy.
+        offloading, self.offloading = self.offloading, []
         super().__exit__(kind, value, traceback)
-        for func, tensor, version in leaving if kind is None else ():
+        for func, tensor, version in offloading if kind is None else ():
             if tensor._version != version:
-                raise _written(func)
+                raise _write_error(func)
 
     def __torch_dispatch__(
         self,
@@ -108,15 +109,15 @@ class _Keep(TorchDispatchMode):
         return out
 
     def _hold(self, func: Any, tensor: Tensor) -> Any:
-        alias = _same_counter(tensor)
+        alias = _alias(tensor)
         if self.keep is None or not tensor.is_floating_point() or tensor.dim() < 2:
             return alias
-        self.leaving.append((func, alias, alias._version))
+        self.offloading.append((func, alias, alias._version))
         return self.keep(alias)
 
 
 class _Replay(TorchDispatchMode):
-    """Recompute: give the remembered results in order, run everything else."""
+    """Recompute: return the kept results in order, and run everything else."""
 
     def __init__(self, kept: list[tuple[Any, Any, list[int]]]) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class _Replay(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions run as they are."""
+        """Run compiled regions unchanged."""
         return True
 
     def __enter__(self) -> _Replay:
@@ -150,27 +151,30 @@ class _Replay(TorchDispatchMode):
             )
         _, held, versions = self.kept[self.position]
         if _versions(held) != versions:
-            raise _written(func)
+            raise _write_error(func)
         self.position += 1
-        return tree_map(_given, held)
+        return tree_map(_restored, held)
 
 
-def _given(held: Any) -> Any:
+def _restored(held: Any) -> Any:
     if isinstance(held, Tensor):
         return held.detach()
-    return held.take() if isinstance(held, Held) else held
+    return held.unpack() if isinstance(held, Offloaded) else held
 
 
-def _written(operator: Any) -> OrderError:
+def _write_error(operator: Any) -> OrderError:
     return OrderError(
         f"A kept result of {operator._schema.name} was written to in place after it was made. "
         "Write to a clone, or use checkpointing mode 'full'."
     )
 
 
-def _same_counter(x: Tensor) -> Tensor:
-    """An alias that notices writes to the original. Inside a dispatch mode the key that makes
-    ``detach`` share the version counter is switched off; torch's own checkpoint does this too."""
+def _alias(x: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, so that writes to the original show.
+
+    Inside a dispatch mode, the dispatch key that makes ``detach`` share the counter is off; torch's
+    own selective checkpointing turns it on in the same way.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 

@@ -1,15 +1,16 @@
 """Which positions of a sequence each rank holds.
 
-Ranks that share heads (:mod:`.exchange`) hold neighboring positions, whichever ranks these are
-(:class:`internsp.mesh.sequence.SequenceAxes`). Ranks of a ring compute with
-different queries, and under a causal mask a late query costs more than an early one: what they hold
-is dealt so that all have as many positions and about as many pairs of a query and a key.
+Ranks that exchange heads (:mod:`.exchange`) hold neighboring positions, whichever ranks these are
+(:class:`internsp.mesh.sequence.SequenceAxes`). The ranks of a ring compute with different queries,
+and under a causal mask a late query costs more than an early one. Positions are therefore
+distributed so that all ranks of a ring have equally many positions and about equally many pairs of
+a query and a key:
 
-- ``contiguous``: one range each.
-- ``zigzag``: of twice as many chunks as ranks, the i-th and the i-th from the end
-  (arXiv 2311.09431): level for one causal document.
-- ``level``: more and smaller chunks, dealt by what they cost, the costly first, to the rank that
-  has least so far (longest processing time first): level for packed documents, too.
+- ``contiguous``: one range for each rank.
+- ``zigzag``: the sequence is split into twice as many chunks as ranks; rank i holds the i-th chunk
+  and the i-th from the end (arXiv 2311.09431). Balanced for one causal document.
+- ``level``: more and smaller chunks; in descending order of cost, each goes to the rank with the
+  least cost so far (longest processing time first). Balanced for packed documents, too.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from itertools import accumulate
 
 from internsp.errors import ConfigError
 from internsp.mesh.sequence import SequenceAxes
-from internsp.sp.heads import Span, balanced, spans
-from internsp.sp.ranges import Ranges, Seen
+from internsp.sp.heads import Span, even_sizes, spans
+from internsp.sp.ranges import MaskSpec, Ranges
 
-FIXED = "zigzag"  # whose shares are as long whatever the documents
+FIXED_BALANCE = "zigzag"  # numbers of positions do not depend on the documents
 BALANCES = ("auto", "contiguous", "zigzag", "level")
-_CHUNKS = 8  # of a rank, when they are dealt by cost
-_LEVEL = 1.05  # what the busiest rank may have of the average
+_CHUNKS_PER_RANK = 8  # for "level"
+_MAX_IMBALANCE = 1.05  # pairs of the busiest rank over the average; above it "auto" tries the next
 
 
 @lru_cache(maxsize=64)
-def cut(length: int, axes: SequenceAxes, balance: str, seen: Seen) -> tuple[Ranges, ...]:
-    """The ranges of each rank of a sequence.
+def rank_ranges(
+    length: int, axes: SequenceAxes, balance: str, spec: MaskSpec
+) -> tuple[Ranges, ...]:
+    """The ranges of positions of each rank of a sequence group.
 
     Args:
-        balance: see the module's text; ``auto`` takes the first that is level, since fewer ranges
-            need fewer keys of others.
+        balance: see the module's docstring; ``auto`` takes the first that is balanced, since with
+            fewer ranges a rank needs fewer keys of other ranks.
 
     Raises:
         ConfigError: an unknown balance.
@@ -44,96 +47,99 @@ def cut(length: int, axes: SequenceAxes, balance: str, seen: Seen) -> tuple[Rang
     if balance not in BALANCES:
         raise ConfigError(f"No balance {balance!r} of positions; choose one of {BALANCES}.")
     if axes.ring == 1:
-        even = spans(balanced(length, axes.size))
+        even = spans(even_sizes(length, axes.size))
         return tuple((span,) if span[0] < span[1] else () for span in even)
-    dealt = [_shares(held, axes.heads) for held in deal(length, axes.ring, balance, seen)]
+    by_ring_rank = [
+        _split_positions(held, axes.heads)
+        for held in balance_ranges(length, axes.ring, balance, spec)
+    ]
     places = map(axes.place, range(axes.size))
-    return tuple(dealt[part][share] for part, share in places)
+    return tuple(by_ring_rank[part][share] for part, share in places)
 
 
 def fixed_sizes(length: int, axes: SequenceAxes) -> tuple[int, ...]:
-    """Positions of each rank in a :data:`FIXED` balance: the same for all batches."""
-    held = cut(length, axes, FIXED, Seen(True, None, ((length,),)))
+    """Number of positions of each rank under :data:`FIXED_BALANCE`: the same for all batches."""
+    held = rank_ranges(length, axes, FIXED_BALANCE, MaskSpec(True, None, ((length,),)))
     return tuple(sum(stop - start for start, stop in ranges) for ranges in held)
 
 
-def by_part(ranges: Sequence[Ranges], axes: SequenceAxes) -> tuple[Ranges, ...]:
-    """What each rank of a ring computes with: all that those ranks hold that share its heads."""
+def ring_ranges(ranges: Sequence[Ranges], axes: SequenceAxes) -> tuple[Ranges, ...]:
+    """The ranges with which each rank of a ring computes: those of all ranks of its heads group."""
     return tuple(
-        joined([span for rank in axes.sharing(part) for span in ranges[rank]])
+        merged([span for rank in axes.sharing(part) for span in ranges[rank]])
         for part in range(axes.ring)
     )
 
 
-def deal(length: int, ring: int, balance: str, seen: Seen) -> tuple[Ranges, ...]:
-    """The ranges of each rank of a ring."""
+def balance_ranges(length: int, ring: int, balance: str, spec: MaskSpec) -> tuple[Ranges, ...]:
+    """The ranges of each rank of a ring, before they are split over the ranks that share heads."""
     makers = {"contiguous": _contiguous, "zigzag": _zigzag, "level": _by_cost}
     if balance != "auto":
-        return makers[balance](length, ring, seen)
+        return makers[balance](length, ring, spec)
     made = []
     for make in makers.values():
-        made.append(make(length, ring, seen))
-        if imbalance(made[-1], seen) <= _LEVEL:
+        made.append(make(length, ring, spec))
+        if imbalance(made[-1], spec) <= _MAX_IMBALANCE:
             return made[-1]
-    return min(made, key=lambda held: imbalance(held, seen))
+    return min(made, key=lambda held: imbalance(held, spec))
 
 
-def imbalance(held: Sequence[Ranges], seen: Seen) -> float:
-    """The pairs of a query and a key of the busiest rank, over those of the average one."""
-    areas = [sum(cost(span, seen) for span in ranges) for ranges in held]
+def imbalance(held: Sequence[Ranges], spec: MaskSpec) -> float:
+    """Pairs of a query and a key on the busiest rank, divided by the average over the ranks."""
+    areas = [sum(cost(span, spec) for span in ranges) for ranges in held]
     return max(areas) * len(areas) / max(1, sum(areas))
 
 
-def _contiguous(length: int, ring: int, seen: Seen) -> tuple[Ranges, ...]:
-    return tuple(joined([span]) for span in spans(balanced(length, ring)))
+def _contiguous(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
+    return tuple(merged([span]) for span in spans(even_sizes(length, ring)))
 
 
-def _zigzag(length: int, ring: int, seen: Seen) -> tuple[Ranges, ...]:
-    chunks = spans(balanced(length, 2 * ring))
-    return tuple(joined([chunks[i], chunks[-1 - i]]) for i in range(ring))
+def _zigzag(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
+    chunks = spans(even_sizes(length, 2 * ring))
+    return tuple(merged([chunks[i], chunks[-1 - i]]) for i in range(ring))
 
 
-def _by_cost(length: int, ring: int, seen: Seen) -> tuple[Ranges, ...]:
-    """Chunks of about equal length, an equal number for each rank, dealt by cost."""
-    chunks = spans(balanced(length, ring * _CHUNKS))
-    costs = [cost(chunk, seen) for chunk in chunks]
+def _by_cost(length: int, ring: int, spec: MaskSpec) -> tuple[Ranges, ...]:
+    """Chunks of about equal length, equally many for each rank, assigned by cost."""
+    chunks = spans(even_sizes(length, ring * _CHUNKS_PER_RANK))
+    costs = [cost(chunk, spec) for chunk in chunks]
     order = sorted(range(len(chunks)), key=lambda i: (-costs[i], i))
     heap = [(0, 0, rank) for rank in range(ring)]  # cost so far, chunks, rank
     mine: list[list[Span]] = [[] for _ in range(ring)]
     for index in order:
         total, count, rank = heapq.heappop(heap)
         mine[rank].append(chunks[index])
-        if count + 1 < _CHUNKS:  # a full rank gets no more: all have as many positions
+        if count + 1 < _CHUNKS_PER_RANK:  # all ranks get equally many chunks
             heapq.heappush(heap, (total + costs[index], count + 1, rank))
-    return tuple(joined(sorted(held)) for held in mine)
+    return tuple(merged(sorted(held)) for held in mine)
 
 
-def cost(chunk: Span, seen: Seen) -> int:
-    """Pairs of a query of a range and a key that it sees, anywhere in the sequence."""
+def cost(chunk: Span, spec: MaskSpec) -> int:
+    """Pairs of a query in ``chunk`` and a key of the sequence that the query sees."""
     found = 0
-    most = chunk[1] + max(map(sum, seen.documents)) if seen.window is None else seen.window
-    for lengths in seen.documents:
+    most = chunk[1] + max(map(sum, spec.documents)) if spec.window is None else spec.window
+    for lengths in spec.documents:
         for start, stop in spans(lengths):
             first, last = max(start, chunk[0]), min(stop, chunk[1])
             if first >= last:
                 continue
-            found += _capped(first - start + 1, last - start + 1, most)
-            if not seen.causal:
-                found += _capped(stop - last, stop - first, most - 1)
+            found += _capped_sum(first - start + 1, last - start + 1, most)
+            if not spec.causal:
+                found += _capped_sum(stop - last, stop - first, most - 1)
     return found
 
 
-def _capped(first: int, stop: int, most: int) -> int:
+def _capped_sum(first: int, stop: int, most: int) -> int:
     """The sum of ``min(x, most)`` over ``first <= x < stop``."""
     middle = min(max(first, most), stop)
     return (first + middle - 1) * (middle - first) // 2 + most * (stop - middle)
 
 
-def _shares(held: Ranges, ranks: int) -> list[Ranges]:
-    """Positions of some ranges over ranks that share heads, one after another."""
+def _split_positions(held: Ranges, ranks: int) -> list[Ranges]:
+    """Split the positions of ``held`` over the ``ranks`` ranks that share heads, in order."""
     total = sum(stop - start for start, stop in held)
     found = []
-    for first, last in spans(balanced(total, ranks)):
+    for first, last in spans(even_sizes(total, ranks)):
         at, mine = 0, []
         for start, stop in held:
             a, b = max(first, at), min(last, at + stop - start)
@@ -144,10 +150,10 @@ def _shares(held: Ranges, ranks: int) -> list[Ranges]:
     return found
 
 
-def order_of(ranges: Sequence[Ranges]) -> list[int] | None:
-    """For each position of the sequence its place among what all ranks hold, rank after rank.
+def gathered_indices(ranges: Sequence[Ranges]) -> list[int] | None:
+    """For each position of the sequence, its index in the gathered positions, rank after rank.
 
-    None where they hold it in order.
+    None where the gathered positions are in sequence order.
     """
     spans = [span for held in ranges for span in held]
     places = accumulate((stop - start for start, stop in spans), initial=0)
@@ -157,8 +163,8 @@ def order_of(ranges: Sequence[Ranges]) -> list[int] | None:
     return [at + i for (start, stop), at in placed for i in range(stop - start)]
 
 
-def joined(held: Sequence[Span]) -> Ranges:
-    """The same positions in the same order, in as few ranges as can be, none empty."""
+def merged(held: Sequence[Span]) -> Ranges:
+    """The same positions in the same order, in as few ranges as possible, none empty."""
     found: list[Span] = []
     for start, stop in held:
         if start == stop:

@@ -1,27 +1,28 @@
-"""One attention sublayer over an exchange of heads: projections, attention and out-projection in
-parts, so that messages are on their way while the products that need none of them are made.
+"""One attention sublayer with its exchange of heads: projections, attention and out-projection are
+computed in parts, so that messages are in flight while products that do not need them are computed.
 
 An all-to-all for each of q, k, v and the output makes a block wait for its links four times a
-pass: what a peer needs leaves when the last of it is made, and behind weights that are on the same
-link. Here each part leaves as a message of its own as soon as it is made, the peers' parts first
-(:mod:`.stages` has the order), and the own parts are computed meanwhile:
+pass: an all-to-all starts only when all its data are computed, and it queues behind the weights on
+the same link. Here each part is sent as a message of its own as soon as it is computed, the peers'
+parts first (:mod:`.stages` has the order), and the rank's own parts are computed meanwhile:
 
 =========  ========================================================================================
-forward    the peers' heads of q, k and v are projected and sent, then the own heads are, into the
-           whole tensors; attention; the peers' positions are sent; own heads' columns of the
-           out-projection; then the peers'
-backward   what the peers need before the out-projection is sent, then the own part and the weight's
-           gradient are made; attention's backward; the peers' positions of dq, dk and dv in one
-           message each; gradients from own heads, for the input and the weights; then from theirs
+forward    project the peers' heads of q, k and v and send them, then project the own heads;
+           attention; send the peers' positions of the output; multiply the own heads with their
+           columns of the out-projection, then the peers' heads with theirs
+backward   compute and send the peers' part of attention's output gradient; compute the own part and
+           the out-projection's weight gradient; attention's backward; send the peers' positions
+           of dq, dk and dv, one message to each peer; compute the gradients of the input and the
+           weights from the own heads, then from the peers' heads
 =========  ========================================================================================
 
-Served on the host over gloo, by projections that are ordinary linear layers. One that is not (an
-adapter, a hook of a user's) is called as it is, and its result sent in parts: the messages are the
-same, so that one rank alone may have a hook.
+Used on the host over gloo, for projections that are ordinary linear layers. Another module (an
+adapter, a layer with a user's hook) is called as it is, and its output is sent in parts: the
+messages are the same, so that a hook may exist on one rank alone.
 
-Between the stages stand autograd functions of their own: attention is any kernel's, and gradients
-of the out-projection are ready before attention's backward. What selective checkpointing keeps is
-made by custom operators, as in :mod:`.exchange`.
+Each stage is an autograd function of its own, since any kernel may compute attention, and since the
+out-projection's gradients are ready before attention's backward. The results that selective
+checkpointing keeps come from custom operators, as in :mod:`.exchange`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from internsp.errors import LayoutError
-from internsp.sp.exchange import Channel, PendingExchange, phase_of
-from internsp.sp.handles import Handles
-from internsp.sp.messages import Place, Shape, Stage, stages_of
+from internsp.sp.exchange import ExchangeGroup, PendingExchange, phase_of
+from internsp.sp.handles import HandleTable
+from internsp.sp.messages import ExchangeKey, ExchangeShape, PeerExchange, peer_exchanges
 from internsp.sp.stages import (
-    AHEAD,
-    MAKE,
+    COMPUTE,
     OWN,
+    PREPOST,
     QKV,
     RECEIVE,
     REST,
@@ -50,274 +51,294 @@ from internsp.sp.stages import (
     WAIT,
     WEIGHT,
     Action,
-    order,
+    exchange_order,
 )
 
-_order = lru_cache(maxsize=64)(order)
+_order = lru_cache(maxsize=64)(exchange_order)
 
 
-Turn = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-"""What is done to projected queries or keys ``[B, s, h, d]``, linear and the same to each head (a
-rotary embedding), and its adjoint; both leave the shape."""
+Rotation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""A linear function of projected queries or keys ``[B, s, h, d]`` that treats all heads alike (a
+rotary embedding), and its adjoint. Both keep the shape."""
 
 
-def _nothing(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _nothing_more() -> None:
+def _no_op() -> None:
     return
 
 
-UNTURNED: Turn = (_nothing, _nothing)
+NO_ROTATION: Rotation = (_identity, _identity)
 
 
-class Whole(PendingExchange):
-    """Queries, keys or values that have been exchanged in parts: ``[B, S, own heads, d]``."""
+class FinishedExchange(PendingExchange):
+    """Queries, keys or values ``[B, S, own heads, d]`` whose exchange in parts is complete."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(None, (), tensor)
 
 
-class Parts:
-    """One forward of one attention sublayer, and its backward.
+class FusedSublayer:
+    """One forward of one attention sublayer with an exchange in parts, and its backward.
 
     Args:
-        unit: of the trace.
-        overlap: see :func:`internsp.sp.stages.order`.
+        unit: the attention module's name in the trace.
+        group: the ranks that share heads.
+        shape: the sizes of the messages.
+        overlap: see :func:`internsp.sp.stages.exchange_order`.
     """
 
-    def __init__(self, channel: Channel, shape: Shape, unit: str, overlap: bool) -> None:
-        self.channel, self.shape, self.unit, self.overlap = channel, shape, unit, overlap
-        self.order = _order(channel.rank, channel.size, overlap)
-        self.turns = dict.fromkeys(QKV, UNTURNED)
-        self.delivered: Stage | None = None  # in forward
-        self.returned: Stage | None = None  # in backward
-        self.handle = _PARTS.give(self)
+    def __init__(
+        self, group: ExchangeGroup, shape: ExchangeShape, unit: str, overlap: bool
+    ) -> None:
+        self.group, self.shape, self.unit, self.overlap = group, shape, unit, overlap
+        self.order = _order(group.rank, group.size, overlap)
+        self.rotations = dict.fromkeys(QKV, NO_ROTATION)
+        self.sent_out: PeerExchange | None = None  # from the forward's sends to its wait
+        self.sent_out_gradient: PeerExchange | None = None  # likewise in backward
+        self.handle = _SUBLAYERS.add(self)
 
-    def begin(self, what: str, adjoint: bool) -> Stage:
-        """A new stage."""
-        place = Place(self.unit, what, phase_of(adjoint))
-        return stages_of(self.channel).begin(self.channel, place, self.shape)
+    def start_exchange(self, what: str, adjoint: bool) -> PeerExchange:
+        """Start the exchange of a stage (``qkv`` or ``out``) and return it."""
+        key = ExchangeKey(self.unit, what, phase_of(adjoint))
+        return peer_exchanges(self.group).start(self.group, key, self.shape)
 
-    def perform(
+    def run(
         self,
         actions: Iterable[Action],
-        stage: Stage,
+        exchange: PeerExchange,
         make: Callable[[str, int], Tensor],
         own: Callable[[str], None],
-        then: Callable[[], None] = _nothing_more,
+        then: Callable[[], None] = _no_op,
     ) -> None:
-        """Do what the order says.
+        """Execute a stage's actions in order.
 
         Args:
-            make: gives what is sent of a role to a peer.
-            own: makes this rank's own part of a role.
-            then: what else the stage computes: the weight's gradient, or the rest.
+            make: computes what a peer gets, from the role and the peer's rank.
+            own: computes this rank's own part of a role.
+            then: computes the weight gradient (``WEIGHT``) or the part of the peers (``REST``).
         """
         part = None
         for kind, what, peer in actions:
-            if kind == MAKE:
+            if kind == COMPUTE:
                 part = make(what, peer).contiguous()
             elif kind == SEND:
-                assert part is not None, "made just before"
-                stage.send(part, what, peer)
-            elif kind == AHEAD:
-                stages_of(self.channel).look_ahead(stage)
+                assert part is not None, "computed by the action before"
+                exchange.send(part, what, peer)
+            elif kind == PREPOST:
+                peer_exchanges(self.group).prepost_receives(exchange)
             elif kind == OWN:
                 own(what)
             elif kind == WAIT:
-                stage.wait()
+                exchange.wait()
             elif kind in (WEIGHT, REST):
                 then()
             else:
-                assert kind == RECEIVE, "posted when the stage began, or ahead of it"
+                assert kind == RECEIVE, "posted at the start of the exchange or before it"
 
-    # what a model calls
+    # Called by the attention module
 
     def project(
-        self, x: Tensor, linears: Sequence[Any], turns: Sequence[Turn]
+        self, x: Tensor, linears: Sequence[Any], rotations: Sequence[Rotation]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of ``x`` ``[B, s, hidden]``, of all positions and own heads.
+        """Project ``x`` ``[B, s, hidden]`` to queries, keys and values, and exchange these.
 
         Args:
-            linears: the three projections, :func:`divisible` ones.
-            turns: what is done to the result of each.
+            linears: the three projections; :func:`can_compute_in_parts` is true for each.
+            rotations: the function applied to the output of each.
 
         Returns:
-            ``[B, S, own heads, d]`` of each.
+            Queries, keys and values, each ``[B, S, own heads, d]``.
 
         Raises:
-            LayoutError: a weight of another size than that of its heads.
+            LayoutError: the size of a weight does not fit the number of heads.
         """
-        self.turns = dict(zip(QKV, turns, strict=True))
-        weights, biases, guards = zip(*(linear.opened() for linear in linears), strict=True)
+        self.rotations = dict(zip(QKV, rotations, strict=True))
+        weights, biases, guards = zip(
+            *(linear.unshard_weight_and_bias() for linear in linears), strict=True
+        )
         for role, weight in zip(QKV, weights, strict=True):
-            self.require(f"the projection of {role}", len(weight), role)
+            self.require_size(f"the projection of {role}", len(weight), role)
         whole = _Project.apply(self, x, *weights, *biases)
         for guard in guards:
             whole = guard(whole)
         q, k, v = whole
         return q, k, v
 
-    def divide(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`project` of what is projected already, ``[B, s, all heads, d]`` each."""
-        q, k, v = _Divide.apply(self, q, k, v)
+    def exchange_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange projected queries, keys and values, each ``[B, s, all heads, d]``."""
+        q, k, v = _ExchangeQKV.apply(self, q, k, v)
         return q, k, v
 
-    def require(self, what: str, size: int, role: str) -> None:
-        """That a weight has as many rows, or columns, as the heads of its role make."""
-        heads, depth = self.shape.width(role), self.shape.depth
+    def require_size(self, what: str, size: int, role: str) -> None:
+        """Check that a weight has one row, or column, for each feature of its role's heads."""
+        heads, depth = self.shape.total_heads(role), self.shape.depth
         if size != heads * depth:
             raise LayoutError(
                 f"Rank {self.shape.rank}: {what} of {self.unit or 'attention'} has {size} rows or "
                 f"columns for {heads} heads of {depth}: give it {heads * depth}."
             )
 
-    def output(self, out: Tensor, linear: Any) -> Tensor:
-        """The out-projection of attention's result ``[B, S, own heads, d]``, at own positions.
+    def out_projection(self, out: Tensor, linear: Any) -> Tensor:
+        """Apply the out-projection ``linear`` to attention's output ``[B, S, own heads, d]``.
 
-        ``linear`` is called, so that what is hooked on its call happens.
+        Returns its output at this rank's positions. ``linear`` is called as a module, so that its
+        hooks run.
         """
-        if divisible(linear):
-            made: Tensor = linear(OnTheWay(self, out, _Deliver.apply(self, out)))
+        if can_compute_in_parts(linear):
+            made: Tensor = linear(PendingOutput(self, out, _SendOut.apply(self, out)))
         else:
-            made = linear(self.collect(out).flatten(-2))
+            made = linear(self.gather_out(out).flatten(-2))
         return made
 
-    def collect(self, out: Tensor) -> Tensor:
-        """All heads at own positions ``[B, s, heads, d]``, of attention's result."""
-        whole: Tensor = _Collect.apply(self, out.detach(), _Deliver.apply(self, out))
+    def gather_out(self, out: Tensor) -> Tensor:
+        """Exchange attention's output: all heads at own positions, ``[B, s, heads, d]``."""
+        whole: Tensor = _GatherOut.apply(self, out.detach(), _SendOut.apply(self, out))
         return whole.unflatten(-1, (self.shape.plan.heads, self.shape.depth))
 
 
-class OnTheWay:
-    """Attention's result, given to a linear layer in place of a tensor, and not yet whole."""
+class PendingOutput:
+    """Attention's output, passed to a linear layer in place of a tensor before it has arrived."""
 
-    def __init__(self, parts: Parts, out: Tensor, token: Tensor) -> None:
-        self._parts, self._out, self._token = parts, out, token
+    def __init__(self, sublayer: FusedSublayer, out: Tensor, token: Tensor) -> None:
+        self._sublayer, self._out, self._token = sublayer, out, token
 
-    def through(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Its product with a weight ``[out, in]``: ``[B, s, out]``.
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As ``F.linear`` with a weight ``[out, in]``: returns ``[B, s, out]``.
 
         Raises:
-            LayoutError: ``in`` is not that of all heads.
+            LayoutError: ``in`` is not the number of features of all heads.
         """
-        self._parts.require("the out-projection", weight.shape[1], "out")
-        made: Tensor = _Output.apply(self._parts, self._out.detach(), self._token, weight, bias)
+        self._sublayer.require_size("the out-projection", weight.shape[1], "out")
+        made: Tensor = _OutProjection.apply(
+            self._sublayer, self._out.detach(), self._token, weight, bias
+        )
         return made
 
 
-_PARTS: Handles[Parts] = Handles("attention sublayer")
+_SUBLAYERS: HandleTable[FusedSublayer] = HandleTable("attention sublayer")
 
 
-def divisible(linear: Any) -> bool:
-    """Whether a projection's products may be made in parts."""
-    # Of its class: a wrapper may answer for what it wraps, and would be passed over.
-    asked = getattr(type(linear), "in_parts", None)
-    return asked is not None and bool(asked(linear))
+def can_compute_in_parts(linear: Any) -> bool:
+    """Whether a projection's products may be computed in parts, without calling the module."""
+    # Looked up on the class: a wrapper may forward attributes of the module that it wraps, and the
+    # wrapper's own forward would be skipped.
+    check = getattr(type(linear), "can_compute_in_parts", None)
+    return check is not None and bool(check(linear))
 
 
-def others_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs a hook that is not ours, which would see parts."""
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs a hook that is not internsp's, and would see only parts."""
     everywhere: Any = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return True
     if module._backward_hooks or module._backward_pre_hooks or module._forward_hooks:
         return True
-    return any(_package(hook) != "internsp" for hook in module._forward_pre_hooks.values())
+    return any(_package_of(hook) != "internsp" for hook in module._forward_pre_hooks.values())
 
 
-def _package(hook: Any) -> str:
+def _package_of(hook: Any) -> str:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
 
 
-# Forward. The operators' results are what selective checkpointing keeps.
+# Forward. Selective checkpointing keeps the results of these operators.
 
 
-@torch.library.custom_op("internsp_sp::heads_in_parts", mutates_args=())
-def _heads_in_parts(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parts: int
+@torch.library.custom_op("internsp_sp::project_qkv", mutates_args=())
+def _project_qkv(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], handle: int
 ) -> list[Tensor]:
-    """``biases``: empty where there is none."""
-    this = _PARTS.find(parts)
-    stage = this.begin("qkv", False)
-    shape = stage.shape
+    """Project and exchange. An empty bias means that the projection has none."""
+    sublayer = _SUBLAYERS.find(handle)
+    exchange = sublayer.start_exchange("qkv", False)
+    shape = exchange.shape
 
     def make(role: str, rank: int) -> Tensor:
-        which, rows = QKV.index(role), shape.rows(shape.heads(role, rank))
+        which, rows = QKV.index(role), shape.features(shape.heads(role, rank))
         bias = biases[which][rows] if len(biases[which]) else None
         made = F.linear(x, weights[which][rows], bias)
-        made = made.unflatten(-1, (shape.count(role, rank), shape.depth))
-        return this.turns[role][0](made).transpose(0, 1)
+        made = made.unflatten(-1, (shape.head_count(role, rank), shape.depth))
+        return sublayer.rotations[role][0](made).transpose(0, 1)
 
-    return _exchanged(this, stage, make)
+    return _run_qkv(sublayer, exchange, make)
 
 
-@torch.library.custom_op("internsp_sp::given_in_parts", mutates_args=())
-def _given_in_parts(given: Sequence[Tensor], parts: int) -> list[Tensor]:
-    this = _PARTS.find(parts)
-    stage = this.begin("qkv", False)
+@torch.library.custom_op("internsp_sp::exchange_qkv", mutates_args=())
+def _exchange_qkv(given: Sequence[Tensor], handle: int) -> list[Tensor]:
+    sublayer = _SUBLAYERS.find(handle)
+    exchange = sublayer.start_exchange("qkv", False)
 
     def make(role: str, rank: int) -> Tensor:
-        return given[QKV.index(role)][:, :, stage.shape.heads(role, rank)].transpose(0, 1)
+        return given[QKV.index(role)][:, :, exchange.shape.heads(role, rank)].transpose(0, 1)
 
-    return _exchanged(this, stage, make)
+    return _run_qkv(sublayer, exchange, make)
 
 
-def _exchanged(this: Parts, stage: Stage, make: Callable[[str, int], Tensor]) -> list[Tensor]:
-    """Queries, keys and values ``[S, B, own heads, d]``; ``make`` gives ``[s, B, heads, d]``."""
-    shape = stage.shape
+def _run_qkv(
+    sublayer: FusedSublayer, exchange: PeerExchange, make: Callable[[str, int], Tensor]
+) -> list[Tensor]:
+    """Run the ``qkv`` stage; return queries, keys and values, each ``[S, B, own heads, d]``.
+
+    Args:
+        make: the part of a role for a rank, ``[s, B, heads, d]``.
+    """
+    shape = exchange.shape
 
     def own(role: str) -> None:
-        stage.arriving[role][shape.at(shape.rank)] = make(role, shape.rank)
+        exchange.received[role][shape.positions(shape.rank)] = make(role, shape.rank)
 
-    this.perform(this.order.heads, stage, make, own)
-    return [stage.arriving[role] for role in QKV]
+    sublayer.run(sublayer.order.heads, exchange, make, own)
+    return [exchange.received[role] for role in QKV]
 
 
-@torch.library.custom_op("internsp_sp::deliver", mutates_args=())
-def _deliver(out: Tensor, parts: int) -> Tensor:
-    this = _PARTS.find(parts)
-    stage = this.delivered = this.begin("out", False)
+@torch.library.custom_op("internsp_sp::send_out", mutates_args=())
+def _send_out(out: Tensor, handle: int) -> Tensor:
+    sublayer = _SUBLAYERS.find(handle)
+    exchange = sublayer.sent_out = sublayer.start_exchange("out", False)
     by_position = out.transpose(0, 1)
-    sends = [action for action in this.order.output if action.kind in (MAKE, SEND, AHEAD)]
-    this.perform(sends, stage, lambda _, peer: by_position[stage.shape.at(peer)], _not_here)
+    sends = [action for action in sublayer.order.output if action.kind in (COMPUTE, SEND, PREPOST)]
+    sublayer.run(
+        sends, exchange, lambda _, peer: by_position[exchange.shape.positions(peer)], _no_own_part
+    )
     return out.new_zeros(1, dtype=torch.float32)
 
 
-def _not_here(role: str) -> None:
-    raise AssertionError(f"the own part of {role} is made by the function that follows")
+def _no_own_part(role: str) -> None:
+    raise AssertionError(f"the own part of {role} is computed by the function that follows")
 
 
-@torch.library.custom_op("internsp_sp::collect", mutates_args=())
-def _collect(token: Tensor, parts: int) -> list[Tensor]:
-    """From each peer, the next neighbor first: ``[B, s, its heads, d]``."""
-    this = _PARTS.find(parts)
-    stage, this.delivered = this.delivered, None
-    assert stage is not None, "delivered just before, in the same forward"
-    stage.wait()
-    return [stage.pieces(peer)["out"] for peer in stage.shape.peers]
+@torch.library.custom_op("internsp_sp::receive_out", mutates_args=())
+def _receive_out(token: Tensor, handle: int) -> list[Tensor]:
+    """Wait; return each peer's part ``[B, s, heads of the peer, d]``, the next neighbor first."""
+    sublayer = _SUBLAYERS.find(handle)
+    exchange, sublayer.sent_out = sublayer.sent_out, None
+    assert exchange is not None, "sent just before, in the same forward"
+    exchange.wait()
+    return [exchange.from_peer(peer)["out"] for peer in exchange.shape.peers]
 
 
-def _collected(parts: Parts, out: Tensor, token: Tensor, own: Callable[[Tensor], None]) -> Tensor:
-    """All heads of the own positions, ``[B, s, all heads * d]``.
+def _gather_positions(
+    sublayer: FusedSublayer, out: Tensor, token: Tensor, own: Callable[[Tensor], None]
+) -> Tensor:
+    """Gather all heads of the own positions, ``[B, s, all heads * d]``.
 
     Args:
         out: ``[B, S, own heads, d]``.
-        own: called with it when it has the own heads only, while the others are on their way.
+        own: called with the result when only the own heads are in it, before the wait.
     """
-    shape = parts.shape
-    # Not a view, so that what gets it may write into it.
-    flat = out.new_empty(shape.batch, shape.mine, shape.width("out") * shape.depth)
-    whole = flat.unflatten(-1, (shape.width("out"), shape.depth))
+    shape = sublayer.shape
+    # Not a view, so that its receiver may write into it.
+    flat = out.new_empty(shape.batch, shape.own_length, shape.total_heads("out") * shape.depth)
+    whole = flat.unflatten(-1, (shape.total_heads("out"), shape.depth))
     pieces: Sequence[Tensor] = ()
-    for kind, _, _ in parts.order.output:
+    for kind, _, _ in sublayer.order.output:
         if kind == OWN:
-            whole[:, :, shape.heads("out", shape.rank)] = out[:, shape.at(shape.rank)]
+            whole[:, :, shape.heads("out", shape.rank)] = out[:, shape.positions(shape.rank)]
             own(flat)
         elif kind == WAIT:
-            pieces = _collect(token, parts.handle)
+            pieces = _receive_out(token, sublayer.handle)
         elif kind == REST:
             for peer, piece in zip(shape.peers, pieces, strict=True):
                 whole[:, :, shape.heads("out", peer)] = piece
@@ -325,27 +346,29 @@ def _collected(parts: Parts, out: Tensor, token: Tensor, own: Callable[[Tensor],
 
 
 class _Project(torch.autograd.Function):
-    """``x`` and the projections' weights -> whole queries, keys and values of the own heads."""
+    """``x`` and the projections' weights -> queries, keys, values ``[B, S, own heads, d]``."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, x: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-        """``given``: three weights, three biases."""
-        ctx.parts = parts
+    def forward(
+        ctx: Any, sublayer: FusedSublayer, x: Tensor, *given: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """``given``: three weights, then three biases."""
+        ctx.sublayer = sublayer
         weights = [weight for weight in given[:3] if weight is not None]
         biases = [x.new_empty(0) if bias is None else bias for bias in given[3:]]
         ctx.save_for_backward(x, *weights)
-        whole = _heads_in_parts(x, weights, biases, parts.handle)
+        whole = _project_qkv(x, weights, biases, sublayer.handle)
         return tuple(one.transpose(0, 1) for one in whole)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the input and the weights, from the own heads while the peers' are on their way."""
-        parts: Parts = ctx.parts
+        """Gradients of input and weights: from the own heads, then from the peers' heads."""
+        sublayer: FusedSublayer = ctx.sublayer
         x, *weights = ctx.saved_tensors
         of_x, *wanted = ctx.needs_input_grad[1:]
         rows = x.flatten(0, 1)
-        inputs: list[Tensor] = []  # the input's gradient, once there is one
+        inputs: list[Tensor] = []  # the input's gradient, from the first term on
         matrices = [
             torch.empty_like(w) if want else None
             for w, want in zip(weights, wanted[:3], strict=True)
@@ -355,9 +378,9 @@ class _Project(torch.autograd.Function):
             for w, want in zip(weights, wanted[3:], strict=True)
         ]
 
-        def take(role: str, heads: slice, gradient: Tensor) -> None:
-            which, span = QKV.index(role), parts.shape.rows(heads)
-            gradient = parts.turns[role][1](gradient)
+        def accumulate(role: str, heads: slice, gradient: Tensor) -> None:
+            which, span = QKV.index(role), sublayer.shape.features(heads)
+            gradient = sublayer.rotations[role][1](gradient)
             gradient = gradient.reshape(len(rows), span.stop - span.start)
             weight, of_weight, of_bias = weights[which][span], matrices[which], biases[which]
             if of_weight is not None:
@@ -369,85 +392,92 @@ class _Project(torch.autograd.Function):
             elif of_x:
                 inputs.append(gradient @ weight)
 
-        _heads_gradient(parts, gradients, take)
+        _qkv_backward(sublayer, gradients, accumulate)
         return None, inputs[0].view_as(x) if of_x else None, *matrices, *biases
 
 
-class _Divide(torch.autograd.Function):
-    """Projected queries, keys and values ``[B, s, all heads, d]`` -> whole ones of own heads."""
+class _ExchangeQKV(torch.autograd.Function):
+    """Queries, keys, values ``[B, s, all heads, d]`` -> ``[B, S, own heads, d]``."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, sublayer: FusedSublayer, *given: Tensor) -> tuple[Tensor, ...]:
         """See the class."""
-        ctx.parts = parts
-        whole = _given_in_parts(given, parts.handle)
+        ctx.sublayer = sublayer
+        whole = _exchange_qkv(given, sublayer.handle)
         return tuple(one.transpose(0, 1) for one in whole)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what was given."""
-        parts: Parts = ctx.parts
-        shape = parts.shape
+        """Gradients of the queries, keys and values that were given."""
+        sublayer: FusedSublayer = ctx.sublayer
+        shape = sublayer.shape
         like = gradients[0]
         found = {
-            role: like.new_empty(shape.batch, shape.mine, shape.width(role), shape.depth)
+            role: like.new_empty(
+                shape.batch, shape.own_length, shape.total_heads(role), shape.depth
+            )
             for role in QKV
         }
 
-        def take(role: str, heads: slice, gradient: Tensor) -> None:
+        def accumulate(role: str, heads: slice, gradient: Tensor) -> None:
             found[role][:, :, heads] = gradient
 
-        _heads_gradient(parts, gradients, take)
+        _qkv_backward(sublayer, gradients, accumulate)
         return None, *found.values()
 
 
-class _Deliver(torch.autograd.Function):
-    """Attention's result is sent to the ranks whose positions it is at; a token stands for it."""
+class _SendOut(torch.autograd.Function):
+    """Send attention's output to the ranks that hold its positions; return a token for it."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, out: Tensor) -> Tensor:
+    def forward(ctx: Any, sublayer: FusedSublayer, out: Tensor) -> Tensor:
         """``out``: ``[B, S, own heads, d]``."""
-        ctx.parts = parts
-        return _deliver(out, parts.handle)
+        ctx.sublayer = sublayer
+        return _send_out(out, sublayer.handle)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        """What :func:`_output_gradient` has launched."""
-        parts: Parts = ctx.parts
-        stage, parts.returned = parts.returned, None
-        assert stage is not None, "the token's own gradient came before"
-        stage.wait()
-        return None, stage.arriving["out"].transpose(0, 1)
+        """Wait for the exchange that :func:`_start_out_backward` has launched."""
+        sublayer: FusedSublayer = ctx.sublayer
+        exchange, sublayer.sent_out_gradient = sublayer.sent_out_gradient, None
+        assert exchange is not None, "the backward of the token's receiver has run"
+        exchange.wait()
+        return None, exchange.received["out"].transpose(0, 1)
 
 
-class _Output(torch.autograd.Function):
-    """The out-projection of what was delivered."""
+class _OutProjection(torch.autograd.Function):
+    """The out-projection of the output that was sent."""
 
     @staticmethod
     def forward(
-        ctx: Any, parts: Parts, out: Tensor, token: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        sublayer: FusedSublayer,
+        out: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        """``out``: ``[B, S, own heads, d]``, for the own part. Returns ``[B, s, out]``."""
-        shape = parts.shape
-        ctx.parts = parts
-        # Not a view of the product, so that what gets it may write into it.
-        made = out.new_empty(shape.batch, shape.mine, len(weight))
-        product = made.view(shape.batch * shape.mine, len(weight))
+        """``out``: ``[B, S, own heads, d]``, read for the own part. Returns ``[B, s, out]``."""
+        shape = sublayer.shape
+        ctx.sublayer = sublayer
+        # Not a view of the product, so that its receiver may write into it.
+        made = out.new_empty(shape.batch, shape.own_length, len(weight))
+        product = made.view(shape.batch * shape.own_length, len(weight))
 
         def own(whole: Tensor) -> None:
-            span = shape.rows(shape.heads("out", shape.rank))
+            span = shape.features(shape.heads("out", shape.rank))
             rows, columns = whole.flatten(0, 1)[:, span], weight[:, span].t()
             if bias is None:
                 torch.mm(rows, columns, out=product)
             else:
                 torch.addmm(bias, rows, columns, out=product)
 
-        whole = _collected(parts, out, token, own)
+        whole = _gather_positions(sublayer, out, token, own)
         rows = whole.flatten(0, 1)
-        for heads in shape.others("out"):
-            span = shape.rows(heads)
+        for heads in shape.peer_heads("out"):
+            span = shape.features(heads)
             product.addmm_(rows[:, span], weight[:, span].t())
         ctx.save_for_backward(weight, whole)
         return made
@@ -455,119 +485,121 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The weight's gradient; what was delivered gets its own by messages."""
-        parts: Parts = ctx.parts
-        shape = parts.shape
+        """The weight's gradient; attention's output gets its gradient by messages."""
+        sublayer: FusedSublayer = ctx.sublayer
+        shape = sublayer.shape
         _, _, of_token, of_weight, of_bias = ctx.needs_input_grad
         weight, whole = ctx.saved_tensors
         rows = gradient.flatten(0, 1)
         found: list[Tensor | None] = []
 
         def make(rank: int) -> Tensor:
-            product = rows @ weight[:, shape.rows(shape.heads("out", rank))]
-            size = shape.batch, shape.mine, shape.count("out", rank), shape.depth
+            product = rows @ weight[:, shape.features(shape.heads("out", rank))]
+            size = shape.batch, shape.own_length, shape.head_count("out", rank), shape.depth
             return product.view(size).transpose(0, 1)
 
-        def meanwhile() -> None:
+        def weight_gradient() -> None:
             if of_weight:
                 found.append(rows.t() @ whole.flatten(0, 1))
 
         if of_token:
-            _output_gradient(parts, make, meanwhile)
+            _start_out_backward(sublayer, make, weight_gradient)
         else:
-            meanwhile()
+            weight_gradient()
         token = gradient.new_zeros(1, dtype=torch.float32) if of_token else None
         return None, None, token, *(found or [None]), rows.sum(0) if of_bias else None
 
 
-class _Collect(torch.autograd.Function):
-    """What was delivered, as one tensor ``[B, s, all heads * d]``."""
+class _GatherOut(torch.autograd.Function):
+    """The output that was sent, received as one tensor ``[B, s, all heads * d]``."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, out: Tensor, token: Tensor) -> Tensor:
-        """``out``: ``[B, S, own heads, d]``, for the own part."""
-        ctx.parts = parts
-        return _collected(parts, out, token, lambda whole: None)
+    def forward(ctx: Any, sublayer: FusedSublayer, out: Tensor, token: Tensor) -> Tensor:
+        """``out``: ``[B, S, own heads, d]``, read for the own part."""
+        ctx.sublayer = sublayer
+        return _gather_positions(sublayer, out, token, lambda whole: None)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """See :func:`_output_gradient`."""
-        parts: Parts = ctx.parts
-        shape = parts.shape
-        by_head = gradient.unflatten(-1, (shape.width("out"), shape.depth))
+        """See :func:`_start_out_backward`."""
+        sublayer: FusedSublayer = ctx.sublayer
+        shape = sublayer.shape
+        by_head = gradient.unflatten(-1, (shape.total_heads("out"), shape.depth))
 
         def make(rank: int) -> Tensor:
             return by_head[:, :, shape.heads("out", rank)].transpose(0, 1)
 
-        _output_gradient(parts, make, _nothing_more)
+        _start_out_backward(sublayer, make, _no_op)
         return None, None, gradient.new_zeros(1, dtype=torch.float32)
 
 
 # Backward.
 
 
-def _output_gradient(
-    parts: Parts, make: Callable[[int], Tensor], meanwhile: Callable[[], None]
+def _start_out_backward(
+    sublayer: FusedSublayer, make: Callable[[int], Tensor], weight_gradient: Callable[[], None]
 ) -> None:
-    """Launch the way back of what was delivered; :class:`_Deliver` waits for it.
+    """Launch the exchange of attention's output gradient; :class:`_SendOut` waits for it.
 
     Args:
         make: the gradient of a rank's heads at own positions, ``[s, B, heads, d]``.
-        meanwhile: what else can be computed now.
+        weight_gradient: computes the weight gradient while the messages are in flight.
     """
-    stage = parts.returned = parts.begin("out", True)
-    shape = stage.shape
-    # The wait is left to what needs the result, so that the weight's gradient leaves before.
-    actions = [a for a in parts.order.output_gradient if a.kind != WAIT or not parts.overlap]
+    exchange = sublayer.sent_out_gradient = sublayer.start_exchange("out", True)
+    shape = exchange.shape
+    # _SendOut.backward waits, so that the weight gradient's reduction can be launched before.
+    actions = [a for a in sublayer.order.output_gradient if a.kind != WAIT or not sublayer.overlap]
 
     def own(role: str) -> None:
-        stage.arriving["out"][shape.at(shape.rank)] = make(shape.rank)
+        exchange.received["out"][shape.positions(shape.rank)] = make(shape.rank)
 
-    parts.perform(actions, stage, lambda _, peer: make(peer), own, meanwhile)
+    sublayer.run(actions, exchange, lambda _, peer: make(peer), own, weight_gradient)
 
 
-def _heads_gradient(
-    parts: Parts, gradients: Sequence[Tensor], take: Callable[[str, slice, Tensor], None]
+def _qkv_backward(
+    sublayer: FusedSublayer,
+    gradients: Sequence[Tensor],
+    accumulate: Callable[[str, slice, Tensor], None],
 ) -> None:
-    """Send the peers' positions of ``gradients`` (of q, k and v, ``[B, S, own heads, d]``), and
-    hand on those of own positions, every head once.
+    """Exchange the gradients of q, k and v (``[B, S, own heads, d]``) back to own positions.
 
     Args:
-        take: gets the role, some heads, and their gradient ``[B, s, heads, d]``.
+        accumulate: called with a role, some of its heads, and their gradient at own positions
+            ``[B, s, heads, d]``; every head comes once.
     """
-    stage = parts.begin("qkv", True)
-    shape = stage.shape
+    exchange = sublayer.start_exchange("qkv", True)
+    shape = exchange.shape
     of = {role: g.transpose(0, 1) for role, g in zip(QKV, gradients, strict=True)}
 
     def own_part(role: str) -> Tensor:
-        return of[role][shape.at(shape.rank)].transpose(0, 1)
+        return of[role][shape.positions(shape.rank)].transpose(0, 1)
 
     def make(_: str, peer: int) -> Tensor:
-        return torch.cat([of[role][shape.at(peer)].flatten() for role in QKV])
+        return torch.cat([of[role][shape.positions(peer)].flatten() for role in QKV])
 
     def own(role: str) -> None:
-        if not shape.shared(role):
-            take(role, shape.heads(role, shape.rank), own_part(role))
+        if not shape.has_shared_heads(role):
+            accumulate(role, shape.heads(role, shape.rank), own_part(role))
 
     def rest() -> None:
-        pieces = {peer: stage.pieces(peer) for peer in shape.peers}
+        pieces = {peer: exchange.from_peer(peer) for peer in shape.peers}
         for role in QKV:
-            size = (shape.batch, shape.mine, shape.width(role), shape.depth)
-            if shape.shared(role):
-                # Sums are taken in fp32 or wider, in the order of the ranks.
+            size = (shape.batch, shape.own_length, shape.total_heads(role), shape.depth)
+            if shape.has_shared_heads(role):
+                # Summed in fp32 or wider, in the order of the ranks.
                 wide = torch.promote_types(shape.dtype, torch.float32)
                 whole = gradients[0].new_zeros(size, dtype=wide)
                 for rank in range(len(shape.lengths)):
                     own_one = rank == shape.rank
                     piece = own_part(role) if own_one else pieces[rank][role]
                     whole[:, :, shape.heads(role, rank)] += piece
-                take(role, slice(0, shape.width(role)), whole.to(shape.dtype))
+                accumulate(role, slice(0, shape.total_heads(role)), whole.to(shape.dtype))
                 continue
             whole = gradients[0].new_empty(size)
             for peer in shape.peers:
                 whole[:, :, shape.heads(role, peer)] = pieces[peer][role]
-            for heads in shape.others(role):
-                take(role, heads, whole[:, :, heads])
+            for heads in shape.peer_heads(role):
+                accumulate(role, heads, whole[:, :, heads])
 
-    parts.perform(parts.order.heads_gradient, stage, make, own, rest)
+    sublayer.run(sublayer.order.heads_gradient, exchange, make, own, rest)

@@ -1,7 +1,7 @@
-"""Numbers that stand for living objects, in calls of custom operators.
+"""Integer handles by which custom operators name Python objects.
 
-An operator of ``torch.library`` takes tensors and plain numbers only. The object behind a number
-is held weakly: it lives as long as its module or the graph that needs it.
+An operator of ``torch.library`` takes tensors and plain numbers only. The table holds the object of
+a handle weakly: the object lives as long as its module or the autograd graph that needs it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from internsp.errors import CollectiveError
 T = TypeVar("T")
 
 
-class Handles(Generic[T]):
-    """The objects of one kind; no settings stand here (WP-8).
+class HandleTable(Generic[T]):
+    """The objects of one kind, by handle. Holds no settings (WP-8).
 
     Args:
-        what: what is gone if an object's owner was deleted before the backward, for the error.
+        what: what the objects are, for the error if one was deleted before the backward.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._numbers = itertools.count(1)
-        self._living: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+        self._handles = itertools.count(1)
+        self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
-    def give(self, one: T) -> int:
-        """A number for ``one``."""
-        number = next(self._numbers)
-        self._living[number] = one
-        return number
+    def add(self, value: T) -> int:
+        """Return a new handle for ``value``."""
+        handle = next(self._handles)
+        self._objects[handle] = value
+        return handle
 
-    def living(self) -> list[T]:
-        """The objects that still live."""
-        return list(self._living.values())
+    def alive(self) -> list[T]:
+        """All objects that have not been deleted."""
+        return list(self._objects.values())
 
-    def find(self, number: int) -> T:
-        """The object behind a number.
+    def find(self, handle: int) -> T:
+        """Return the object of a handle.
 
         Raises:
-            CollectiveError: its owner was deleted.
+            CollectiveError: the object was deleted, with the module that owned it.
         """
-        found = self._living.get(number)
+        found = self._objects.get(handle)
         if found is None:
             raise CollectiveError(
                 f"The {self._what} is gone: its DistributedAttention object was deleted before "

@@ -1,10 +1,10 @@
 """Which rank of a sequence group computes which attention heads.
 
 One rule covers grouped-query, multi-query and plain attention, heads that do not divide the
-group and key/value heads fewer than the ranks: query heads are cut into contiguous runs whose
+group and key/value heads fewer than the ranks: query heads are split into contiguous ranges whose
 lengths differ by at most one, and a rank gets exactly the key/value heads that its query heads
 read. A key/value head that several ranks read is sent once to each of them; it is never repeated
-up to the number of query heads before it travels (compare DeepSpeed-Ulysses, arXiv 2309.14509,
+up to the number of query heads before it is sent (compare DeepSpeed-Ulysses, arXiv 2309.14509,
 and InternEvo, arXiv 2401.09149, which need the degree to divide the heads).
 """
 
@@ -18,20 +18,22 @@ from internsp.errors import LayoutError
 Span = tuple[int, int]
 
 
-def balanced(total: int, size: int) -> tuple[int, ...]:
-    """``total`` things over ``size`` ranks, as evenly as can be; the first ranks get one more.
+def even_sizes(total: int, size: int) -> tuple[int, ...]:
+    """Split ``total`` items over ``size`` ranks evenly; the first ranks get one more each.
 
     Raises:
         LayoutError: ``size`` below one or ``total`` negative.
     """
     if size < 1 or total < 0:
-        raise LayoutError(f"Cannot cut {total} things over {size} ranks; give a size of 1 or more.")
+        raise LayoutError(
+            f"Cannot split {total} items over {size} ranks; give a size of 1 or more."
+        )
     share, more = divmod(total, size)
     return tuple(share + 1 if rank < more else share for rank in range(size))
 
 
 def spans(sizes: Sequence[int]) -> tuple[Span, ...]:
-    """Half-open ranges ``[start, stop)`` that follow one another with the given lengths."""
+    """Consecutive half-open ranges ``[start, stop)`` with the given lengths."""
     found, start = [], 0
     for size in sizes:
         found.append((start, start + size))
@@ -48,8 +50,8 @@ class HeadPlan:
         kv_heads: number of key/value heads of the model; divides ``heads``.
         size: ranks of the sequence group.
         query: per rank, the half-open range of query heads it computes (may be empty).
-        key_value: per rank, the half-open range of key/value heads those read (may be empty, and
-            neighbors may overlap).
+        key_value: per rank, the half-open range of key/value heads that its query heads read (may
+            be empty, and ranges of neighboring ranks may overlap).
     """
 
     heads: int
@@ -60,7 +62,7 @@ class HeadPlan:
 
     @classmethod
     def create(cls, heads: int, kv_heads: int, size: int) -> HeadPlan:
-        """Plan ``heads`` query heads and ``kv_heads`` key/value heads over ``size`` ranks.
+        """Split ``heads`` query heads and ``kv_heads`` key/value heads over ``size`` ranks.
 
         Raises:
             LayoutError: counts below one, or ``kv_heads`` that does not divide ``heads``.
@@ -76,30 +78,32 @@ class HeadPlan:
                 f"must serve equally many query heads. Choose kv_heads among the divisors of heads."
             )
         group = heads // kv_heads
-        query = spans(balanced(heads, size))
+        query = spans(even_sizes(heads, size))
         key_value = tuple(
             (first // group, (stop - 1) // group + 1) if stop > first else (0, 0)
             for first, stop in query
         )
         return cls(heads, kv_heads, size, query, key_value)
 
-    def key_value_of(self, rank: int) -> tuple[int, ...]:
-        """For each query head of ``rank``, the index of its key/value head among the rank's own."""
+    def kv_index(self, rank: int) -> tuple[int, ...]:
+        """For each query head of ``rank``, the index of its key/value head on that rank."""
         group = self.heads // self.kv_heads
         first, stop = self.query[rank]
         return tuple(head // group - self.key_value[rank][0] for head in range(first, stop))
 
-    def query_cut(self) -> tuple[int, ...]:
-        """The cut (see :mod:`internsp.sp.exchange`) of ``[B, s, heads, d]`` queries."""
-        return self._cut(((0, self.query),))
+    def query_ranges(self) -> tuple[int, ...]:
+        """Head ranges (see :mod:`internsp.sp.exchange`) of queries ``[B, s, heads, d]``."""
+        return self._ranges_by_rank(((0, self.query),))
 
-    def kv_cut(self, parts: int = 1) -> tuple[int, ...]:
-        """The cut of ``[B, s, parts * kv_heads, d]``: keys or values, or keys then values."""
-        return self._cut(tuple((part * self.kv_heads, self.key_value) for part in range(parts)))
+    def kv_ranges(self, parts: int = 1) -> tuple[int, ...]:
+        """Head ranges of ``[B, s, parts * kv_heads, d]``: keys or values, or keys then values."""
+        return self._ranges_by_rank(
+            tuple((part * self.kv_heads, self.key_value) for part in range(parts))
+        )
 
-    def qkv_cut(self) -> tuple[int, ...]:
-        """The cut of ``[B, s, heads + 2 kv_heads, d]``: queries, then keys, then values."""
-        return self._cut(
+    def qkv_ranges(self) -> tuple[int, ...]:
+        """Head ranges of ``[B, s, heads + 2 kv_heads, d]``: queries, then keys, then values."""
+        return self._ranges_by_rank(
             (
                 (0, self.query),
                 (self.heads, self.key_value),
@@ -107,7 +111,7 @@ class HeadPlan:
             )
         )
 
-    def _cut(self, parts: tuple[tuple[int, tuple[Span, ...]], ...]) -> tuple[int, ...]:
+    def _ranges_by_rank(self, parts: tuple[tuple[int, tuple[Span, ...]], ...]) -> tuple[int, ...]:
         return tuple(
             offset + bound
             for rank in range(self.size)

@@ -1,9 +1,9 @@
-"""Attention kernels. A mask is described as causal x documents x window; each kernel declares what
-it can compute, and one that cannot raises instead of computing something else.
+"""Attention kernels. A mask is described as causal x documents x window. Each kernel declares what
+it can compute; one that cannot compute what it is asked for raises.
 
-All kernels take ``q [B, S, h, d]`` and ``k, v [B, S, kv, d]`` in any strides and give
-``[B, S, h, d]``. Which key/value head a query head reads is given per query head, since a rank's
-share of the heads may read its key/value heads unevenly.
+All kernels take ``q [B, S, h, d]`` and ``k, v [B, S, kv, d]`` with any strides and return
+``[B, S, h, d]``. The key/value head of each query head is given by ``kv_index``, since on one rank
+key/value heads may serve unequal numbers of query heads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AttentionMask:
     window: int | None = None
     documents: Documents | None = None
 
-    def square(self, length: int, device: torch.device) -> Tensor | None:
-        """``[length, length]`` bool within one document, True where seen; None without window."""
+    def window_mask(self, length: int, device: torch.device) -> Tensor | None:
+        """``[length, length]`` bool for one document, True where seen; None without a window."""
         if self.window is None or self.window >= length:
             return None
         at = torch.arange(length, device=device)
@@ -52,37 +52,40 @@ class AttentionMask:
 
 
 class Kernel(Protocol):
-    """One way of computing attention."""
+    """An attention kernel."""
 
     name: str
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why it cannot compute this; None when it can. Does not look at what is installed."""
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why it cannot compute this; None when it can. Does not check what is installed."""
 
     def missing(self) -> str | None:
-        """What is not installed, and the line that installs it; None when it is there."""
+        """Which package is missing, and how to install it; None when it is installed."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, reads: tuple[int, ...], mask: AttentionMask,
+        self, q: Tensor, k: Tensor, v: Tensor, kv_index: tuple[int, ...], mask: AttentionMask,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Attention of ``q`` whose head ``i`` reads key/value head ``reads[i]``."""
+        """Compute attention; query head ``i`` reads key/value head ``kv_index[i]``."""
 
 
-def group_size(reads: tuple[int, ...], kv_heads: int) -> int | None:
-    """Query heads per key/value head where the mapping is uniform and in order, else None."""
-    group, rest = divmod(len(reads), kv_heads)
-    uniform = not rest and reads == tuple(head // group for head in range(len(reads)))
+def group_size(kv_index: tuple[int, ...], kv_heads: int) -> int | None:
+    """Query heads per key/value head if the mapping is uniform and in order, else None."""
+    group, rest = divmod(len(kv_index), kv_heads)
+    uniform = not rest and kv_index == tuple(head // group for head in range(len(kv_index)))
     return group if uniform else None
 
 
-def _matched(k: Tensor, v: Tensor, reads: tuple[int, ...]) -> tuple[Tensor, Tensor, bool]:
-    """Keys and values that a grouped kernel can take: as they are, or one head for each query
-    head, on this rank only and after the exchange. The flag says whether groups remain."""
-    group = group_size(reads, k.shape[2])
+def _match_kv_heads(k: Tensor, v: Tensor, kv_index: tuple[int, ...]) -> tuple[Tensor, Tensor, bool]:
+    """Keys and values in a form that a grouped-query kernel takes, and whether they are grouped.
+
+    They are returned unchanged where the mapping is uniform; otherwise each query head gets a copy
+    of its key/value head, on this rank only and after the exchange.
+    """
+    group = group_size(kv_index, k.shape[2])
     if group is not None:
         return k, v, group > 1
-    index = torch.tensor(reads, device=k.device)
+    index = torch.tensor(kv_index, device=k.device)
     return k.index_select(2, index), v.index_select(2, index), False
 
 
@@ -95,23 +98,23 @@ class SdpaKernel:
 
     name = "sdpa"
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """It can compute everything."""
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """None: it can compute everything."""
         return None
 
     def missing(self) -> str | None:
-        """It is always there."""
+        """None: it is part of torch."""
         return None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, reads: tuple[int, ...], mask: AttentionMask,
+        self, q: Tensor, k: Tensor, v: Tensor, kv_index: tuple[int, ...], mask: AttentionMask,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Attention, document by document."""
-        k, v, grouped = _matched(k, v, reads)
+        """Compute attention, document by document."""
+        k, v, grouped = _match_kv_heads(k, v, kv_index)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            seen = mask.square(q.shape[1], q.device)
+            seen = mask.window_mask(q.shape[1], q.device)
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
                 k.transpose(1, 2),
@@ -124,7 +127,7 @@ class SdpaKernel:
             return out.transpose(1, 2)
 
         documents = mask.documents
-        if documents is None or documents.whole_rows:
+        if documents is None or documents.one_per_row:
             return attend(q, k, v)
         # split and unbind, not slices: their backward writes each gradient once.
         rows = []
@@ -135,12 +138,12 @@ class SdpaKernel:
 
 
 class _PackedKernel:
-    """What the variable-length kernels share: half precision on CUDA, tokens packed in one row."""
+    """Base of the variable-length kernels: half precision on CUDA, tokens packed in one row."""
 
     name = ""
     install = ""
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why it cannot compute this."""
         if device.type != "cuda":
             return f"it runs on CUDA, not on {device.type}"
@@ -151,7 +154,7 @@ class _PackedKernel:
         return None
 
     def missing(self) -> str | None:
-        """What is not installed."""
+        """How to install the missing package, or None."""
         return None if self.function() is not None else self.install
 
     def function(self) -> tuple[Callable[..., Any], int] | None:
@@ -159,15 +162,15 @@ class _PackedKernel:
         raise NotImplementedError
 
     def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
-        """Call ``function`` in its own dialect."""
+        """Call ``function`` with its own argument names."""
         raise NotImplementedError
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, reads: tuple[int, ...], mask: AttentionMask,
+        self, q: Tensor, k: Tensor, v: Tensor, kv_index: tuple[int, ...], mask: AttentionMask,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Attention of all documents in one call."""
-        k, v, _ = _matched(k, v, reads)
+        """Compute attention of all documents in one call."""
+        k, v, _ = _match_kv_heads(k, v, kv_index)
         batch, length = q.shape[:2]
         documents = mask.documents
         if documents is None:
@@ -205,13 +208,13 @@ class FlashKernel(_PackedKernel):
             ("flash_attn_interface", 3),
             ("flash_attn", 2),
         ):
-            function = _imported(name, "flash_attn_varlen_func")
+            function = _import(name, "flash_attn_varlen_func")
             if function is not None:
                 return function, version
         return None
 
     def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
-        """Versions 2 and 3 write an unlimited window as -1, version 4 as None."""
+        """An unlimited window is -1 in versions 2 and 3, and None in version 4."""
         window, anywhere = arguments["window"], None if version >= 4 else -1
         left = anywhere if window is None else window - 1
         return function(
@@ -235,12 +238,12 @@ class VarlenKernel(_PackedKernel):
     install = "torch.nn.attention.varlen is missing; pip install 'torch>=2.11' (a CUDA build)"
 
     def function(self) -> tuple[Callable[..., Any], int] | None:
-        """The function and 1."""
-        function = _imported("torch.nn.attention.varlen", "varlen_attn")
+        """``varlen_attn``, with 1 as its version; None where torch has no such function."""
+        function = _import("torch.nn.attention.varlen", "varlen_attn")
         return None if function is None else (function, 1)
 
     def run(self, function: Callable[..., Any], version: int, arguments: dict[str, Any]) -> Any:
-        """Causality is said by a right window of 0."""
+        """``varlen_attn`` takes a causal mask as a right window of 0."""
         window = arguments["window"]
         left = -1 if window is None else window - 1
         q, k = arguments["q"], arguments["k"]
@@ -258,7 +261,7 @@ class VarlenKernel(_PackedKernel):
         )
 
 
-def _imported(module: str, name: str) -> Callable[..., Any] | None:
+def _import(module: str, name: str) -> Callable[..., Any] | None:
     """``module.name`` if it can be imported; a broken install counts as absent."""
     try:
         found = getattr(importlib.import_module(module), name, None)
@@ -276,7 +279,7 @@ def check_kernel(name: str) -> None:
 
     Raises:
         ConfigError: no such kernel.
-        MissingDependencyError: asked for by name and not installed; the message has the line.
+        MissingDependencyError: not installed; the message has the command that installs it.
     """
     names = ["auto", *(kernel.name for kernel in KERNELS)]
     if name not in names:
@@ -290,27 +293,27 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     """The kernel called ``name``, or for ``auto`` the first that can compute this.
 
     Raises:
-        ConfigError: the kernel cannot compute this; the message says why and what can.
+        ConfigError: the kernel cannot compute this; the message has the reason and a remedy.
         MissingDependencyError: it is not installed.
     """
     if name == "auto":
-        return _automatic(device.type, dtype, head_dim)
+        return _auto_kernel(device.type, dtype, head_dim)
     check_kernel(name)
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    refusal = kernel.refusal(device, dtype, head_dim)
-    if refusal is not None:
+    unsupported = kernel.unsupported(device, dtype, head_dim)
+    if unsupported is not None:
         raise ConfigError(
-            f"Attention kernel {name!r} was asked for, but {refusal}. Choose 'auto' or 'sdpa'."
+            f"Attention kernel {name!r} was asked for, but {unsupported}. Choose 'auto' or 'sdpa'."
         )
     return kernel
 
 
 @functools.lru_cache(maxsize=64)
-def _automatic(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Remembered, so that what is installed is looked for once and the choice is logged once."""
+def _auto_kernel(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """Cached, so that installed packages are searched once and the choice is logged once."""
     device = torch.device(device_type)
     for kernel in KERNELS:
-        if kernel.refusal(device, dtype, head_dim) is None and kernel.missing() is None:
+        if kernel.unsupported(device, dtype, head_dim) is None and kernel.missing() is None:
             _LOG.info(
                 "attention on %s in %s with head_dim %d: kernel '%s' (auto)",
                 device_type,
@@ -319,4 +322,4 @@ def _automatic(device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
                 kernel.name,
             )
             return kernel
-    raise AssertionError("the last kernel refuses nothing and is always installed")
+    raise AssertionError("the last kernel supports everything and is always installed")

@@ -1,9 +1,10 @@
-"""The sequence layout: what a rank of a sequence group holds of one batch. Made once a batch.
+"""The sequence layout: which tokens of one batch a rank of a sequence group holds. Made for each
+batch.
 
-Labels and positions of this rank's own positions are made from the whole sequence's token ids, so
-that the last token of a shard is trained against the first of the next shard, and never against the
-next document. Beyond its token ids (and what a caller gives) nothing of a sequence's whole length
-exists here.
+Labels and positions of a rank's tokens are computed from the token ids of the whole sequence, so
+that the last token of a shard predicts the first token of the next shard, and never a token of the
+next document. Apart from token ids (and labels that a caller gives), no tensor here has the length
+of the whole sequence.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from internsp.errors import LayoutError
 from internsp.mesh.sequence import SequenceAxes
-from internsp.sp.dispatch import cut, order_of
-from internsp.sp.ranges import Ranges, Seen
+from internsp.sp.dispatch import gathered_indices, rank_ranges
+from internsp.sp.ranges import MaskSpec, Ranges
 
 IGNORE_INDEX = -100
 
@@ -44,7 +45,7 @@ class Documents:
     def create(
         cls, starts: Sequence[Sequence[int]], length: int, device: torch.device | str | None = None
     ) -> Documents:
-        """From the starts of the documents of each row, 0 included.
+        """Make it from the starts of the documents of each row, 0 included.
 
         Raises:
             LayoutError: starts that do not begin with 0, do not rise, or lie outside the row.
@@ -63,13 +64,13 @@ class Documents:
         return cls(tuple(rows), length, ends.to(device), max(flat))
 
     @property
-    def whole_rows(self) -> bool:
+    def one_per_row(self) -> bool:
         """Whether every row is a single document."""
         return all(len(sizes) == 1 for sizes in self.lengths)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """``lengths``, of one row only where all rows have the same."""
+        """``lengths``; only one row where all rows are equal."""
         return self.lengths[:1] if len(set(self.lengths)) == 1 else self.lengths
 
     def to(self, device: torch.device | str) -> Documents:
@@ -79,24 +80,24 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """One rank's share of a batch, and what it must know of the whole.
+    """One rank's shard of a batch, and what the rank must know about the whole batch.
 
     Attributes:
         length: tokens of the whole sequence, ``S``.
-        sizes: tokens of each rank, ``s`` of this one; they may differ, and be zero.
-        ranges: of each rank, the half-open ranges of the sequence that it holds, in that order.
+        sizes: tokens of each rank (this rank's is ``s``); they may differ, and be zero.
+        ranges: for each rank, the half-open ranges of the sequence that it holds, in that order.
         input_ids: ``[B, s]`` int64, this rank's tokens.
-        all_ids: ``[B, S]`` int64, those of all ranks, for a model that cuts them itself.
+        all_ids: ``[B, S]`` int64, the tokens of all ranks, for a model that shards them itself.
         positions: ``[B, s]`` int64, position of each token within its document.
         labels: ``[B, s]`` int64, ``ignore_index`` where there is nothing to predict.
         valid_tokens: labels of this rank that count.
         total_valid_tokens: labels of the whole sequence group's batch that count; every rank
             knows it without communication.
         boundaries: per row, the starts of its documents.
-        documents: the same for attention kernels.
-        rank, size: place in the sequence group.
+        documents: the same, in the form that attention kernels take.
+        rank, size: this rank's number in the sequence group, and the group's size.
         axes: which ranks of the group share heads, and which are a ring.
-        row_keys: ``[B]`` int64, a word for each row, of which dropout makes its masks
+        row_keys: ``[B]`` int64, a key for each row, from which dropout computes its masks
             (:mod:`internsp.layers.dropout`); None: not given.
     """
 
@@ -139,22 +140,22 @@ class SequenceLayout:
         window: int | None = None,
         row_keys: Tensor | None = None,
     ) -> SequenceLayout:
-        """Cut a batch for ``rank`` of ``size`` ranks. Pure: no communication.
+        """Shard a batch for ``rank`` of ``size`` ranks. Pure: no communication.
 
         Args:
             ids: ``[B, S]`` integers, the whole batch, equal on all ranks of the group.
-            ring: of the ranks, over how many attention is cut by positions (``mesh.ring``); the
-                others share heads.
-            near: which of these are neighbors (``mesh.near``).
-            balance: how positions are dealt to the ranks of a ring (:mod:`internsp.sp.dispatch`):
-                ``contiguous``, ``zigzag``, ``level`` or ``auto``. With a ring of one they follow
-                one another.
-            causal, window: of the model's attention, which ``balance`` levels.
+            ring: number of ranks of a ring, over which attention is sharded by positions
+                (``mesh.ring``); ``size / ring`` ranks exchange heads.
+            near: which of the two groups consists of neighboring ranks (``mesh.near``).
+            balance: how positions are distributed over the ranks of a ring
+                (:mod:`internsp.sp.dispatch`): ``contiguous``, ``zigzag``, ``level`` or ``auto``.
+                With a ring of one, each rank holds one range.
+            causal, window: the mask of the model's attention, whose cost ``balance`` equalizes.
             boundaries: per row, the starts of its documents, 0 included; None: one document a row.
             labels: ``[B, S]``, already aligned (``labels[t]`` is what position ``t`` predicts).
                 None: the next token of the same document, ``ignore_index`` at its end.
-            ignored: in place of ``labels``: per row, half-open ranges of tokens that nothing is to
-                predict (prompts, padding), in order and disjoint.
+            ignored: instead of ``labels``: per row, half-open ranges of tokens that are not to be
+                predicted (prompts, padding), ascending and disjoint.
             row_keys: ``[B]`` int64, for a model with dropout, the same on all ranks of the group:
                 ``internsp.row_keys(seed, numbers)`` of the rows' numbers in the
                 order of the data.
@@ -185,23 +186,25 @@ class SequenceLayout:
         if len(starts) != batch:
             raise LayoutError(f"{batch} rows of ids, but boundaries of {len(starts)} rows.")
         documents = Documents.create(starts, length, ids.device)
-        seen = Seen(causal, window, documents.rows)
+        spec = MaskSpec(causal, window, documents.rows)
         axes = SequenceAxes.create(size, ring, near)
-        ranges = cut(length, axes, balance, seen)
+        ranges = rank_ranges(length, axes, balance, spec)
         sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
         held = ranges[rank]
         index = _indices(held, ids.device)
-        targets = _Targets(ids, starts, _ranges(ignored, batch, length, labels), ignore_index)
+        targets = _Targets(
+            ids, starts, _check_ignored(ignored, batch, length, labels), ignore_index
+        )
         if labels is None:
             mine, total = targets.labels(index), targets.total()
         else:
-            mine = taken(labels, held).to(torch.int64)
+            mine = select_ranges(labels, held).to(torch.int64)
             total = int((labels != ignore_index).sum())
         return cls(
             length=length,
             sizes=sizes,
             ranges=ranges,
-            input_ids=taken(ids, held).to(torch.int64).contiguous(),
+            input_ids=select_ranges(ids, held).to(torch.int64).contiguous(),
             all_ids=ids.to(torch.int64),
             positions=_positions(starts, index),
             labels=mine.contiguous(),
@@ -216,17 +219,17 @@ class SequenceLayout:
         )
 
     def own(self, whole: Tensor) -> Tensor:
-        """What this rank holds of ``whole [B, S, ...]``: ``[B, s, ...]``."""
-        return taken(whole, self.ranges[self.rank])
+        """This rank's positions ``[B, s, ...]`` of a tensor ``whole [B, S, ...]``."""
+        return select_ranges(whole, self.ranges[self.rank])
 
     @property
     def index(self) -> Tensor:
-        """``[s]`` int64, the places of this rank's positions in the whole sequence; made anew."""
+        """``[s]`` int64, the indices of this rank's tokens in the whole sequence; a new tensor."""
         return _indices(self.ranges[self.rank], self.input_ids.device)
 
     @property
     def all_positions(self) -> Tensor:
-        """``[B, S]`` int64, those of all ranks; made anew."""
+        """``[B, S]`` int64, the positions of the tokens of all ranks; a new tensor."""
         return _positions(self.boundaries, _indices(((0, self.length),), self.input_ids.device))
 
     def to(self, device: torch.device | str) -> SequenceLayout:
@@ -242,38 +245,38 @@ class SequenceLayout:
         )
 
 
-def taken(whole: Tensor, held: Ranges, dim: int = 1) -> Tensor:
-    """The positions of some ranges out of all on ``dim``; a view where it is one range."""
+def select_ranges(whole: Tensor, held: Ranges, dim: int = 1) -> Tensor:
+    """Select the ranges ``held`` of ``whole`` along ``dim``; a view if it is one range."""
     pieces = [whole.narrow(dim, start, stop - start) for start, stop in held]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
 
 def in_order(gathered: Tensor, ranges: Sequence[Ranges], dim: int = 1) -> Tensor:
-    """In the order of the sequence, what all ranks hold on ``dim``, rank after rank."""
-    order = order_of(ranges)
+    """Reorder a tensor gathered along ``dim``, rank after rank, to sequence order."""
+    order = gathered_indices(ranges)
     if order is None:
         return gathered
     return gathered.index_select(dim, torch.tensor(order, device=gathered.device))
 
 
 def _indices(held: Ranges, device: torch.device) -> Tensor:
-    """The positions of some ranges in the sequence, ``[s]`` int64."""
+    """The indices in the sequence that the ranges ``held`` cover, ``[s]`` int64."""
     pieces = [torch.arange(start, stop, device=device) for start, stop in held]
     return torch.cat(pieces or [torch.arange(0, device=device)])
 
 
 def _positions(starts: Sequence[Sequence[int]], index: Tensor) -> Tensor:
-    """``[B, s]``: of positions in the sequence, those within their documents."""
-    return torch.stack([index - _before(row, index) for row in starts])
+    """``[B, s]``: the position within its document of each index of the sequence."""
+    return torch.stack([index - _last_start(row, index) for row in starts])
 
 
-def _before(starts: Sequence[int], index: Tensor) -> Tensor:
-    """The last of ``starts`` (0 first, rising) that is not behind each position."""
+def _last_start(starts: Sequence[int], index: Tensor) -> Tensor:
+    """For each index, the last of ``starts`` (ascending from 0) that is not after it."""
     first = torch.tensor(starts, device=index.device)
     return first[torch.searchsorted(first, index, right=True) - 1]
 
 
-def _ranges(
+def _check_ignored(
     ignored: Sequence[Sequence[tuple[int, int]]] | None,
     batch: int,
     length: int,
@@ -282,7 +285,7 @@ def _ranges(
     if ignored is None:
         return [()] * batch
     if labels is not None:
-        raise LayoutError("Give labels or ignored ranges, not both: labels say it themselves.")
+        raise LayoutError("Give labels or ignored ranges, not both: labels mark ignored tokens.")
     if len(ignored) != batch:
         raise LayoutError(f"{batch} rows of ids, but ignored ranges of {len(ignored)} rows.")
     for row, ranges in enumerate(ignored):
@@ -297,9 +300,10 @@ def _ranges(
 
 @dataclass(frozen=True)
 class _Targets:
-    """Which tokens of a batch the token before them predicts.
+    """The tokens of a batch that the token before them predicts.
 
-    Not the first of a document, those of an ignored range, and those whose id is ``ignore_index``.
+    All tokens except the first of each document, tokens in ignored ranges, and tokens whose id is
+    ``ignore_index``.
     """
 
     ids: Tensor
@@ -308,21 +312,21 @@ class _Targets:
     ignore_index: int
 
     def labels(self, index: Tensor) -> Tensor:
-        """``[B, s]`` int64: what the positions ``index`` predict."""
+        """``[B, s]`` int64: the token that each position of ``index`` predicts."""
         following = index + 1
         last = following == self.ids.shape[1]
         within = following.masked_fill(last, 0)
         rows = []
         for ids, starts, ignored in zip(self.ids, self.starts, self.ignored, strict=True):
-            nothing = last | (_before(starts, within) == within)
+            not_predicted = last | (_last_start(starts, within) == within)
             if ignored:
                 edges = torch.tensor(ignored, device=index.device).flatten()
-                nothing |= torch.searchsorted(edges, within, right=True) % 2 == 1
-            rows.append(ids[within].to(torch.int64).masked_fill(nothing, self.ignore_index))
+                not_predicted |= torch.searchsorted(edges, within, right=True) % 2 == 1
+            rows.append(ids[within].to(torch.int64).masked_fill(not_predicted, self.ignore_index))
         return torch.stack(rows)
 
     def total(self) -> int:
-        """How many there are in the whole batch."""
+        """Number of predicted tokens of the whole batch."""
         batch, length = self.ids.shape
         count = batch * length
         for starts, ignored in zip(self.starts, self.ignored, strict=True):
@@ -332,11 +336,11 @@ class _Targets:
                 inside = torch.searchsorted(first, torch.tensor([begin, end]))
                 count -= end - begin - int(inside[1] - inside[0])
         if int(self.ids.min()) <= self.ignore_index <= int(self.ids.max()):
-            count -= self._of_the_index()
+            count -= self._ignored_ids()
         return count
 
-    def _of_the_index(self) -> int:
-        """Those that are none for their id alone."""
+    def _ignored_ids(self) -> int:
+        """Number of tokens that are excluded only because their id is ``ignore_index``."""
         count = 0
         for row, column in (self.ids == self.ignore_index).nonzero().tolist():
             inside = any(begin <= column < end for begin, end in self.ignored[row])

@@ -1,5 +1,5 @@
-"""The token loss: a sum and a count, chunk by chunk, so that the logits of a long sequence never
-exist at once. The caller divides by the valid tokens of *all* ranks (DESIGN section 6).
+"""The token loss: a sum and a count, computed chunk by chunk, so that the logits of a long sequence
+never exist at once. The caller divides by the valid tokens of *all* ranks (DESIGN section 6).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from internsp.errors import ConfigError, LayoutError
-from internsp.sp.exchange import Channel
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.layout import IGNORE_INDEX, SequenceLayout
 from internsp.sp.vocabulary import gather_logits, vocabulary_parallel_cross_entropy
 from internsp.trace import Trace
@@ -43,17 +43,17 @@ def token_loss(
 
     Args:
         hidden: ``[B, s, H]``, this rank's positions.
-        head: a callable ``[B, c, H] -> [B, c, V]``, or a module with ``open()`` that gives such a
-            callable and a guard, which is applied to the result so that the head's weight is there
-            again in backward.
+        head: a callable ``[B, c, H] -> [B, c, V]``, or a module with ``open()``, which returns such
+            a callable and a guard; the guard is applied to the result and unshards the head's
+            weight again in backward.
         labels: ``[B, s]`` int64, aligned with ``hidden``; ``ignore_index`` does not count.
         chunk_tokens: tokens of a chunk over all rows; at least one position is taken.
-        output: what the head's output becomes before the loss. ``local``: it stays; ``gather``:
-            whole on every rank (each rank still counts its own tokens only); ``vocabulary``:
-            exchanged into vocabulary shards, with a vocabulary-parallel loss.
+        output: what is done with the head's output before the loss. ``local``: nothing; ``gather``:
+            it is gathered on every rank (each rank still counts its own tokens only);
+            ``vocabulary``: it is exchanged into vocabulary shards, for a vocabulary-parallel loss.
         group: the sequence group; needed by ``gather`` and ``vocabulary`` (None: one rank).
         layout: gives the lengths of the ranks; None: all have ``s``.
-        trace: gets an ``A2A`` for each exchange of logits.
+        trace: records an ``A2A`` for each exchange of logits.
 
     Returns:
         The sum in nats, in ``promote_types(hidden.dtype, float32)``, and the count, int64, both
@@ -69,18 +69,20 @@ def token_loss(
         raise LayoutError(
             f"Labels must be [B, s] = {list(hidden.shape[:2])}, got {list(labels.shape)}."
         )
-    channel = None
+    exchange_group = None
     if output != "local" and group is not None and dist.get_world_size(group) > 1:
-        channel = Channel.of(group, trace)
-    chunks = _chunk_lengths(hidden.shape, layout, channel, chunk_tokens)
-    rank = channel.rank if channel is not None else 0 if layout is None else layout.rank
-    project, guard = head.open() if hasattr(head, "open") else (head, _same)
+        exchange_group = ExchangeGroup.of(group, trace)
+    chunks = _chunk_lengths(hidden.shape, layout, exchange_group, chunk_tokens)
+    rank = (
+        exchange_group.rank if exchange_group is not None else 0 if layout is None else layout.rank
+    )
+    project, guard = head.unshard_once() if hasattr(head, "unshard_once") else (head, _same)
     mine = [lengths[rank] for lengths in chunks]
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     # split, not slices: its backward writes each gradient once.
     pieces = zip(hidden.split(mine, 1), labels.split(mine, 1), chunks, strict=True)
     for states, targets, lengths in pieces:
-        run = partial(_chunk_loss, project, output, channel, lengths, ignore_index)
+        run = partial(_chunk_loss, project, output, exchange_group, lengths, ignore_index)
         total = total + checkpoint(
             run, states, targets, use_reentrant=False, preserve_rng_state=False
         )
@@ -92,16 +94,21 @@ def _same(value: Tensor) -> Tensor:
 
 
 def _chunk_lengths(
-    shape: torch.Size, layout: SequenceLayout | None, channel: Channel | None, chunk_tokens: int
+    shape: torch.Size,
+    layout: SequenceLayout | None,
+    exchange_group: ExchangeGroup | None,
+    chunk_tokens: int,
 ) -> list[tuple[int, ...]]:
     """For each chunk, the positions of each rank; known to all ranks without communication."""
     if chunk_tokens < 1:
         raise ConfigError(f"A chunk of {chunk_tokens} tokens is empty; give 1 or more.")
     batch, length = shape[:2]
-    size = channel.size if channel is not None else 1
+    size = exchange_group.size if exchange_group is not None else 1
     if layout is None:
         sizes: tuple[int, ...] = (length,) * size
-    elif layout.sizes[layout.rank] != length or (channel is not None and layout.size != size):
+    elif layout.sizes[layout.rank] != length or (
+        exchange_group is not None and layout.size != size
+    ):
         raise LayoutError(
             f"Rank {layout.rank}: hidden states of {length} positions over {size} ranks do not fit "
             f"the layout's {layout.sizes}."
@@ -116,7 +123,7 @@ def _chunk_lengths(
 def _chunk_loss(
     project: Callable[[Tensor], Tensor],
     output: str,
-    channel: Channel | None,
+    exchange_group: ExchangeGroup | None,
     lengths: tuple[int, ...],
     ignore_index: int,
     states: Tensor,
@@ -124,12 +131,14 @@ def _chunk_loss(
 ) -> Tensor:
     """Sum of one chunk's losses over this rank's tokens."""
     logits = project(states)
-    if channel is not None and output == "vocabulary":
-        losses = vocabulary_parallel_cross_entropy(logits, targets, channel, lengths, ignore_index)
+    if exchange_group is not None and output == "vocabulary":
+        losses = vocabulary_parallel_cross_entropy(
+            logits, targets, exchange_group, lengths, ignore_index
+        )
         return losses.sum()
-    if channel is not None and output == "gather":
-        whole = gather_logits(logits, channel, lengths)
-        logits = whole.split(lengths, dim=1)[channel.rank]
+    if exchange_group is not None and output == "gather":
+        whole = gather_logits(logits, exchange_group, lengths)
+        logits = whole.split(lengths, dim=1)[exchange_group.rank]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         wide.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=ignore_index

@@ -1,9 +1,10 @@
-"""Messages between the ranks that share heads, in stages: what one stage of an attention sublayer
-receives from each rank, sends to each, and waits for (gloo, on the host).
+"""Point-to-point exchanges between the ranks that share heads (gloo, on the host): the receives,
+sends and wait of one stage of an attention sublayer.
 
-A message begins when its sender has been told that it is expected, and on a busy link the telling
-takes as long as a small message. So the receives of a stage are posted while the stage before it
-runs: which one follows which is what followed it the last time.
+gloo starts to send a message only after the receiver has notified the sender of its posted receive,
+and on a busy link that notification takes as long as a small message. The receives of an exchange
+are therefore posted while the exchange before it runs. Which exchange comes next is predicted from
+the last time: the one that followed then.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import torch
 from torch import Tensor
 
 from internsp.errors import CollectiveError, LayoutError
-from internsp.sp.exchange import Channel
+from internsp.sp.exchange import ExchangeGroup
 from internsp.sp.heads import HeadPlan
 from internsp.sp.stages import QKV, peers_of
 
-# An exception may come between a stage and its wait; the oldest that it left behind are dropped.
-_MOST_STAGES = 64
+# An exception may leave an exchange without a wait; beyond this count the oldest is dropped.
+_MOST_IN_FLIGHT = 64
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the messages of one attention depend on: equal on all ranks, but for ``rank``.
+class ExchangeShape:
+    """The sizes of one attention's messages: equal on all ranks, except for ``rank``.
 
     Attributes:
-        lengths: positions of each rank.
-        depth: elements of a head.
+        lengths: number of positions of each rank.
+        depth: elements of a head, ``d``.
     """
 
     plan: HeadPlan
@@ -41,62 +42,63 @@ class Shape:
 
     @property
     def peers(self) -> list[int]:
-        """The others, in the order in which they are sent to."""
+        """The other ranks, in the order in which this rank sends to them."""
         return peers_of(self.rank, len(self.lengths))
 
     @property
-    def mine(self) -> int:
-        """Own positions."""
+    def own_length(self) -> int:
+        """Number of this rank's positions."""
         return self.lengths[self.rank]
 
-    def at(self, rank: int) -> slice:
-        """The positions of a rank."""
+    def positions(self, rank: int) -> slice:
+        """The positions of a rank, as a slice of all positions."""
         stop = sum(self.lengths[: rank + 1])
         return slice(stop - self.lengths[rank], stop)
 
     def heads(self, role: str, rank: int) -> slice:
-        """Heads of a rank: of queries and the output, or of keys and values."""
+        """The heads of a rank: query heads for ``q`` and ``out``, else key/value heads."""
         return slice(*(self.plan.key_value if role in "kv" else self.plan.query)[rank])
 
-    def count(self, role: str, rank: int) -> int:
-        """How many these are."""
+    def head_count(self, role: str, rank: int) -> int:
+        """Number of heads of a rank."""
         heads = self.heads(role, rank)
         return heads.stop - heads.start
 
-    def width(self, role: str) -> int:
-        """Heads of all ranks."""
+    def total_heads(self, role: str) -> int:
+        """Number of heads of all ranks."""
         return self.plan.kv_heads if role in "kv" else self.plan.heads
 
-    def rows(self, heads: slice) -> slice:
-        """Rows of the projection, columns of the out-projection, that belong to ``heads``."""
+    def features(self, heads: slice) -> slice:
+        """The features of ``heads``: rows of a projection, columns of the out-projection."""
         return slice(heads.start * self.depth, heads.stop * self.depth)
 
-    def others(self, role: str) -> list[slice]:
-        """Heads that are not this rank's own: before and behind those."""
+    def peer_heads(self, role: str) -> list[slice]:
+        """The heads of other ranks: the ranges before and after this rank's own heads."""
         own = self.heads(role, self.rank)
-        spans = slice(0, own.start), slice(own.stop, self.width(role))
+        spans = slice(0, own.start), slice(own.stop, self.total_heads(role))
         return [span for span in spans if span.stop > span.start]
 
-    def shared(self, role: str) -> bool:
-        """Whether several ranks have one head, so that its gradient is the sum of theirs."""
+    def has_shared_heads(self, role: str) -> bool:
+        """Whether several ranks have one head, so that the sum of their gradients is the head's."""
         ranks = range(len(self.lengths))
-        return sum(self.count(role, rank) for rank in ranks) > self.width(role)
+        return sum(self.head_count(role, rank) for rank in ranks) > self.total_heads(role)
 
-    def whole(self, role: str) -> tuple[int, ...]:
-        """All positions of the own heads: ``[S, B, heads, d]``."""
-        return sum(self.lengths), self.batch, self.count(role, self.rank), self.depth
+    def gathered_shape(self, role: str) -> tuple[int, ...]:
+        """Shape of all positions of this rank's heads: ``[S, B, heads, d]``."""
+        return sum(self.lengths), self.batch, self.head_count(role, self.rank), self.depth
 
-    def local(self, role: str, rank: int) -> tuple[int, ...]:
-        """Own positions of the heads of ``rank``: ``[s, B, heads, d]``."""
-        return self.mine, self.batch, self.count(role, rank), self.depth
+    def local_shape(self, role: str, rank: int) -> tuple[int, ...]:
+        """Shape of this rank's positions of the heads of ``rank``: ``[s, B, heads, d]``."""
+        return self.own_length, self.batch, self.head_count(role, rank), self.depth
 
 
-class Place(NamedTuple):
-    """Which stage it is: of an attention in a pass.
+class ExchangeKey(NamedTuple):
+    """Names one exchange: which attention, which stage, which phase.
 
     Attributes:
+        unit: the attention module's name in the trace.
         what: ``qkv`` or ``out``.
-        phase: forward, recompute or backward; each rank of the group has the same.
+        phase: forward, recompute or backward; the same on each rank of the group.
     """
 
     unit: str
@@ -105,112 +107,115 @@ class Place(NamedTuple):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What a rank receives from each other."""
+        """What a rank receives from each peer."""
         return QKV if self.what == "qkv" else ("out",)
 
     @property
     def gathers(self) -> bool:
-        """Whether all positions of the own heads arrive, or the own positions of theirs."""
+        """Whether a rank receives all positions of its heads; else its positions of all heads."""
         return (self.what == "qkv") != (self.phase == "backward")
 
 
 @dataclass(eq=False)
-class Stage:
-    """Messages of one stage that are on their way.
+class PeerExchange:
+    """The messages of one exchange, in flight from its construction, which posts the receives.
 
-    Kept (:class:`Stages`) until it is waited for: gloo writes into what has been posted.
+    :class:`PeerExchanges` keeps it until its wait, since gloo writes into the posted buffers.
 
     Attributes:
-        arriving: by role, :meth:`Shape.whole`; or by rank, its roles one after another, 1-D.
+        received: the receive buffers: by role, with :meth:`ExchangeShape.gathered_shape`; or by
+            rank, 1-D, with the rank's roles one after another.
     """
 
-    channel: Channel
-    place: Place
-    shape: Shape
-    arriving: dict[Any, Tensor] = field(init=False)
+    group: ExchangeGroup
+    key: ExchangeKey
+    shape: ExchangeShape
+    received: dict[Any, Tensor] = field(init=False)
     _tag: int = field(init=False)
     _works: list[Any] = field(default_factory=list)
     _sent: list[Tensor] = field(default_factory=list)
     _events: list[int] = field(default_factory=list)
-    _over: bool = False
+    _waited: bool = False
 
     def __post_init__(self) -> None:
-        channel, shape = self.channel, self.shape
-        self._tag = channel.next_tag()
-        roles = self.place.roles
+        group, shape = self.group, self.shape
+        self._tag = group.next_tag()
+        roles = self.key.roles
         like: dict[str, Any] = {"dtype": shape.dtype, "device": "cpu"}
-        if self.place.gathers:
-            wholes = {role: torch.empty(shape.whole(role), **like) for role in roles}
-            posted = [(wholes[role][shape.at(p)], p) for role in roles for p in shape.peers]
-            self.arriving = dict(wholes)
+        if self.key.gathers:
+            wholes = {role: torch.empty(shape.gathered_shape(role), **like) for role in roles}
+            posted = [(wholes[role][shape.positions(p)], p) for role in roles for p in shape.peers]
+            self.received = dict(wholes)
         else:
-            each = shape.mine * shape.batch * shape.depth
-            counts = {p: each * sum(shape.count(role, p) for role in roles) for p in shape.peers}
-            self.arriving = {p: torch.empty(n, **like) for p, n in counts.items()}
-            posted = [(self.arriving[p], p) for p in shape.peers]
-        for place, peer in posted:
-            if place.numel():  # of nothing there is no message, at either end
-                self._works.append(channel.receive(place, peer, self._tag))
+            each = shape.own_length * shape.batch * shape.depth
+            counts = {
+                p: each * sum(shape.head_count(role, p) for role in roles) for p in shape.peers
+            }
+            self.received = {p: torch.empty(n, **like) for p, n in counts.items()}
+            posted = [(self.received[p], p) for p in shape.peers]
+        for buffer, peer in posted:
+            if buffer.numel():  # neither end has a message without elements
+                self._works.append(group.irecv(buffer, peer, self._tag))
 
-    def serves(self, place: Place, shape: Shape) -> bool:
-        """Whether what has been posted is what the stage at ``place`` receives."""
-        own = self.place
-        return (own.what, own.gathers, self.shape) == (place.what, place.gathers, shape)
+    def matches(self, key: ExchangeKey, shape: ExchangeShape) -> bool:
+        """Whether the posted receives are those of the exchange ``key``."""
+        own = self.key
+        return (own.what, own.gathers, self.shape) == (key.what, key.gathers, shape)
 
-    def pieces(self, peer: int) -> dict[str, Tensor]:
-        """What arrives from ``peer``, by role: ``[B, s, heads, d]``, views."""
-        roles = self.place.roles
-        shapes = [self.shape.local(role, peer) for role in roles]
-        parts = self.arriving[peer].split([torch.Size(shape).numel() for shape in shapes])
+    def from_peer(self, peer: int) -> dict[str, Tensor]:
+        """What was received from ``peer``, by role: views ``[B, s, heads, d]``."""
+        roles = self.key.roles
+        shapes = [self.shape.local_shape(role, peer) for role in roles]
+        parts = self.received[peer].split([torch.Size(shape).numel() for shape in shapes])
         return {
             role: part.view(shape).transpose(0, 1)
             for role, part, shape in zip(roles, parts, shapes, strict=True)
         }
 
     def send(self, part: Tensor, role: str, peer: int) -> None:
-        """Send ``part``, contiguous and not written to before the wait.
+        """Start to send ``part``, which must be contiguous and not be written to before the wait.
 
-        Messages of one stage to one rank arrive in the order in which they are sent.
+        Messages of one exchange to one rank arrive in the order in which they are sent.
 
         Raises:
-            LayoutError: another dtype than the receiver has posted, which gloo would answer by
-                ending the process.
+            LayoutError: ``part`` has another dtype than the receive that the peer has posted; gloo
+                would end the process.
         """
         if part.dtype != self.shape.dtype:
             raise LayoutError(
-                f"Rank {self.shape.rank}: {role} of {self.place.unit or 'attention'} became "
+                f"Rank {self.shape.rank}: {role} of {self.key.unit or 'attention'} became "
                 f"{part.dtype} where {self.shape.dtype} was given: queries, keys and values must "
-                "have one dtype, and what turns them must keep it."
+                "have one dtype, and their rotations must keep it."
             )
         if not part.numel():
             return
-        trace = self.channel.trace
+        trace = self.group.trace
         if trace is not None:
-            unit, _, phase = self.place
+            unit, _, phase = self.key
             event = trace.record("A2A", unit, role, phase, part.nbytes, in_flight=True)
             self._events.append(event)
         self._sent.append(part)
-        self._works.append(self.channel.send(part, peer, self._tag))
+        self._works.append(self.group.isend(part, peer, self._tag))
 
     def wait(self) -> None:
-        """Block until all has arrived and left; a second call returns at once.
+        """Block until all sends and receives are complete; a second call returns at once.
 
         Raises:
-            CollectiveError: another rank has failed, or closed the connection.
+            CollectiveError: another rank has failed or has closed the connection.
         """
-        if self._over:
+        if self._waited:
             return
-        self._over = True
-        stages_of(self.channel).forget(self)
-        unit, what, phase = self.place
-        trace = self.channel.trace
+        self._waited = True
+        peer_exchanges(self.group).remove(self)
+        unit, what, phase = self.key
+        trace = self.group.trace
         begin = None if trace is None else trace.now()
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError(
-                f"Rank {self.channel.rank} of its sequence group: messages of {what} of "
+                f"Rank {self.group.rank} of its sequence group: messages of {what} of "
                 f"{unit or 'attention'} did not arrive in {phase}: {error}"
             ) from error
         if trace is not None:
@@ -223,71 +228,73 @@ class Stage:
         self._sent.clear()
 
 
-class _Following(NamedTuple):
-    """The stage that came next, and whose heads its messages were."""
+class _Successor(NamedTuple):
+    """The exchange that came next, with the sizes of its messages."""
 
-    place: Place
+    key: ExchangeKey
     plan: HeadPlan
     depth: int
 
 
-class Stages:
-    """The stages of one channel, one after another: the same on all ranks of the group."""
+class PeerExchanges:
+    """The exchanges of one group, in the same order on all ranks of the group."""
 
     def __init__(self) -> None:
-        self._flying: dict[Stage, None] = {}
-        self._posted: list[Stage] = []  # of those, ahead and not begun
-        self._last: Place | None = None
-        self._following: dict[Place, _Following] = {}
+        self._in_flight: dict[PeerExchange, None] = {}
+        self._preposted: list[PeerExchange] = []  # those in flight whose start has not come
+        self._previous: ExchangeKey | None = None
+        self._successors: dict[ExchangeKey, _Successor] = {}
 
-    def begin(self, channel: Channel, place: Place, shape: Shape) -> Stage:
-        """The stage at ``place``, whose receives are posted."""
-        stage = self._ahead(place, shape)
-        if stage is None:
-            stage = self._post(channel, place, shape)
+    def start(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
+        """Return the exchange ``key`` with its receives posted."""
+        exchange = self._find_preposted(key, shape)
+        if exchange is None:
+            exchange = self._post(group, key, shape)
         else:
-            self._posted.remove(stage)
-            stage.place = place
-        if self._last is not None:
-            self._following[self._last] = _Following(place, shape.plan, shape.depth)
-        self._last = place
-        return stage
+            self._preposted.remove(exchange)
+            exchange.key = key
+        if self._previous is not None:
+            self._successors[self._previous] = _Successor(key, shape.plan, shape.depth)
+        self._previous = key
+        return exchange
 
-    def look_ahead(self, stage: Stage) -> None:
-        """Post the receives of the stage that is likely to follow.
+    def prepost_receives(self, exchange: PeerExchange) -> None:
+        """Post the receives of the exchange that is likely to follow.
 
-        Not from a forward to a backward, which an evaluation has not, and not to the next forward,
-        whose lengths may be others. Where another follows (a block is left out), the receives wait
-        for the next stage that is alike, on every rank.
+        Nothing is posted in a forward for a backward, since an evaluation has none, nor in a
+        backward for the next forward, whose lengths may differ. If another exchange follows (a
+        block is skipped), the next exchange with equal sizes gets the receives, on every rank.
         """
-        found = self._following.get(stage.place)
-        if found is None or (found.place.phase == "forward") != (stage.place.phase == "forward"):
+        found = self._successors.get(exchange.key)
+        if found is None or (found.key.phase == "forward") != (exchange.key.phase == "forward"):
             return
-        shape = replace(stage.shape, plan=found.plan, depth=found.depth)
-        if self._ahead(found.place, shape) is None:
-            self._posted.append(self._post(stage.channel, found.place, shape))
+        shape = replace(exchange.shape, plan=found.plan, depth=found.depth)
+        if self._find_preposted(found.key, shape) is None:
+            self._preposted.append(self._post(exchange.group, found.key, shape))
 
-    def forget(self, stage: Stage) -> None:
-        """It is waited for."""
-        self._flying.pop(stage, None)
+    def remove(self, exchange: PeerExchange) -> None:
+        """Drop an exchange whose wait has begun."""
+        self._in_flight.pop(exchange, None)
 
-    def _ahead(self, place: Place, shape: Shape) -> Stage | None:
-        return next((stage for stage in self._posted if stage.serves(place, shape)), None)
+    def _find_preposted(self, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange | None:
+        return next(
+            (exchange for exchange in self._preposted if exchange.matches(key, shape)), None
+        )
 
-    def _post(self, channel: Channel, place: Place, shape: Shape) -> Stage:
-        while len(self._flying) >= _MOST_STAGES:
-            oldest = next(iter(self._flying))
-            self.forget(oldest)
-            if oldest in self._posted:
-                self._posted.remove(oldest)
-        stage = Stage(channel, place, shape)
-        self._flying[stage] = None
-        return stage
+    def _post(self, group: ExchangeGroup, key: ExchangeKey, shape: ExchangeShape) -> PeerExchange:
+        while len(self._in_flight) >= _MOST_IN_FLIGHT:
+            oldest = next(iter(self._in_flight))
+            self.remove(oldest)
+            if oldest in self._preposted:
+                self._preposted.remove(oldest)
+        exchange = PeerExchange(group, key, shape)
+        self._in_flight[exchange] = None
+        return exchange
 
 
-def stages_of(channel: Channel) -> Stages:
-    """Those of ``channel``."""
-    if channel.stages is None:
-        channel.stages = Stages()
-    found: Stages = channel.stages
+def peer_exchanges(group: ExchangeGroup) -> PeerExchanges:
+    """The exchanges of ``group``."""
+    if group.peer_exchanges is None:
+        group.peer_exchanges = PeerExchanges()
+    found: PeerExchanges = group.peer_exchanges
     return found

@@ -1,4 +1,4 @@
-"""Modules that compute one position from others, and so are wrong on a part of a sequence."""
+"""Find modules that compute one position from others, and so are wrong on a shard of a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.padding import _ConstantPadNd
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd, _MaxPoolNd
 
-# Functions that a module of the user's own calls where it mixes positions.
+# Functions by which a user's own module mixes positions.
 _CALLS = frozenset({
     "scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func",
     "flash_attn_varlen_func", "varlen_attn", "flex_attention", "conv1d", "causal_conv1d_fn",
@@ -41,10 +41,10 @@ class Refused(NamedTuple):
 
 
 def mixes_positions(module: nn.Module) -> str | None:
-    """Why ``module`` itself (not those inside it) is wrong on a part of a sequence, or None.
+    """Why ``module`` itself (not its children) is wrong on a shard of a sequence, or None.
 
-    Known are torch's own modules, and functions by which attention and scans are computed, where
-    the module's class names them.
+    Recognizes torch's own modules, and modules whose class calls a known function of attention or
+    of a scan.
     """
     kind = type(module).__name__
     for types, reason in _TYPES:
@@ -52,15 +52,15 @@ def mixes_positions(module: nn.Module) -> str | None:
             return f"{kind}: {reason}"
     if type(module).__module__.startswith(("torch.", "internsp.")):
         return None
-    names = {name for m in methods(type(module)) for name in m.__code__.co_names}
+    names = {name for m in class_functions(type(module)) for name in m.__code__.co_names}
     calls = sorted(_CALLS & names)
     if calls:
         return f"{kind} calls {calls[0]}, which would see this rank's tokens only"
     return None
 
 
-def methods(kind: type) -> list:
-    """The functions of a class and its bases below ``nn.Module``, without their decorators."""
+def class_functions(kind: type) -> list:
+    """The functions of a class and its bases up to ``nn.Module``, with their decorators removed."""
     found = []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for value in vars(base).values():

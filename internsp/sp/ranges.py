@@ -1,9 +1,10 @@
-"""Attention over ranges of positions: which queries see which keys, in pieces that kernels compute.
+"""Attention over ranges of positions: which queries see which keys, in calls of kernels.
 
-A rank holds some *ranges* of a sequence, one after another; keys come in *blocks*, each all that
-one rank holds. :func:`parts` cuts queries and a block's keys at the edges of documents and of each
-other's ranges, so that two pieces are either the same positions or apart, and a piece is seen
-whole, by the triangle of a causal mask, or by the band of a window. Pure: no tensor, no group.
+A rank holds some *ranges* of a sequence, one after another. Keys come in *blocks*; a block is all
+keys that one rank holds. :func:`kernel_calls` splits queries and the keys of a block at the edges
+of documents and of each other's ranges. A piece of the queries and a piece of the keys then have
+either the same positions or none in common, and the mask between them is full, causal, or the band
+of a window. Pure: no tensor, no group.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from internsp.sp.heads import Span
 
 FULL, CAUSAL, BAND = "full", "causal", "band"
 Ranges = tuple[Span, ...]
-"""Half-open ranges of positions, in the order in which they are held; none empty."""
-Needs = tuple[tuple[Ranges, ...], ...]
-"""``needs[rank][block]``: what a rank sees of a block, counted in what the block's owner holds."""
+"""Half-open ranges of positions, in the order in which a rank holds them; none empty."""
+NeededSpans = tuple[tuple[Ranges, ...], ...]
+"""``[rank][block]``: the keys of a block that a rank needs, as offsets into the block."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Which keys a query sees, as :class:`internsp.sp.kernels.AttentionMask`, without tensors.
+class MaskSpec:
+    """Which keys a query sees: :class:`internsp.sp.kernels.AttentionMask` without tensors.
 
     Attributes:
-        documents: per row, the lengths of its documents; of one row where all are alike.
+        causal, window: as in ``AttentionMask``.
+        documents: per row, the lengths of its documents; only one row where all rows are equal.
     """
 
     causal: bool
@@ -37,15 +39,15 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelCall:
     """One call of a kernel: queries ``q`` of a rank over keys ``k`` of a block.
 
     Attributes:
-        row: of the batch; -1: all rows.
-        q, k: half-open, counted in what the rank and the block's owner hold.
-        kind: ``full`` (every query sees every key), ``causal`` (the same positions, each query
-            sees those up to its own) or ``band`` (where the window and the causal mask allow; every
-            query sees a key).
+        row: row of the batch; -1 for all rows.
+        q, k: half-open ranges of offsets: into the rank's queries, and into the block's keys.
+        kind: ``full`` (every query sees every key), ``causal`` (queries and keys have the same
+            positions; a query sees the keys up to its own position) or ``band`` (a query sees the
+            keys that the window and the causal mask allow, and at least one).
         distance: position of the first query minus that of the first key.
     """
 
@@ -57,74 +59,78 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def parts(queries: Ranges, keys: Ranges, seen: Seen) -> tuple[Part, ...]:
-    """The calls that compute what ``queries`` see of ``keys``."""
-    alone = len(seen.documents) == 1
+def kernel_calls(queries: Ranges, keys: Ranges, spec: MaskSpec) -> tuple[KernelCall, ...]:
+    """The kernel calls that compute the attention of ``queries`` to ``keys``."""
+    one_row = len(spec.documents) == 1
     return tuple(
-        part
-        for row, lengths in enumerate(seen.documents)
-        for part in _row(-1 if alone else row, queries, keys, lengths, seen)
+        call
+        for row, lengths in enumerate(spec.documents)
+        for call in _row_calls(-1 if one_row else row, queries, keys, lengths, spec)
     )
 
 
-def _row(
-    row: int, queries: Ranges, keys: Ranges, lengths: Sequence[int], seen: Seen
-) -> Iterator[Part]:
+def _row_calls(
+    row: int, queries: Ranges, keys: Ranges, lengths: Sequence[int], spec: MaskSpec
+) -> Iterator[KernelCall]:
     edges = {0, *accumulate(lengths)}
     edges.update(edge for span in (*queries, *keys) for edge in span)
-    own, others = _cut(queries, sorted(edges)), _cut(keys, sorted(edges))
+    query_pieces = _split_at(queries, sorted(edges))
+    key_pieces = _split_at(keys, sorted(edges))
     ends = list(accumulate(lengths))
-    theirs: dict[int, list[tuple[int, Span]]] = {}  # by document
-    for at, span in others:
-        theirs.setdefault(bisect_right(ends, span[0]), []).append((at, span))
-    for at, query in own:
-        whole: list[Part] = []
-        for there, key in theirs.get(bisect_right(ends, query[0]), ()):
-            part = _pair(row, at, query, there, key, seen)
-            if part is None:
+    keys_by_document: dict[int, list[tuple[int, Span]]] = {}
+    for at, span in key_pieces:
+        keys_by_document.setdefault(bisect_right(ends, span[0]), []).append((at, span))
+    for at, query in query_pieces:
+        row_calls: list[KernelCall] = []
+        for key_offset, key in keys_by_document.get(bisect_right(ends, query[0]), ()):
+            call = _make_call(row, at, query, key_offset, key, spec)
+            if call is None:
                 continue
-            before = whole[-1] if whole else None
-            if before is not None and _joins(before, part):
-                whole[-1] = Part(row, part.q, (before.k[0], part.k[1]), FULL, before.distance)
+            before = row_calls[-1] if row_calls else None
+            if before is not None and _adjacent(before, call):
+                joined = before.k[0], call.k[1]
+                row_calls[-1] = KernelCall(row, call.q, joined, FULL, before.distance)
             else:
-                whole.append(part)
-        yield from whole
+                row_calls.append(call)
+        yield from row_calls
 
 
-def _joins(before: Part, part: Part) -> bool:
-    """Whether two pieces that are seen whole lie side by side: one call instead of two."""
-    return (before.kind, part.kind) == (FULL, FULL) and (before.q, before.k[1]) == (
-        part.q, part.k[0],
+def _adjacent(before: KernelCall, call: KernelCall) -> bool:
+    """Whether two full calls have the same queries and adjacent keys, and can be one call."""
+    return (before.kind, call.kind) == (FULL, FULL) and (before.q, before.k[1]) == (
+        call.q, call.k[0],
     )  # fmt: skip
 
 
-def _pair(row: int, at: int, query: Span, there: int, key: Span, seen: Seen) -> Part | None:
-    """What ``query`` sees of ``key``: the same positions, or all before it, or all behind it."""
-    (qa, qb), (ka, kb), window = query, key, seen.window
+def _make_call(
+    row: int, at: int, query: Span, key_offset: int, key: Span, spec: MaskSpec
+) -> KernelCall | None:
+    """The call for a piece of queries and a piece of keys, which are equal or disjoint; or None."""
+    (qa, qb), (ka, kb), window = query, key, spec.window
     if query == key:
         size = qb - qa
-        kind = CAUSAL if seen.causal else FULL
+        kind = CAUSAL if spec.causal else FULL
         if window is not None and window < size:
             kind = BAND
-        return Part(row, (at, at + size), (there, there + size), kind, 0)
+        return KernelCall(row, (at, at + size), (key_offset, key_offset + size), kind, 0)
     behind = ka >= qb
-    if behind and seen.causal:
+    if behind and spec.causal:
         return None
-    if window is not None:  # what no query, or no key, of the piece sees is cut off
+    if window is not None:  # drop queries that see no key of the piece, and keys that no query sees
         if behind:
             qa, kb = max(qa, ka - window + 1), min(kb, qb - 1 + window)
         else:
             qb, ka = min(qb, kb - 1 + window), max(ka, qa - window + 1)
         if qa >= qb or ka >= kb:
             return None
-    furthest = kb - 1 - qa if behind else qb - 1 - ka
-    kind = FULL if window is None or furthest < window else BAND
+    max_distance = kb - 1 - qa if behind else qb - 1 - ka
+    kind = FULL if window is None or max_distance < window else BAND
     q = (at + qa - query[0], at + qb - query[0])
-    return Part(row, q, (there + ka - key[0], there + kb - key[0]), kind, qa - ka)
+    return KernelCall(row, q, (key_offset + ka - key[0], key_offset + kb - key[0]), kind, qa - ka)
 
 
-def _cut(ranges: Ranges, edges: Sequence[int]) -> list[tuple[int, Span]]:
-    """Each range cut at the edges (rising) inside it, with its place among what is held."""
+def _split_at(ranges: Ranges, edges: Sequence[int]) -> list[tuple[int, Span]]:
+    """Split each range at the (ascending) edges inside it; give each piece with its offset."""
     found, at = [], 0
     for start, stop in ranges:
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
@@ -134,8 +140,8 @@ def _cut(ranges: Ranges, edges: Sequence[int]) -> list[tuple[int, Span]]:
     return found
 
 
-def united(spans: Iterable[Span]) -> Ranges:
-    """The spans as few as can be, in order, none touching another."""
+def union(spans: Iterable[Span]) -> Ranges:
+    """The union of the spans: ascending, disjoint and not adjacent."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -145,31 +151,32 @@ def united(spans: Iterable[Span]) -> Ranges:
     return tuple(found)
 
 
-def needs(held: Sequence[Ranges], seen: Seen) -> Needs:
-    """What each rank's queries see of each rank's keys: the keys of all :func:`parts` of the two.
+def needed_spans(held: Sequence[Ranges], spec: MaskSpec) -> NeededSpans:
+    """The keys of each rank's block that each rank's queries see.
 
-    By comparisons of ranges alone, and only of those that share a document.
+    Equal to the union of the keys of all :func:`kernel_calls` of the two ranks, but found by
+    comparing ranges only, and only ranges that share a document.
     """
     found: list[list[list[Span]]] = [[[] for _ in held] for _ in held]
-    for lengths in seen.documents:
-        before = sum(lengths) if seen.window is None else seen.window - 1
-        after = 0 if seen.causal else before
+    for lengths in spec.documents:
+        before = sum(lengths) if spec.window is None else spec.window - 1
+        after = 0 if spec.causal else before
         for members in _by_document(held, lengths):
             for block, at, start, stop in members:
                 for rank, _, a, b in members:
                     first, last = max(start, a - before), min(stop, b + after)
                     if first < last:
                         found[rank][block].append((at + first - start, at + last - start))
-    return tuple(tuple(united(spans) if spans else () for spans in row) for row in found)
+    return tuple(tuple(union(spans) if spans else () for spans in row) for row in found)
 
 
 def _by_document(
     held: Sequence[Ranges], lengths: tuple[int, ...]
 ) -> Iterable[list[tuple[int, int, int, int]]]:
-    """Of each document what all hold of it: rank, place among what it holds, start and stop."""
+    """For each document, the pieces that ranks hold of it: (rank, offset, start, stop)."""
     ends = list(accumulate(lengths))
     found: dict[int, list[tuple[int, int, int, int]]] = {}
     for rank, ranges in enumerate(held):
-        for at, (start, stop) in _cut(ranges, ends):
+        for at, (start, stop) in _split_at(ranges, ends):
             found.setdefault(bisect_right(ends, start), []).append((rank, at, start, stop))
     return found.values()

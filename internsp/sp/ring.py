@@ -1,13 +1,13 @@
-"""Attention of a sequence whose positions are cut over a group of ranks: keys and values travel.
+"""Ring attention: attention of a sequence whose positions are sharded over the ranks of a ring.
 
-Each rank computes with its own queries; blocks of keys and values come to it along its route
-(:mod:`.routes`), the next while it computes with the one before. The results are merged
-(:mod:`.partial`). In backward the blocks travel once more, and each rank's gradients of a block go
-straight to the block's owner, which adds them in the order of the steps, so that the same run gives
-the same bits.
+Each rank computes with its own queries. It receives blocks of keys and values as its route says
+(:mod:`.routes`), each while it computes with the block before, and merges the results
+(:mod:`.partial`). In backward the blocks are sent once more, and each rank sends its gradients of a
+block directly to the block's owner. The owner adds them in the order of the steps, so that the
+result is the same, bit for bit, in every run.
 
-Two custom operators, so that selective checkpointing keeps output and log-sum-exp and repeats
-neither messages nor attention.
+Two custom operators implement it, so that selective checkpointing keeps output and log-sum-exp and
+recompute repeats neither messages nor attention.
 """
 
 from __future__ import annotations
@@ -19,100 +19,102 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from internsp.sp.exchange import Channel, phase_of
-from internsp.sp.handles import Handles
-from internsp.sp.partial import Attend
-from internsp.sp.ranges import Part, Ranges, Seen
-from internsp.sp.routes import Move, Route, require_form, route
+from internsp.sp.exchange import ExchangeGroup, phase_of
+from internsp.sp.handles import HandleTable
+from internsp.sp.partial import BlockAttention
+from internsp.sp.ranges import KernelCall, MaskSpec, Ranges
+from internsp.sp.routes import Route, Transfer, require_form, route
 
 
 @dataclass(eq=False)
 class Ring:
-    """What one attention needs to know beside its tensors. Kept alive by its module and graph.
+    """The arguments of a ring attention that are not tensors; module and graph keep it alive.
 
     Attributes:
-        reads: the key/value head of each query head, on this rank.
+        group: the ranks of the ring, in the order of their positions' ranges in ``route``.
+        route: this rank's steps.
+        kv_index: the key/value head of each query head, on this rank.
     """
 
-    channel: Channel
+    group: ExchangeGroup
     route: Route
-    seen: Seen
-    reads: tuple[int, ...]
+    spec: MaskSpec
+    kv_index: tuple[int, ...]
     scale: float
     handle: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.handle = _RINGS.give(self)
+        self.handle = _RINGS.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
-        """A copied model keeps talking through the same group."""
+        """Return itself: a copied model communicates over the same group."""
         return self
 
 
-_RINGS: Handles[Ring] = Handles("group of this attention")
-_MOST_RINGS = 16  # batches whose routes are remembered
+_RINGS: HandleTable[Ring] = HandleTable("group of this attention")
+_MOST_RINGS = 16  # batches whose rings are cached
 
 
-class Rings:
-    """The rings of one group, each remembered for the next batch of the same cut.
+class RingCache:
+    """The rings of one group, cached by the ranges of the batch, the mask, the heads and the scale.
 
     Args:
-        channel: ranks between which keys and values travel, in the order of their parts.
-        form, inner: how they travel, see :func:`internsp.sp.routes.routes`.
+        group: the ranks between which keys and values are sent, in the order of the ring.
+        form, inner: see :func:`internsp.sp.routes.route`.
 
     Raises:
-        ConfigError: a form that cannot be.
+        ConfigError: a form that the group cannot use.
     """
 
-    def __init__(self, channel: Channel, form: str = "auto", inner: int = 1) -> None:
-        require_form(channel.size, form, inner)
-        self.channel, self.form, self.inner = channel, form, inner
-        self._known: dict[tuple[Any, ...], Ring] = {}
+    def __init__(self, group: ExchangeGroup, form: str = "auto", inner: int = 1) -> None:
+        require_form(group.size, form, inner)
+        self.group, self.form, self.inner = group, form, inner
+        self._rings: dict[tuple[Any, ...], Ring] = {}
 
-    def of(
-        self, held: tuple[Ranges, ...], seen: Seen, reads: tuple[int, ...], scale: float
+    def get(
+        self, held: tuple[Ranges, ...], spec: MaskSpec, kv_index: tuple[int, ...], scale: float
     ) -> Ring:
-        """The ring for what each of its ranks holds; the rest as :class:`Ring` has it."""
-        key = (held, seen, reads, scale)
-        ring = self._known.get(key)
+        """The ring in which each rank holds the ranges ``held``; other arguments as in ``Ring``."""
+        key = (held, spec, kv_index, scale)
+        ring = self._rings.get(key)
         if ring is None:
-            own = route(held, seen, self.channel.rank, self.form, self.inner)
-            ring = Ring(self.channel, own, seen, reads, scale)
-            while len(self._known) >= _MOST_RINGS:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = ring
+            own = route(held, spec, self.group.rank, self.form, self.inner)
+            ring = Ring(self.group, own, spec, kv_index, scale)
+            while len(self._rings) >= _MOST_RINGS:
+                self._rings.pop(next(iter(self._rings)))
+            self._rings[key] = ring
         return ring
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rings:
-        """A copied model keeps talking through the same group."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingCache:
+        """Return itself: a copied model communicates over the same group."""
         return self
 
 
 @dataclass
 class _Block:
-    """Keys and values of ``what`` of a block, one span after another."""
+    """Keys and values of the ``spans`` of a block, one span after another: ``[B, n, kv, ...]``."""
 
-    what: Ranges
+    spans: Ranges
     k: Tensor
     v: Tensor
 
     @classmethod
-    def empty(cls, what: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Block:
-        """One for ``what``, like ``k`` and ``v``, in one piece of memory."""
-        count = sum(stop - start for start, stop in what)
+    def empty(cls, spans: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Block:
+        """An uninitialized block of ``spans``, shaped like ``k`` and ``v``, in one storage."""
+        count = sum(stop - start for start, stop in spans)
         shapes = [(x.shape[0], count, *x.shape[2:]) for x in (k, v)]
         sizes = [shape[0] * count * shape[2] * shape[3] for shape in shapes]
         flat = k.new_empty(sum(sizes), dtype=dtype)
         pieces = (x.view(shape) for x, shape in zip(flat.split(sizes), shapes, strict=True))
-        return cls(what, *pieces)
+        return cls(spans, *pieces)
 
     @property
-    def pair(self) -> tuple[Tensor, Tensor]:
+    def kv(self) -> tuple[Tensor, Tensor]:
         """Keys and values."""
         return self.k, self.v
 
     def flat(self) -> Tensor:
-        """Both, as they travel."""
+        """Keys and values as one flat tensor, as they are sent; a view if they are adjacent."""
         together = self.k.untyped_storage()._cdata == self.v.untyped_storage()._cdata
         if together and self.v.storage_offset() == self.k.storage_offset() + self.k.numel():
             size = self.k.numel() + self.v.numel()
@@ -120,42 +122,44 @@ class _Block:
                 return self.k.as_strided((size,), (1,))
         return torch.cat([self.k.reshape(-1), self.v.reshape(-1)])
 
-    def only(self, what: Ranges) -> _Block:
-        """A part of it."""
-        if what == self.what:
+    def select(self, spans: Ranges) -> _Block:
+        """The part of the block that covers ``spans``."""
+        if spans == self.spans:
             return self
-        places = [self.place(span) for span in what]
-        return _Block(what, *(
-            torch.cat([x[:, start:stop] for start, stop in places], 1) for x in self.pair
+        local_spans = [self.local_span(span) for span in spans]
+        return _Block(spans, *(
+            torch.cat([x[:, start:stop] for start, stop in local_spans], 1) for x in self.kv
         ))  # fmt: skip
 
     def add(self, other: _Block) -> None:
-        """Add what ``other`` has of it."""
+        """Add a part of the block, in place."""
         at = 0
-        for span in other.what:
-            start, stop = self.place(span)
+        for span in other.spans:
+            start, stop = self.local_span(span)
             self.k[:, start:stop] += other.k[:, at : at + stop - start]
             self.v[:, start:stop] += other.v[:, at : at + stop - start]
             at += stop - start
 
-    def place(self, span: tuple[int, int]) -> tuple[int, int]:
-        """Where a span of the block lies in it."""
+    def local_span(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Start and stop, in these tensors, of a span of the block."""
         at = 0
-        for start, stop in self.what:
+        for start, stop in self.spans:
             if start <= span[0] and span[1] <= stop:
                 return at + span[0] - start, at + span[1] - start
             at += stop - start
-        raise AssertionError(f"{span} is not among {self.what}")
+        raise AssertionError(f"{span} is not among {self.spans}")
 
-    def placed(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """``parts``, with their keys counted in what is held."""
-        if self.what and self.what[0][0] == 0 and len(self.what) == 1:
-            return parts
-        return tuple(Part(p.row, p.q, self.place(p.k), p.kind, p.distance) for p in parts)
+    def localized(self, calls: tuple[KernelCall, ...]) -> tuple[KernelCall, ...]:
+        """``calls`` with the offsets of their keys into these tensors instead of the block."""
+        if self.spans and self.spans[0][0] == 0 and len(self.spans) == 1:
+            return calls
+        return tuple(
+            KernelCall(p.row, p.q, self.local_span(p.k), p.kind, p.distance) for p in calls
+        )
 
 
-class _Travel:
-    """The messages of one forward or backward of one attention: ``kv``, or ``gradients``."""
+class _Transfers:
+    """The messages of one forward or backward of one attention: of ``kv`` or of ``gradients``."""
 
     def __init__(
         self, ring: Ring, k: Tensor, v: Tensor, adjoint: bool, unit: str, label: str
@@ -164,31 +168,33 @@ class _Travel:
         self.phase = phase_of(adjoint)
         own = ring.route.steps[0].block
         self.held = {own: _Block(((0, k.shape[1]),), k, v)}
-        self._coming: dict[int, tuple[Any, Tensor, _Block, int]] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
-        # How often each block is still read: its memory is given back after the last time.
-        self._left = {
+        self._receives: dict[int, tuple[Any, Tensor, _Block, int]] = {}
+        self._sends: list[tuple[Any, Tensor]] = []
+        # Uses left of each block; after the last one its memory is freed.
+        self._uses_left = {
             block: sum(
-                (step.block == block) + sum(move.block == block for move in step.sends)
+                (step.block == block) + sum(transfer.block == block for transfer in step.sends)
                 for step in ring.route.steps
             )
             for block in range(len(ring.route.steps))
         }
 
-    def launch(self, sends: list[tuple[Move, _Block]], receives: list[tuple[Move, _Block]]) -> None:
-        """Start the messages of a step, of which two ranks have at most one in each direction."""
-        channel, trace = self.ring.channel, self.ring.channel.trace
-        operations: list[tuple[bool, Tensor, Move]] = []
-        notes: list[tuple[_Block, int]] = []
-        for move, block in sends:
+    def launch(
+        self, sends: list[tuple[Transfer, _Block]], receives: list[tuple[Transfer, _Block]]
+    ) -> None:
+        """Start the messages of a step; two ranks have at most one in each direction."""
+        group, trace = self.ring.group, self.ring.group.trace
+        operations: list[tuple[bool, Tensor, Transfer]] = []
+        events: list[tuple[_Block, int]] = []
+        for transfer, block in sends:
             flat = block.flat()
-            if flat.numel():  # a rank without heads has none, and so have those it talks to
-                operations.append((True, flat, move))
-                notes.append((block, -1))
-        for move, block in receives:
+            if flat.numel():  # empty on ranks without heads; then the peer's is empty, too
+                operations.append((True, flat, transfer))
+                events.append((block, -1))
+        for transfer, block in receives:
             flat = block.flat()
             if not flat.numel():
-                self.held[move.block] = block
+                self.held[transfer.block] = block
                 continue
             event = -1
             if trace is not None:
@@ -196,28 +202,31 @@ class _Travel:
                     "RING", unit=self.unit, weight=self.label, phase=self.phase,
                     nbytes=flat.numel() * flat.element_size(), in_flight=True,
                 )  # fmt: skip
-            operations.append((False, flat, move))
-            notes.append((block, event))
+            operations.append((False, flat, transfer))
+            events.append((block, event))
         if not operations:
             return
-        works = channel.messages(
-            [(leaves, flat, move.peer, move.block) for leaves, flat, move in operations]
+        works = group.batch_isend_irecv(
+            [
+                (is_send, flat, transfer.peer, transfer.block)
+                for is_send, flat, transfer in operations
+            ]
         )
-        for work, (leaves, flat, move), (block, event) in zip(
-            works, operations, notes, strict=True
+        for work, (is_send, flat, transfer), (block, event) in zip(
+            works, operations, events, strict=True
         ):
-            if leaves:
-                self._sent.append((work, flat))
+            if is_send:
+                self._sends.append((work, flat))
             else:
-                self._coming[move.block] = (work, flat, block, event)
+                self._receives[transfer.block] = (work, flat, block, event)
 
     def wait(self, block: int) -> _Block:
-        """Wait for a block, if it is on its way."""
-        coming = self._coming.pop(block, None)
-        if coming is None:
+        """Return a block, after waiting for it if its receive is in flight."""
+        incoming = self._receives.pop(block, None)
+        if incoming is None:
             return self.held[block]
-        work, _, found, event = coming
-        trace = self.ring.channel.trace
+        work, _, found, event = incoming
+        trace = self.ring.group.trace
         begin = None if trace is None else trace.now()
         work.wait()
         if trace is not None:
@@ -228,94 +237,100 @@ class _Travel:
         self.held[block] = found
         return found
 
-    def step(self, number: int) -> tuple[tuple[Part, ...], _Block | None]:
-        """Launch a step's keys and values; its parts, and the block to compute them with."""
+    def step(self, number: int) -> tuple[tuple[KernelCall, ...], _Block | None]:
+        """Launch a step's messages; return its kernel calls and, if there are any, their block."""
         step = self.ring.route.steps[number]
-        sends = [(move, self.wait(move.block).only(move.what)) for move in step.sends]
+        sends = [
+            (transfer, self.wait(transfer.block).select(transfer.spans)) for transfer in step.sends
+        ]
         receives = [
-            (move, _Block.empty(move.what, *self.like, self.like[0].dtype))
-            for move in step.receives
+            (transfer, _Block.empty(transfer.spans, *self.like, self.like[0].dtype))
+            for transfer in step.receives
         ]
         self.launch(sends, receives)
-        for move in step.sends:
-            self._done(move.block)
-        if not step.parts:
-            self._done(step.block)
+        for transfer in step.sends:
+            self._release(transfer.block)
+        if not step.calls:
+            self._release(step.block)
             return (), None
         block = self.wait(step.block)
-        self._done(step.block)
-        return block.placed(step.parts), block
+        self._release(step.block)
+        return block.localized(step.calls), block
 
-    def _done(self, block: int) -> None:
-        """A use of a block is over: after the last its memory is given back."""
-        self._left[block] -= 1
-        if not self._left[block]:
+    def _release(self, block: int) -> None:
+        """Count a use of a block as done; free its memory after the last one."""
+        self._uses_left[block] -= 1
+        if not self._uses_left[block]:
             self.held.pop(block, None)
 
-    def end(self) -> None:
-        """All that was sent has left."""
-        for work, _ in self._sent:
+    def wait_sends(self) -> None:
+        """Wait for all sends."""
+        for work, _ in self._sends:
             work.wait()
-        self._sent.clear()
+        self._sends.clear()
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[Tensor, Tensor]:
+def _forward_impl(q: Tensor, k: Tensor, v: Tensor, handle: int, unit: str) -> tuple[Tensor, Tensor]:
     ring = _RINGS.find(handle)
-    attend = Attend(q, v.shape[3], ring.reads, ring.seen, ring.scale)
+    attend = BlockAttention(q, v.shape[3], ring.kv_index, ring.spec, ring.scale)
     batch, length, heads, _ = q.shape
-    out = q.new_zeros((batch, length, heads, v.shape[3]), dtype=attend.wide)
-    lse = q.new_full((batch, heads, length), -torch.inf, dtype=attend.wide)
-    travel = _Travel(ring, k, v, False, unit, "kv")
+    out = q.new_zeros((batch, length, heads, v.shape[3]), dtype=attend.acc_dtype)
+    lse = q.new_full((batch, heads, length), -torch.inf, dtype=attend.acc_dtype)
+    transfers = _Transfers(ring, k, v, False, unit, "kv")
     for number in range(len(ring.route.steps)):
-        parts, block = travel.step(number)
+        calls, block = transfers.step(number)
         if block is not None and q.numel():
-            attend.forward(out, lse, block.k, block.v, parts)
-    travel.end()
+            attend.forward(out, lse, block.k, block.v, calls)
+    transfers.wait_sends()
     return out.to(q.dtype), lse
 
 
-def _returned(
+def _backward_impl(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, unit: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _RINGS.find(handle)
-    attend = Attend(q, v.shape[3], ring.reads, ring.seen, ring.scale)
-    wide = attend.wide
-    dq = torch.zeros_like(q, dtype=wide)
-    own = _Block(((0, k.shape[1]),), *(torch.zeros_like(x, dtype=wide) for x in (k, v)))
-    travel = _Travel(ring, k, v, True, unit, "kv")
-    home = _Travel(ring, k, v, True, unit, "gradients")
-    arriving: list[Move] = []
+    attend = BlockAttention(q, v.shape[3], ring.kv_index, ring.spec, ring.scale)
+    acc_dtype = attend.acc_dtype
+    dq = torch.zeros_like(q, dtype=acc_dtype)
+    own = _Block(((0, k.shape[1]),), *(torch.zeros_like(x, dtype=acc_dtype) for x in (k, v)))
+    transfers = _Transfers(ring, k, v, True, unit, "kv")
+    gradients = _Transfers(ring, k, v, True, unit, "gradients")
+    receiving: list[Transfer] = []
     for number, step in enumerate(ring.route.steps):
-        parts, block = travel.step(number)
+        calls, block = transfers.step(number)
         total = own
         if block is not None and number:
-            total = _Block(block.what, *(torch.zeros_like(x, dtype=wide) for x in block.pair))
+            total = _Block(block.spans, *(torch.zeros_like(x, dtype=acc_dtype) for x in block.kv))
         if block is not None and q.numel():
-            attend.backward(grad, out, lse, block.k, block.v, parts, dq, total.k, total.v)
+            attend.backward(grad, out, lse, block.k, block.v, calls, dq, total.k, total.v)
         sends, receives = [], []
-        if step.home is not None:
-            part = total.only(step.home.what)
-            sends.append((step.home, _Block(part.what, part.k.to(k.dtype), part.v.to(v.dtype))))
-        if step.arrives is not None:
-            receives.append((step.arrives, _Block.empty(step.arrives.what, k, v, k.dtype)))
-        if arriving:  # of the step before, so that two are never in flight from one rank
-            own.add(home.wait(arriving.pop().block))
-        home.launch(sends, receives)
-        arriving += [move for move, _ in receives]
-    if arriving:
-        own.add(home.wait(arriving.pop().block))
-    travel.end()
-    home.end()
+        if step.gradient_send is not None:
+            part = total.select(step.gradient_send.spans)
+            sends.append(
+                (step.gradient_send, _Block(part.spans, part.k.to(k.dtype), part.v.to(v.dtype)))
+            )
+        if step.gradient_receive is not None:
+            receives.append(
+                (step.gradient_receive, _Block.empty(step.gradient_receive.spans, k, v, k.dtype))
+            )
+        if receiving:  # receive of the step before: at most one message from a rank is in flight
+            own.add(gradients.wait(receiving.pop().block))
+        gradients.launch(sends, receives)
+        receiving += [transfer for transfer, _ in receives]
+    if receiving:
+        own.add(gradients.wait(receiving.pop().block))
+    transfers.wait_sends()
+    gradients.wait_sends()
     return dq.to(q.dtype), own.k.to(k.dtype), own.v.to(v.dtype)
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "internsp_sp::ring": _attended,
-    "internsp_sp::ring_backward": _returned,
+    "internsp_sp::ring": _forward_impl,
+    "internsp_sp::ring_backward": _backward_impl,
 }
-"""As :data:`internsp.sp.exchange.OPERATORS`."""
-_forward = torch.library.custom_op("internsp_sp::ring", _attended, mutates_args=())
-_backward = torch.library.custom_op("internsp_sp::ring_backward", _returned, mutates_args=())
+"""Implementations of the operators, see :data:`internsp.sp.exchange.OPERATORS`."""
+_forward = torch.library.custom_op("internsp_sp::ring", _forward_impl, mutates_args=())
+_backward = torch.library.custom_op("internsp_sp::ring_backward", _backward_impl, mutates_args=())
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -335,12 +350,15 @@ _forward.register_autograd(_gradient, setup_context=_setup)
 
 @torch.compiler.disable
 def ring_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, unit: str = "") -> Tensor:
-    """Attention of this rank's positions to those of the whole group.
+    """Attention of this rank's queries to the keys of all ranks of the ring.
+
+    Blocks until this rank's messages are complete.
 
     Args:
         q: ``[B, n, h, d]``, this rank's positions, in the order of its ranges.
         k: ``[B, n, kv, d]``, likewise.
-        v: ``[B, n, kv, d of v]``.
+        v: ``[B, n, kv, d of v]``, likewise.
+        unit: the attention module's name in the trace.
 
     Returns:
         ``[B, n, h, d of v]``.

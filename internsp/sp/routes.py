@@ -1,19 +1,19 @@
-"""How keys and values travel between the ranks that hold ranges of one sequence, as plain data.
+"""How keys and values are sent between the ranks of a ring, step by step, as plain data.
 
-A :class:`Route` says for one rank, step by step, which block it computes with, and which parts of
-which blocks it sends on and receives meanwhile. Two forms exist, and a ring in two levels:
+A :class:`Route` lists one rank's steps: the block with which it computes, and the parts of blocks
+that it sends and receives meanwhile. The forms are
 
-- a *ring* (arXiv 2310.01889): each block goes from neighbor to neighbor, either way around, and
-  only what ranks further on still need of it;
-- a ring of rings (*double*, arXiv 2406.18485): around the near ranks of an inner ring, while what
-  the next one needs is already on its way to it;
-- *direct*: each block's owner sends each rank at once what it needs. Never more bytes than a ring,
-  since nothing is passed on; but all of it is held at the same time.
+- *ring* (arXiv 2310.01889), and *reverse*, the same in the other direction: at each hop a block
+  goes to the next rank of the ring, but only the part that this rank and the ranks after it need;
+- *double* (arXiv 2406.18485): a ring of inner rings of near ranks. A block goes around an inner
+  ring while the part that the next inner ring needs is already on its way to that ring;
+- *direct*: in the first step each block's owner sends each rank the part that it needs. This never
+  sends more bytes than a ring, since no rank forwards a block; but a rank holds all parts at once.
 
-The gradients of keys and values go straight home from each rank that has used them, in all forms.
-Pure: no tensor, no group. Every rank works out what each needs of each block, by a few comparisons
-of two ranks' ranges, and from it what all send in each form; its steps and the calls of kernels are
-its own alone.
+In all forms each rank that has used keys and values sends their gradients directly to their owner.
+Pure: no tensor, no group. Every rank computes which part of each block each rank needs, by a few
+comparisons of two ranks' ranges, and from that what all ranks send in each form; it computes steps
+and kernel calls for itself only.
 """
 
 from __future__ import annotations
@@ -24,28 +24,37 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from internsp.errors import ConfigError
-from internsp.sp.ranges import Needs, Part, Ranges, Seen, needs, parts, united
+from internsp.sp.ranges import (
+    KernelCall,
+    MaskSpec,
+    NeededSpans,
+    Ranges,
+    kernel_calls,
+    needed_spans,
+    union,
+)
 
 FORMS = ("auto", "ring", "reverse", "double", "direct")
 
 
 @dataclass(frozen=True)
-class Move:
-    """Parts of a block on their way from one rank to another.
+class Transfer:
+    """A part of a block that one rank sends to another.
 
     Attributes:
-        peer: the other rank.
-        what: half-open spans of the block, counted in what its owner holds.
+        block: the block, as the rank that owns it.
+        peer: the rank at the other end.
+        spans: the part, as half-open ranges of offsets into the block.
     """
 
     block: int
     peer: int
-    what: Ranges
+    spans: Ranges
 
     @property
     def positions(self) -> int:
-        """How many positions travel."""
-        return _count(self.what)
+        """Number of positions sent."""
+        return _positions(self.spans)
 
 
 @dataclass(frozen=True)
@@ -53,28 +62,30 @@ class Step:
     """One step of a rank: launch ``sends`` and ``receives``, then compute with ``block``.
 
     Attributes:
-        parts: the calls, empty where the rank needs nothing of the block.
-        receives: what later steps compute with, or send on.
-        home: in backward, after the step: the gradients that go to the block's owner.
-        arrives: in backward, after the step: the gradients of the rank's own block that come from
-            the rank that has computed with it.
+        block: the block, as the rank that owns it.
+        calls: the kernel calls; empty where the rank needs nothing of the block.
+        receives: the parts with which later steps compute, or which later steps forward.
+        gradient_send: in backward, after the step: the gradients that go to the block's owner.
+        gradient_receive: in backward, after the step: the gradients of the rank's own block, from
+            the rank that has computed with it in this step.
     """
 
     block: int
-    parts: tuple[Part, ...]
-    sends: tuple[Move, ...]
-    receives: tuple[Move, ...]
-    home: Move | None
-    arrives: Move | None
+    calls: tuple[KernelCall, ...]
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    gradient_send: Transfer | None
+    gradient_receive: Transfer | None
 
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's way through attention over ranges.
+    """One rank's steps of a ring attention.
 
     Attributes:
-        form: which it is.
-        steps: the first computes with the rank's own block; in each, all ranks have another block.
+        form: the form, not ``auto``.
+        steps: the first computes with the rank's own block; in each step every rank computes with
+            a different block.
     """
 
     form: str
@@ -83,60 +94,63 @@ class Route:
     @property
     def sent_positions(self) -> int:
         """Positions whose keys and values this rank sends in a forward, and again in a backward."""
-        return sum(move.positions for step in self.steps for move in step.sends)
+        return sum(transfer.positions for step in self.steps for transfer in step.sends)
 
     @property
-    def returned_positions(self) -> int:
-        """Positions whose gradients of keys and values it sends in a backward."""
-        return sum(step.home.positions for step in self.steps if step.home is not None)
+    def gradient_positions(self) -> int:
+        """Positions whose gradients of keys and values this rank sends in a backward."""
+        return sum(
+            step.gradient_send.positions for step in self.steps if step.gradient_send is not None
+        )
 
 
-def routes(held: tuple[Ranges, ...], seen: Seen, form: str = "auto", inner: int = 1) -> Routes:
+def routes(held: tuple[Ranges, ...], spec: MaskSpec, form: str = "auto", inner: int = 1) -> Routes:
     """The routes of all ranks; see :func:`route`."""
-    return tuple(route(held, seen, rank, form, inner) for rank in range(len(held)))
+    return tuple(route(held, spec, rank, form, inner) for rank in range(len(held)))
 
 
 def route(
-    held: tuple[Ranges, ...], seen: Seen, rank: int, form: str = "auto", inner: int = 1
+    held: tuple[Ranges, ...], spec: MaskSpec, rank: int, form: str = "auto", inner: int = 1
 ) -> Route:
     """The route of one rank.
 
     Args:
         held: the ranges of each rank of the group.
-        form: ``auto`` takes the one in which the busiest rank sends least, then all together; of
-            equals the first of ``ring``, ``reverse`` (the other way around) and ``direct``.
-        inner: ranks of an inner ring, for ``double``; a divisor of the ranks. They follow one
-            another in ``held``, which is the order of the ring, whether its ranks are neighbors in
-            the sequence or have others between them that share their heads: of those, as many as
-            have fast links to each other.
+        form: ``auto`` takes the form in which the busiest rank sends least, then the one in which
+            all ranks together send least; among equals the first of ``ring``, ``reverse`` (the
+            opposite direction) and ``direct``.
+        inner: ranks of an inner ring, for ``double``; a divisor of the number of ranks. An inner
+            ring is consecutive ranks of ``held``, which is in the order of the ring (whether or
+            not ranks that share heads are between them in the mesh). Choose as many ranks as have
+            fast links to each other.
 
     Raises:
         ConfigError: see :func:`require_form`.
     """
     require_form(len(held), form, inner)
-    way = _chosen(held, seen, form, inner)
+    rings = _choose(held, spec, form, inner)
     steps = []
-    for at, (block, sends, receives) in enumerate(way.steps(rank)):
-        user = way.user(rank, at)
-        home, arrives = way.needs[rank][block], way.needs[user][rank]
+    for at, (block, sends, receives) in enumerate(rings.steps(rank)):
+        user = rings.rank_at(rank, at)
+        sent, received = rings.needed_spans[rank][block], rings.needed_spans[user][rank]
         steps.append(
             Step(
                 block,
-                parts(held[rank], held[block], seen),
-                _some(sends),
-                _some(receives),
-                Move(block, block, home) if home and block != rank else None,
-                Move(rank, user, arrives) if arrives and user != rank else None,
+                kernel_calls(held[rank], held[block], spec),
+                _nonempty(sends),
+                _nonempty(receives),
+                Transfer(block, block, sent) if sent and block != rank else None,
+                Transfer(rank, user, received) if received and user != rank else None,
             )
         )
-    return Route(way.form, tuple(steps))
+    return Route(rings.form, tuple(steps))
 
 
 def require_form(size: int, form: str, inner: int) -> None:
-    """A ring of ``size`` ranks can send so.
+    """Check that a ring of ``size`` ranks can use a form.
 
     Raises:
-        ConfigError: an unknown form; ``inner`` that does not divide the ranks, or without effect.
+        ConfigError: an unknown form; an ``inner`` that does not divide ``size`` or has no effect.
     """
     if form not in FORMS:
         raise ConfigError(f"No form {form!r} of attention over ranges; choose one of {FORMS}.")
@@ -149,132 +163,134 @@ def require_form(size: int, form: str, inner: int) -> None:
 Routes = tuple[Route, ...]
 
 
-_Raw = tuple[int, list[Move], list[Move]]  # block, sends, receives
+_RawStep = tuple[int, list[Transfer], list[Transfer]]  # block, sends, receives
 
 
 @lru_cache(maxsize=64)
-def _chosen(held: tuple[Ranges, ...], seen: Seen, form: str, inner: int) -> _Rings:
-    """The form that is taken, as it is for all ranks."""
-    everyone, size = needs(held, seen), len(held)
+def _choose(held: tuple[Ranges, ...], spec: MaskSpec, form: str, inner: int) -> _Rings:
+    """The chosen form, with the transfers of all ranks."""
+    needed, size = needed_spans(held, spec), len(held)
     makers: dict[str, Callable[[], _Rings]] = {
-        "ring": lambda: _Rings("ring", everyone, size, 1),
-        "reverse": lambda: _Rings("reverse", everyone, size, -1),
-        "double": lambda: _Rings("double", everyone, inner, 1),
-        "direct": lambda: _Direct("direct", everyone, size, 1),
+        "ring": lambda: _Rings("ring", needed, size, 1),
+        "reverse": lambda: _Rings("reverse", needed, size, -1),
+        "double": lambda: _Rings("double", needed, inner, 1),
+        "direct": lambda: _Direct("direct", needed, size, 1),
     }
     if form != "auto":
         return makers[form]()
     made = [makers[name]() for name in ("ring", "reverse", "direct")]
-    sent = [way.sent() for way in made]
+    sent = [rings.sent() for rings in made]
     return min(zip(made, sent, strict=True), key=lambda each: (max(each[1]), sum(each[1])))[0]
 
 
 @dataclass(frozen=True)
 class _Rings:
-    """Rings of ``inner`` ranks each, and one ring over them; with all ranks inner, a plain ring.
+    """Inner rings of ``inner`` ranks each, and a ring over them; one inner ring is a plain ring.
 
-    Step ``o * inner + i`` is the i-th in the o-th inner ring that a block visits.
+    Step ``o * inner + i`` of a block is its i-th step in the o-th inner ring that it visits.
+    ``direction`` is 1 or -1.
     """
 
     form: str
-    needs: Needs
+    needed_spans: NeededSpans
     inner: int
-    way: int
+    direction: int
 
     @property
     def outer(self) -> int:
-        return len(self.needs) // self.inner
+        return len(self.needed_spans) // self.inner
 
-    def _shifted(self, rank: int, o: int, i: int) -> int:
-        """The rank that is so many inner rings, and in its own so many ranks, further on."""
+    def _rank_after(self, rank: int, o: int, i: int) -> int:
+        """The rank that is ``o`` inner rings, and ``i`` ranks within its ring, after ``rank``."""
         ring, place = divmod(rank, self.inner)
-        ring, place = ring + self.way * o, place + self.way * i
+        ring, place = ring + self.direction * o, place + self.direction * i
         return ring % self.outer * self.inner + place % self.inner
 
-    def user(self, block: int, step: int) -> int:
-        """The rank that computes with a block in a step."""
-        return self._shifted(block, *divmod(step, self.inner))
+    def rank_at(self, block: int, step: int) -> int:
+        """The rank that computes with ``block`` in ``step``."""
+        return self._rank_after(block, *divmod(step, self.inner))
 
     @cached_property
-    def _left(self) -> list[list[Ranges]]:
-        """``[block][step]``: what is needed of a block from a step on in that inner ring."""
+    def _needed_in_ring(self) -> list[list[Ranges]]:
+        """``[block][step]``: the part of a block needed from a step on in the same inner ring."""
         found = []
-        for block in range(len(self.needs)):
-            visits = [self.needs[self.user(block, s)][block] for s in range(len(self.needs))]
+        for block in range(len(self.needed_spans)):
+            steps = range(len(self.needed_spans))
+            visits = [self.needed_spans[self.rank_at(block, step)][block] for step in steps]
             rings = (visits[at : at + self.inner] for at in range(0, len(visits), self.inner))
-            found.append([what for ring in rings for what in _from_each_on(ring)])
+            found.append([spans for ring in rings for spans in _suffix_unions(ring)])
         return found
 
     @cached_property
-    def _onward(self) -> list[list[Ranges]]:
-        """``[block][o]``: what is needed of a block in its o-th inner ring and all after it."""
-        return [_from_each_on(left[:: self.inner]) for left in self._left]
+    def _needed_onward(self) -> list[list[Ranges]]:
+        """``[block][o]``: the part of a block needed in its o-th inner ring and all later ones."""
+        return [_suffix_unions(left[:: self.inner]) for left in self._needed_in_ring]
 
-    def _next(self, block: int, step: int) -> list[tuple[tuple[int, int], Ranges]]:
-        """What goes on of a block in a step: how far (inner rings, ranks), and what of it."""
+    def _forwarded(self, block: int, step: int) -> list[tuple[tuple[int, int], Ranges]]:
+        """The parts of a block sent on in a step: the hop (inner rings, ranks), and the spans."""
         o, i = divmod(step, self.inner)
         found = []
         if i == 0 and o + 1 < self.outer:
-            found.append(((1, 0), self._onward[block][o + 1]))
+            found.append(((1, 0), self._needed_onward[block][o + 1]))
         if i + 1 < self.inner:
-            found.append(((0, 1), self._left[block][step + 1]))
+            found.append(((0, 1), self._needed_in_ring[block][step + 1]))
         return found
 
     def sent(self) -> list[int]:
         """Positions that each rank sends."""
-        found = [0] * len(self.needs)
+        found = [0] * len(self.needed_spans)
         for block in range(len(found)):
             for step in range(len(found)):
-                for _, what in self._next(block, step):
-                    found[self.user(block, step)] += _count(what)
+                for _, spans in self._forwarded(block, step):
+                    found[self.rank_at(block, step)] += _positions(spans)
         return found
 
-    def steps(self, rank: int) -> list[_Raw]:
-        """Of one rank."""
-        found: list[_Raw] = []
-        for step in range(len(self.needs)):
+    def steps(self, rank: int) -> list[_RawStep]:
+        """The steps of one rank."""
+        found: list[_RawStep] = []
+        for step in range(len(self.needed_spans)):
             o, i = divmod(step, self.inner)
-            block = self._shifted(rank, -o, -i)
-            sends = [Move(block, self._shifted(rank, *far), what)
-                     for far, what in self._next(block, step)]  # fmt: skip
+            block = self._rank_after(rank, -o, -i)
+            sends = [Transfer(block, self._rank_after(rank, *hop), spans)
+                     for hop, spans in self._forwarded(block, step)]  # fmt: skip
             receives = []
-            for far, _ in self._next(block, step):  # those before it do the same
-                source = self._shifted(rank, -far[0], -far[1])
-                coming = self._shifted(source, -o, -i)
-                what = next(what for to, what in self._next(coming, step) if to == far)
-                receives.append(Move(coming, source, what))
+            for hop, _ in self._forwarded(block, step):  # the same hops, to this rank
+                source = self._rank_after(rank, -hop[0], -hop[1])
+                incoming = self._rank_after(source, -o, -i)
+                spans = next(spans for to, spans in self._forwarded(incoming, step) if to == hop)
+                receives.append(Transfer(incoming, source, spans))
             found.append((block, sends, receives))
         return found
 
 
 class _Direct(_Rings):
-    """Each block's owner sends all of it that others need, in the first step."""
+    """Each block's owner sends the parts that other ranks need, in the first step."""
 
     def sent(self) -> list[int]:
-        ranks = range(len(self.needs))
-        return [sum(_count(self.needs[peer][rank]) for peer in ranks if peer != rank)
+        ranks = range(len(self.needed_spans))
+        return [sum(_positions(self.needed_spans[peer][rank]) for peer in ranks if peer != rank)
                 for rank in ranks]  # fmt: skip
 
-    def steps(self, rank: int) -> list[_Raw]:
-        others = [self._shifted(rank, 0, -k) for k in range(1, len(self.needs))]
-        sends = [Move(rank, peer, self.needs[peer][rank]) for peer in reversed(others)]
-        receives = [Move(block, block, self.needs[rank][block]) for block in others]
+    def steps(self, rank: int) -> list[_RawStep]:
+        others = [self._rank_after(rank, 0, -k) for k in range(1, len(self.needed_spans))]
+        sends = [Transfer(rank, peer, self.needed_spans[peer][rank]) for peer in reversed(others)]
+        receives = [Transfer(block, block, self.needed_spans[rank][block]) for block in others]
         return [(rank, sends, receives), *((block, [], []) for block in others)]
 
 
-def _from_each_on(each: Sequence[Ranges]) -> list[Ranges]:
-    """Of some unions of spans that of the i-th and all after it, for each i."""
+def _suffix_unions(each: Sequence[Ranges]) -> list[Ranges]:
+    """For each i, the union of the i-th element and all elements after it."""
 
     def joined(after: Ranges, own: Ranges) -> Ranges:
-        return united((*own, *after)) if own and after else own or after
+        return union((*own, *after)) if own and after else own or after
 
     return list(accumulate(reversed(each), joined))[::-1]
 
 
-def _count(what: Ranges) -> int:
-    return sum(stop - start for start, stop in what)
+def _positions(spans: Ranges) -> int:
+    return sum(stop - start for start, stop in spans)
 
 
-def _some(moves: list[Move]) -> tuple[Move, ...]:
-    """Those that carry anything; both ends leave the others out."""
-    return tuple(move for move in moves if move.what)
+def _nonempty(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    """The transfers that have positions; both ends omit the others."""
+    return tuple(transfer for transfer in transfers if transfer.spans)

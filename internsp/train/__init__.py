@@ -1,4 +1,4 @@
-"""The trainer: data, loop, metrics, report, checkpoint. The composition root.
+"""The training application: data, training loop, metrics, report and checkpoints.
 
 The package can be called: ``internsp.train(config)`` is :func:`internsp.train.trainer.train`.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    """A package that is a function besides."""
+    """A package that can also be called like a function."""
 
     def __call__(self, *args: Any, **options: Any) -> Path:
         """See :func:`internsp.train.trainer.train`."""

@@ -1,6 +1,6 @@
-"""What one rank finds out, every rank learns: verdicts that all ranks share.
+"""Run a function on some ranks and give every rank the same result, or the same error.
 
-A rank that raised alone would leave the others waiting in their next collective. These functions
+If one rank raised alone, the others would wait forever in their next collective. These functions
 are collective over all ranks, and raise on all of them or on none.
 """
 
@@ -13,24 +13,24 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from internsp.errors import LACKING, ConfigError, InternspError, MachineError
+from internsp.errors import MACHINE_ERRNOS, ConfigError, InternspError, MachineError
 
 T = TypeVar("T")
 
 
-def from_first(work: Callable[[], T]) -> T:
-    """What ``work()`` returns on rank 0, which alone runs it; or raise what it raised there.
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run ``work()`` on rank 0 and return its result on every rank. Collective; blocks.
 
     Raises:
-        Exception: on every rank, with rank 0's words.
+        Exception: on every rank, with the message of rank 0, if ``work()`` raised there.
     """
     outcome: list[Any] = [None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             outcome = [(work(), None)]
-        except Exception as error:  # noqa: BLE001 - or the others would wait
-            failure, outcome = error, [(None, _shared(error))]
+        except Exception as error:  # noqa: BLE001 - the other ranks would wait in the broadcast
+            failure, outcome = error, [(None, _portable(error))]
     dist.broadcast_object_list(outcome, src=0)
     value, shared = outcome[0]
     if shared is not None:
@@ -40,51 +40,52 @@ def from_first(work: Callable[[], T]) -> T:
 
 
 def on_every_rank(work: Callable[[], T]) -> list[T]:
-    """What ``work()`` returns on each rank, by rank; or raise what the first rank raised.
+    """Run ``work()`` on every rank and return all results, by rank. Collective; blocks.
 
     Raises:
-        Exception: on every rank, with the words of the lowest rank that raised.
+        Exception: on every rank, the error of the lowest rank whose ``work()`` raised.
     """
     value, failure = None, None
     try:
         value = work()
-    except Exception as error:  # noqa: BLE001 - or the others would wait
+    except Exception as error:  # noqa: BLE001 - the other ranks would wait in the all-gather
         failure = error
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (value, None if failure is None else _shared(failure)))
+    dist.all_gather_object(outcomes, (value, None if failure is None else _portable(failure)))
     for rank, (_, raised) in enumerate(outcomes):
         if raised is not None:
             raise (failure if rank == dist.get_rank() and failure else raised)
     return [found for found, _ in outcomes]
 
 
-def _shared(error: Exception) -> Exception:
-    """``error`` as other ranks can have it: what need not pickle comes as its words."""
+def _portable(error: Exception) -> Exception:
+    """An error that can be pickled and sent to other ranks; it keeps the message of ``error``."""
     if isinstance(error, InternspError):
         return error
     if isinstance(error, OSError) and error.errno is not None:
-        said = f"{error.strerror} (on rank {dist.get_rank()})"
-        return OSError(error.errno, said, error.filename)
+        message = f"{error.strerror} (on rank {dist.get_rank()})"
+        return OSError(error.errno, message, error.filename)
     return InternspError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
 
 
 @contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Errors of files and of torch's checkpointing, which all ranks raise together, in one line.
+    """Turn errors of files and of ``torch.distributed.checkpoint`` into one-line errors.
 
-    torch's ``CheckpointException`` is no ``Exception`` and holds every rank's stack.
+    For code in which all ranks raise together. torch's ``CheckpointException`` is no subclass of
+    ``Exception`` and holds the stack trace of every rank.
 
     Raises:
-        ConfigError: some rank raised one.
-        MachineError: some rank has no room, or the like.
-        InternspError: some rank raised anything else; the message names rank and cause.
+        ConfigError: some rank raised a ``ConfigError``.
+        MachineError: some rank had no disk space left, or lacked another resource.
+        InternspError: some rank raised another error; the message names the rank and the cause.
     """
     try:
         yield
     except CheckpointException as error:
         _raise(what, error)
     except OSError as error:
-        kind = MachineError if error.errno in LACKING else InternspError
+        kind = MachineError if error.errno in MACHINE_ERRNOS else InternspError
         raise kind(f"{what}: {error}") from error
 
 
@@ -95,10 +96,10 @@ def _raise(what: str, error: CheckpointException) -> NoReturn:
     )
     if isinstance(cause, ConfigError):
         raise ConfigError(str(cause)) from None
-    for number, (met, _) in failures:  # a full disk breaks torch's writers, too: what is below?
+    for number, (met, _) in failures:  # a full disk breaks torch's writers, too: find its OSError
         below: BaseException | None = met
         while below is not None:
-            if isinstance(below, OSError) and below.errno in LACKING:
+            if isinstance(below, OSError) and below.errno in MACHINE_ERRNOS:
                 raise MachineError(f"{what}: rank {number}: OSError: {below}") from below
             below = below.__cause__ or below.__context__
     raise InternspError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from cause

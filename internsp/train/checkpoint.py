@@ -1,9 +1,10 @@
-"""Checkpoints of a run: model, optimizer, random states as tensors, the rest as JSON.
+"""Checkpoints of a run: model, optimizer and random states as tensors, everything else as JSON.
 
-Tensors go through ``torch.distributed.checkpoint`` (:mod:`internsp.train.checkpoint_files`), each
-by its global index ranges, so that any mesh goes on with what any mesh saved; what else a run must
-know stands in ``manifest.json``. How one is written: :mod:`internsp.train.saver`. It is read after
-every digest was found right, and nothing in it is executed.
+Tensors are written and read through ``torch.distributed.checkpoint``
+(:mod:`internsp.train.checkpoint_files`) by their global index ranges, so that a run on any mesh can
+resume from a checkpoint of any other mesh. Everything else is in ``manifest.json``. Writing is in
+:mod:`internsp.train.saver`. Before anything is loaded, the digest of every file is checked; nothing
+in a checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from internsp.errors import ConfigError
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.train import checkpoint_folder, manifest
-from internsp.train.agreement import from_first, on_every_rank, plain_errors
+from internsp.train.agreement import on_every_rank, on_first_rank, plain_errors
 from internsp.train.checkpoint_files import Reader
 from internsp.train.disk import MANIFEST
 from internsp.train.finite import require_finite
 from internsp.train.manifest import Manifest, Position, State
-from internsp.train.peer import Copies
+from internsp.train.peer import PeerCopies
 from internsp.train.session import Session
 
 OWN, _RANK = "buffers.", ", rank "
 OWN_BYTES = 2**20
-"""Of a buffer of which every rank's own values are saved, at most."""
+"""Largest buffer of which every rank's own values are saved."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on from.
+    """The state from which a run resumes.
 
     Attributes:
         step: finished steps.
-        sequences: rows of the training text that they took.
-        tokens: those of them that the loss has counted.
+        sequences: rows of the training text used by these steps.
+        tokens: tokens of those rows that the loss counted.
         path: the checkpoint's folder.
         run: id of the run that wrote it.
-        notes: what the user should read: settings taken over, damaged checkpoints passed over.
+        notes: messages for the user: settings that changed, damaged checkpoints that were skipped.
     """
 
     step: int
@@ -69,7 +70,9 @@ def manifest_of(
     run: str,
     scaler: dict[str, float] | None,
 ) -> dict[str, Any]:
-    """What a checkpoint says of itself, as JSON, but for what it holds. On rank 0, also later.
+    """The manifest of a checkpoint as JSON, without its values, tensors and files.
+
+    Called on rank 0, also while later steps train.
 
     Args:
         scaler: the loss scale and its counters (:func:`scale_of`) after ``step`` steps.
@@ -88,13 +91,13 @@ def manifest_of(
 
 
 def scale_of(session: Session) -> dict[str, float] | None:
-    """The loss scale and its counters, as they are now; ``None`` where nothing is scaled."""
+    """The current loss scale and its counters; ``None`` without a loss scaler."""
     scaler = session.optimizer.loss_scaler
     return None if scaler is None else scaler.state_dict()
 
 
 def _position(session: Session, sequences: int, tokens: int) -> Position:
-    document, token = session.source.place_of(sequences)
+    document, token = session.source.position_of(sequences)
     return Position(
         fingerprint=session.source.fingerprint,
         sequences=sequences,
@@ -104,19 +107,19 @@ def _position(session: Session, sequences: int, tokens: int) -> Position:
     )
 
 
-def load(session: Session, path: Path, copies: Copies | None = None) -> Resumed:
-    """Restore a checkpoint of any mesh. Collective; blocks.
+def load(session: Session, path: Path, copies: PeerCopies | None = None) -> Resumed:
+    """Restore a checkpoint that was written on any mesh. Collective; blocks.
 
     Args:
-        path: a checkpoint's folder, or a run's, of which the newest whole checkpoint is taken.
-        copies: in memory, of files, which are not read then.
+        path: folder of a checkpoint, or of a run, whose newest complete checkpoint is loaded.
+        copies: in-memory copies of files; a file that has one is not read from disk.
 
     Raises:
-        ConfigError: on every rank, before anything is overwritten: no whole checkpoint is there, a
-            setting differs that must not, or the text has changed.
+        ConfigError: on every rank, before anything is overwritten: there is no complete checkpoint,
+            a setting differs that must not, or the text has changed.
         NotFiniteError: on every rank: its weights are not finite.
     """
-    chosen, content, notes = _newest_whole(path, copies)
+    chosen, content, notes = _newest_complete(path, copies)
     try:
         refused, taken = resume_rules.compare(
             content.config, session.config, content.mesh["world"], session.mesh.world_size
@@ -133,24 +136,24 @@ def load(session: Session, path: Path, copies: Copies | None = None) -> Resumed:
             f"checkpoint.resume: {chosen} was trained on other text (or another mixture) "
             "than [data] gives now; the order of the data would not continue"
         )
-    if content.data != here:  # another version of what shuffles
+    if content.data != here:  # a numpy version that shuffles differently
         raise ConfigError(
-            f"checkpoint.resume: {chosen} goes on at token {content.data.token} of document "
-            f"{content.data.document}, but after {here.sequences} sequences this machine's order "
-            f"comes to token {here.token} of document {here.document}: use the version of numpy "
-            "that the run began with"
+            f"checkpoint.resume: {chosen} continues at token {content.data.token} of document "
+            f"{content.data.document}, but on this machine sequence {here.sequences} begins at "
+            f"token {here.token} of document {here.document}: use the version of numpy with which "
+            "the run began"
         )
     tensors, _ = state_of(session)
     tensors = _detached(tensors)
-    # Copies of tied weights are read by themselves: they have the first stage's names.
+    # Tied weights that a later stage copies are loaded separately, under the first stage's names.
     tied = session.pipeline is not None and len(session.pipeline.tied) > 0
     numbers = range(len(session.modules) if tied else 0)
-    repeated = [_detached(_part(session, number, counted=False)) for number in numbers]
+    repeated = [_detached(_module_state(session, number, counted=False)) for number in numbers]
     same_ranks = content.mesh["world"] == session.mesh.world_size
     if not same_ranks:
         tensors = {k: v for k, v in tensors.items() if not k.startswith("random.")}
     left = {k: k for k in tensors if k.startswith(OWN)}
-    if content.mesh == session.mesh.shape.degrees():  # each rank is again what it was
+    if content.mesh == session.mesh.shape.degrees():  # each rank has the same coordinates as then
         left = {name: _shared_name(name) for name in left}
     tensors = {k: v for k, v in tensors.items() if k not in left.values()}
     on_every_rank(lambda: check_fits(content, tensors, chosen))
@@ -161,12 +164,12 @@ def load(session: Session, path: Path, copies: Copies | None = None) -> Resumed:
                 storage_reader=Reader(chosen, content, None if copies is None else copies.open),
                 planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
             )
-    on_every_rank(lambda: _take(session, tensors, repeated, content, chosen))
+    on_every_rank(lambda: _restore(session, tensors, repeated, content, chosen))
     if copies is not None:
-        copies.settle(content)
+        copies.retain(content)
     if not same_ranks:
         seed = derived_seed(session.config.train.seed, content.step, session.mesh.rank)
-        torch.manual_seed(seed)  # of the accelerator, too
+        torch.manual_seed(seed)  # seeds the accelerator, too
         notes.append(
             f"{content.mesh['world']} ranks saved, {session.mesh.world_size} go on: random states "
             "are derived anew from train.seed, the step and the rank"
@@ -193,31 +196,31 @@ def _detached(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {k: v.detach() if isinstance(v, Parameter) else v for k, v in tensors.items()}
 
 
-def _newest_whole(path: Path, copies: Copies | None) -> tuple[Path, Manifest, list[str]]:
-    """The newest whole checkpoint, and what the user should read of it. Collective."""
-    folders, named = from_first(lambda: checkpoint_folder.candidates(path))
+def _newest_complete(path: Path, copies: PeerCopies | None) -> tuple[Path, Manifest, list[str]]:
+    """Find the newest complete checkpoint; also return messages for the user. Collective."""
+    folders, named = on_first_rank(lambda: checkpoint_folder.candidates(path))
     skipped: list[str] = []
     for folder in folders:
         try:
-            content = from_first(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
-            return folder, content, skipped + check_whole(folder, content, copies)
+            content = on_first_rank(lambda folder=folder: manifest.read(folder))  # type: ignore[misc]
+            return folder, content, skipped + check_complete(folder, content, copies)
         except ConfigError as error:
             if named:
                 raise ConfigError(f"checkpoint.resume: {error}") from None
             skipped.append(f"checkpoint {folder.name} was passed over: {error}")
     remedy = "give the path of another, or checkpoint.resume = \"never\" to start afresh"
     raise ConfigError(
-        "\n  ".join([f"checkpoint.resume: no whole checkpoint at {path}: {remedy}", *skipped])
+        "\n  ".join([f"checkpoint.resume: no complete checkpoint at {path}: {remedy}", *skipped])
     )
 
 
-def check_whole(folder: Path, content: State, copies: Copies | None = None) -> list[str]:
-    """Every file is as it was written, or has a copy that is. Collective.
+def check_complete(folder: Path, content: State, copies: PeerCopies | None = None) -> list[str]:
+    """Check that every file is as it was written, or has an intact copy in memory. Collective.
 
-    Each rank looks at a share of them.
+    Each rank checks a part of the files.
 
     Returns:
-        What the user should read: files of which copies are read.
+        Messages for the user: which files are read from copies.
 
     Raises:
         ConfigError: on every rank: a file is missing or damaged.
@@ -236,15 +239,15 @@ def check_whole(folder: Path, content: State, copies: Copies | None = None) -> l
         raise ConfigError(damaged[0] + more)
     if copies is None:
         return []
-    kept = copies.agree(content, [digest for _, digests in found for digest in digests])
+    kept = copies.drop_damaged(content, [digest for _, digests in found for digest in digests])
     gone = [name for name in kept if not (folder / name).is_file()]
-    said = f"; not there any more: {', '.join(gone)}" if gone else ""
-    many = f"{len(kept)} of {len(names)} files of {folder} are read from copies in memory{said}"
+    missing = f"; not there any more: {', '.join(gone)}" if gone else ""
+    many = f"{len(kept)} of {len(names)} files of {folder} are read from copies in memory{missing}"
     return [many] if kept else []
 
 
 def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Another model has other tensors: say so before anything is overwritten."""
+    """Raise before anything is overwritten if the checkpoint has other tensors than the model."""
     for name, value in tensors.items():
         stored = content.tensors.get(name)
         if stored is None:
@@ -258,19 +261,22 @@ def check_fits(content: State, tensors: Mapping[str, Tensor], path: Path) -> Non
 
 
 def derived_seed(seed: int, step: int, rank: int) -> int:
-    """The random seed of a rank that goes on where another number of ranks has stopped."""
+    """The random seed of a rank that resumes a run which was saved on another number of ranks."""
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
 
-def _take(
+def _restore(
     session: Session,
     tensors: dict[str, Tensor],
     copies: Sequence[dict[str, Tensor]],
     content: Manifest,
     path: Path,
 ) -> None:
-    """Hand what was read to its owners. Settings stay as the configuration says now."""
+    """Load the tensors that were read into random states, optimizers and loss scaler.
+
+    Optimizer settings stay as the current configuration sets them.
+    """
     try:
         for name, value in tensors.items():
             if name.startswith("random."):
@@ -286,7 +292,7 @@ def _take(
         _check_scale(content.loss_scaler, path)
         scaler.load_state_dict(content.loss_scaler)
     for optimizer, schedule in zip(session.optimizers, session.schedules, strict=True):
-        _wind(optimizer, schedule, content.step)
+        _set_schedule(optimizer, schedule, content.step)
     for communicator in session.communicators:
         communicator.invalidate()
 
@@ -296,10 +302,10 @@ def _check_scale(saved: dict[str, float], path: Path) -> None:
         raise ConfigError(f"checkpoint.resume: {path / MANIFEST} has no loss scale")
 
 
-def _wind(
+def _set_schedule(
     optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR, step: int
 ) -> None:
-    """Set a schedule made from today's settings to where ``step`` finished steps leave it."""
+    """Set a schedule of the current settings to its state after ``step`` finished steps."""
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [base * factor(step) for base, factor in pairs]
     schedule.load_state_dict(
@@ -314,28 +320,30 @@ def _wind(
         group["lr"] = rate
 
 
-# what a checkpoint holds
+# What a checkpoint holds.
 
 
 def state_of(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This rank's live tensors, and its few other values, by names that fit all ranks.
+    """This rank's tensors (not copies) and other values, by names that are the same on all ranks.
 
-    What several places hold is there once: of a tied weight the first name, and the first stage.
+    A value that exists several times is listed once: a tied weight under its first name, in the
+    first stage that has it.
     """
     found: dict[str, Any] = {}
     for number in range(len(session.modules)):
-        found |= _part(session, number, counted=True)
-    found |= _own_buffers(found, session.mesh.rank)
+        found |= _module_state(session, number, counted=True)
+    found |= _rank_buffers(found, session.mesh.rank)
     found |= {f"random.{name}": value for name, value in random_states(session.mesh).items()}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in found.items() if name not in tensors}
 
 
-def _part(session: Session, number: int, counted: bool) -> dict[str, Any]:
-    """One module's values and its optimizer's.
+def _module_state(session: Session, number: int, counted: bool) -> dict[str, Any]:
+    """State of one module and of its optimizer, by name.
 
     Args:
-        counted: all but copies of what is another stage's; else these alone, by its names.
+        counted: ``True`` for everything but copies of weights that belong to another stage;
+            ``False`` for these copies alone, under the names that the other stage uses.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -344,7 +352,7 @@ def _part(session: Session, number: int, counted: bool) -> dict[str, Any]:
         if id(value) not in seen and (member is None or member.counted) == counted:
             seen.add(id(value))
             found[f"model.{member.tied if member is not None and member.tied else name}"] = value
-    members = session.communicators[number].replicated.everyone()
+    members = session.communicators[number].replicated.all_parameters()
     copies = {member.tied for member in members if not member.counted}
     for name, entry in session.optimizers[number].local_state_dict()["state"].items():
         if (name not in copies) == counted:
@@ -352,10 +360,11 @@ def _part(session: Session, number: int, counted: bool) -> dict[str, Any]:
     return found
 
 
-def _own_buffers(found: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-    """Buffers again, under names of this rank alone: the tokens of an expert, statistics.
+def _rank_buffers(found: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """The buffers in ``found`` a second time, under names of this rank.
 
-    They may differ between ranks; under the shared name only one rank's is saved.
+    Buffers may differ between ranks (tokens of an expert, statistics); under the shared name only
+    one rank's value is saved.
     """
     return {
         f"{OWN}{name.removeprefix('model.')}{_RANK}{rank}": value
@@ -368,17 +377,17 @@ def _own_buffers(found: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
 
 
 def _shared_name(name: str) -> str:
-    """The name of all ranks for a name that :func:`_own_buffers` has made."""
+    """The shared name of a buffer whose per-rank name :func:`_rank_buffers` made."""
     return f"model.{name.removeprefix(OWN).rpartition(_RANK)[0]}"
 
 
 def state_key(parameter: str, kind: str) -> str:
-    """The name in a checkpoint of a kind of optimizer state."""
+    """Name in a checkpoint of one kind of optimizer state of a parameter."""
     return f"optimizer.{parameter}.{kind}"
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a tensor of a checkpoint is, or is state of."""
+    """The parameter that a checkpoint's tensor holds, or whose optimizer state it holds."""
     section, _, rest = name.partition(".")
     return rest.rpartition(".")[0] if section == "optimizer" else rest
 
@@ -386,7 +395,7 @@ def parameter_of(name: str) -> str:
 def _optimizer_state(
     optimizer: ZeroOptimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An optimizer's own dictionary, with what was read; settings are today's."""
+    """The optimizer's local state dict with the loaded state in it and the current settings."""
     state = optimizer.local_state_dict()
     state.pop("loss_scaler", None)
     for name, entry in state["state"].items():
@@ -397,7 +406,7 @@ def _optimizer_state(
 
 
 def random_states(mesh: ParallelMesh) -> dict[str, Tensor]:
-    """This rank's random states."""
+    """This rank's random states of the CPU and of the accelerator."""
     states = {f"cpu, rank {mesh.rank}": torch.get_rng_state()}
     if accelerator.has_streams(mesh.device):
         device = mesh.device
@@ -406,7 +415,7 @@ def random_states(mesh: ParallelMesh) -> dict[str, Tensor]:
 
 
 def set_random(name: str, value: Tensor) -> None:
-    """Go on from what :func:`random_states` gave, by its name there."""
+    """Restore one of the states that :func:`random_states` returned, by its name there."""
     kind = name.removeprefix("random.").partition(",")[0]
     if kind == accelerator.HOST:
         torch.set_rng_state(value)

@@ -1,8 +1,8 @@
-"""How tensors of a checkpoint get into files and out again, through torch's checkpointing.
+"""Writing and reading the tensors of a checkpoint, with the planners of torch's checkpointing.
 
-``torch.distributed.checkpoint`` plans: who writes what, without gaps or doubles, and who reads
-which ranges of it. Each rank's part is one safetensors file; where every tensor lies stands in the
-manifest. No pickle is written, and none is read.
+``torch.distributed.checkpoint`` plans which rank writes which part of each tensor, without gaps or
+duplicates, and which ranges each rank reads. Each rank writes one safetensors file; the manifest
+records where every tensor is. No pickle is written or read.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
     "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Names of dtypes in safetensors, by the manifest's."""
+"""Names of dtypes in safetensors, by their names in the manifest."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A chunk and its bytes in the file."""
+    """A chunk of a tensor and its byte range in the file."""
 
     index: MetadataIndex
     chunk: Chunk
@@ -60,12 +60,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What this rank writes of a state, which is the same at every save.
+    """What this rank writes of a state; the same at every save.
 
     Attributes:
-        file: its name.
-        nbytes: of the whole file, and so of the memory that it is put together in.
-        tensors: on rank 0: where every tensor lies; empty on others.
+        file: name of the file.
+        nbytes: size of the file, and of the host memory in which it is put together.
+        tensors: on rank 0, the records of all tensors; empty on other ranks.
     """
 
     file: str
@@ -76,24 +76,24 @@ class FilePlan:
 
     @classmethod
     def make(cls, state: Mapping[str, Any], distributed: bool = True) -> FilePlan:
-        """Plan with all ranks, each of which has its own ``state``: tensors by name. Collective.
+        """Plan with all ranks, each with its own ``state`` (tensors by name). Collective.
 
         Raises:
             CheckpointException: the ranks' parts overlap, or leave gaps.
         """
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        planned = _Planned()
+        planned = _PlanningWriter()
         dcp.save(dict(state), storage_writer=planned, planner=planner, no_dist=not distributed)
         assert planned.plan is not None, "dcp.save has called write_data"
         return planned.plan
 
     @torch.no_grad()
     def fill(self, memory: Tensor, state: Mapping[str, Any]) -> None:
-        """Put the file together in ``memory`` (uint8). Blocks until the values are there."""
+        """Write the file's content into ``memory`` (uint8); blocks until all values are copied."""
         memory[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         for entry in self.entries:
             if entry.index.fqn not in state:
-                raise InternspError(f"{entry.index.fqn} was in the model and is no more")
+                raise InternspError(f"{entry.index.fqn} is no longer in the model")
             value = state[entry.index.fqn]
             source = value._local_tensor if isinstance(value, DTensor) else value
             if isinstance(value, Slices):
@@ -102,36 +102,36 @@ class FilePlan:
             part.view(entry.dtype).view(entry.chunk.sizes).copy_(source)
 
 
-class _Planned(StorageWriter):
-    """Takes a plan from ``dcp.save`` and writes nothing yet."""
+class _PlanningWriter(StorageWriter):
+    """A storage writer that takes the plan from ``dcp.save`` and writes nothing."""
 
     def __init__(self) -> None:
         self.plan: FilePlan | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """It has no place."""
+        """Always false: there is no location to write to."""
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is opened."""
+        """Do nothing: no file is opened."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """A file for each rank."""
+        """Assign each rank its own file."""
         for rank, plan in enumerate(plans):
             object.__setattr__(plan, "storage_data", f"rank-{rank:05d}.safetensors")
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Lay the file out."""
-        self.plan = _laid_out(cast(str, plan.storage_data), plan)
+        """Compute the layout of this rank's file."""
+        self.plan = _file_plan(cast(str, plan.storage_data), plan)
         results = [
             WriteResult(entry.index, entry.chunk.length, entry.chunk) for entry in self.plan.entries
         ]
@@ -140,7 +140,7 @@ class _Planned(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: where every tensor lies."""
+        """Record on rank 0 where every tensor is."""
         places = {result.index: result.storage_data for rank in results for result in rank}
         assert self.plan is not None, "dcp.save has called write_data"
         for name, entry in metadata.state_dict_metadata.items():
@@ -152,22 +152,22 @@ class _Planned(StorageWriter):
             )
 
 
-def _laid_out(file: str, plan: SavePlan) -> FilePlan:
-    """A safetensors file: its length and table in JSON, then the tensors without gaps."""
+def _file_plan(file: str, plan: SavePlan) -> FilePlan:
+    """Lay out a safetensors file: length and JSON table, then the tensors without gaps."""
     items = []
     for item in plan.items:
         data = item.tensor_data
         assert data is not None, "only tensors are given to save"
         assert data.chunk is not None, "torch gives every tensor its place"
         items.append((item.index, data.chunk, data.size, data.properties.dtype))
-    items.sort(key=lambda item: -item[3].itemsize)  # so that each lies where its type may
+    items.sort(key=lambda item: -item[3].itemsize)  # so that every tensor is aligned to its dtype
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, places = 0, []
-    for index, chunk, whole, dtype in items:
+    for index, chunk, full_size, dtype in items:
         length = math.prod(chunk.sizes) * dtype.itemsize
         places.append((end, length))
         name = index.fqn
-        if chunk.sizes != whole:
+        if chunk.sizes != full_size:
             pairs = zip(chunk.offsets, chunk.sizes, strict=True)
             name += f"[{', '.join(f'{start}:{start + size}' for start, size in pairs)}]"
         table[name] = {
@@ -201,12 +201,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Reader(StorageReader):
-    """Tensors of a folder, by its manifest.
+    """Reads tensors of a folder by its manifest.
 
     Args:
         path: the checkpoint's folder.
-        manifest: of that folder.
-        copy: opens what is to be read instead of a file, if anything.
+        manifest: the manifest of that folder.
+        copy: returns an open copy to read instead of the file, or ``None``.
     """
 
     def __init__(
@@ -223,14 +223,14 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """The folder is given, not found by an id."""
+        """Always false: the folder is given, not found by an id."""
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: no state is kept between loads."""
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """From the manifest."""
+        """Metadata of all tensors, from the manifest."""
         tensors = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, record.dtype)),
@@ -245,21 +245,21 @@ class Reader(StorageReader):
         return Metadata(cast(Any, tensors), storage_data={}, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
-        """Places are known already."""
+        """Do nothing: the manifest already has the location of every chunk."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what ``plan`` asks for into its tensors. Blocks.
+        """Read the ranges of ``plan`` into its tensors. Blocks.
 
         Raises:
-            ConfigError: a file has become shorter than the manifest says.
+            ConfigError: a file is shorter than the manifest records.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -280,7 +280,7 @@ class Reader(StorageReader):
         return copy or (self.path / name).open("rb")
 
     def _read(self, file: Any, item: ReadItem) -> Tensor:
-        """The range that ``item`` names; of the rows beside it nothing is read."""
+        """Read the range that ``item`` names; rows outside it are not read from the file."""
         dtype, chunk = self.places[item.storage_index]
         start, length, sizes = chunk.begin, chunk.length, list(chunk.sizes)
         inside = list(zip(item.storage_offsets, item.lengths, strict=True))

@@ -1,7 +1,7 @@
-"""Checkpoints as folders: found by number, and set aside where a run goes on from an earlier one.
+"""Folders of checkpoints: names, the newest first, and moving abandoned ones aside.
 
-How they come to be is told by :mod:`internsp.train.disk`. Nothing here imports torch or knows what
-a checkpoint holds.
+Creating and committing them is in :mod:`internsp.train.disk`. Nothing here imports torch or reads
+the content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from internsp.train.disk import LATEST, MANIFEST, PARTIAL, STEP, point_latest, s
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` lies."""
+    """Folder of the checkpoint of ``step``."""
     return checkpoints / f"step-{step:06d}"
 
 
 def partial_of(final: Path, attempt: str) -> Path:
-    """Where a checkpoint is written before it is one: by one attempt, of one run, alone."""
+    """Folder in which one attempt of one run writes a checkpoint before it is committed."""
     return final.with_name(f"{final.name}.{attempt}{PARTIAL}")
 
 
 def candidates(path: Path) -> tuple[list[Path], bool]:
-    """Folders to resume from, the newest first, and whether ``path`` names the one.
+    """Folders to resume from, the newest first, and whether ``path`` itself is the checkpoint.
 
-    ``path`` is a checkpoint's folder, or a folder of checkpoints, or a run's.
+    ``path`` is the folder of a checkpoint, of checkpoints, or of a run.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
     """
     if (path / MANIFEST).exists() or (path / ".metadata").exists() or STEP.fullmatch(path.name):
         return [path], True
@@ -43,12 +43,13 @@ def candidates(path: Path) -> tuple[list[Path], bool]:
 
 
 def abandon_later(checkpoints: Path, step: int) -> tuple[list[str], Path | None]:
-    """Move checkpoints of later steps, and the rows of metrics beside them, into a folder aside.
+    """Move checkpoints of steps after ``step``, and a copy of the metrics, into a new folder.
 
-    A run goes on from ``step``: theirs is another history, and "newest" must never be one of them.
+    For a run that resumes at ``step``: later checkpoints belong to a continuation that was
+    abandoned, and the newest checkpoint must never be one of them.
 
     Returns:
-        The names of what was moved and where it lies now; ``([], None)`` when there was none.
+        Names of the moved checkpoints and the folder they are in now; ``([], None)`` without any.
     """
     later = [path for number, path in steps_in(checkpoints) if number > step]
     if not later:
@@ -58,7 +59,7 @@ def abandon_later(checkpoints: Path, step: int) -> tuple[list[str], Path | None]
         number += 1
     aside.mkdir()
     metrics = checkpoints.parent / "metrics.jsonl"
-    if metrics.exists():  # the run that goes on drops its rows after this step
+    if metrics.exists():  # the resumed run removes the rows after this step from its own file
         shutil.copyfile(metrics, aside / metrics.name)
     for path in later:
         path.rename(aside / path.name)

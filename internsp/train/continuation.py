@@ -1,4 +1,4 @@
-"""``internsp generate``: a run's newest checkpoint, of whatever mesh, continues a text."""
+"""``internsp generate``: continue a text with the model of a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 import torch
 
 from internsp.config import Config
-from internsp.config.resume import readable
+from internsp.config.resume import parse_saved
 from internsp.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.errors import ConfigError
-from internsp.factory import Model, build_to_load, device_type, generate
+from internsp.factory import Model, build_for_load, device_type, generate
 from internsp.train.export import newest, read_tensor
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a character ends of which bytes are missing
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoding ends in it while bytes of a character lack
 
 
 def load_run(run: Path) -> tuple[Model, Config, list[str]]:
-    """The whole model of a run's newest checkpoint (or of a checkpoint's folder), on the CPU.
+    """Load the full model of a run's newest checkpoint (or of a checkpoint's folder) on the CPU.
 
     Returns:
-        The model, the run's configuration, and what the user should read.
+        The model, the run's configuration, and messages for the user.
 
     Raises:
-        ConfigError: there is no whole checkpoint, or not the one of a configured model.
+        ConfigError: there is no complete checkpoint, or it is of a model that is not configured.
     """
     folder, content, notes = newest(run)
-    config = Config.model_validate(readable(content.config))
+    config = Config.model_validate(parse_saved(content.config))
     if config.model.family == "hf" and not Path(str(config.model.path)).is_dir():
-        raise ConfigError(f"{folder} was trained from {config.model.path}, which is not there")
-    model = build_to_load(config)
+        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
+    model = build_for_load(config)
     saved = {name for name in content.tensors if name.startswith("model.")}
     weights = {n.removeprefix("model."): read_tensor(folder, content, n) for n in sorted(saved)}
     shapes = {n: v.shape for n, v in model.state_dict().items()}
@@ -43,8 +43,8 @@ def load_run(run: Path) -> tuple[Model, Config, list[str]]:
     }
     if lost := [*wrong, *(set(missing.missing_keys) - shared), *missing.unexpected_keys]:
         raise ConfigError(
-            f"{folder} is of another model than its [model] describes ({min(lost)}): a program "
-            "gave its own, which only it can build"
+            f"{folder} has another model than its [model] describes ({min(lost)}): it was trained "
+            "by a program with a model of its own, which only that program can build"
         )
     return model, config, [*notes, f"{folder} (step {content.step})"]
 
@@ -53,7 +53,7 @@ def continuation(
     run: Path,
     prompt: str,
     tokens: int,
-    told: Callable[[str], None],
+    on_text: Callable[[str], None],
     *,
     temperature: float,
     top_k: int | None,
@@ -64,9 +64,9 @@ def continuation(
     """Continue ``prompt`` by at most ``tokens`` tokens; blocks.
 
     Args:
-        told: called with the prompt, then with each piece of text as soon as it is whole: a
-            character may take several tokens.
-        device: ``None``: as the run's configuration says.
+        on_text: called with the prompt, then with each piece of text as soon as its characters are
+            complete (one character may take several tokens).
+        device: ``None``: the device of the run's configuration.
 
     Returns:
         Prompt and continuation.
@@ -79,29 +79,29 @@ def continuation(
     model.to(device_type(config) if device is None else device)
     where = next(model.parameters()).device
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
-    text = _Text(tokenizer, ids if prompt else [], told)
-    told(prompt)
+    text = _Text(tokenizer, ids if prompt else [], on_text)
+    on_text(prompt)
     generate(
         model, torch.tensor(ids, dtype=torch.int64, device=where), tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop_id=tokenizer.end_of_document, told=text.add,
+        stop_id=tokenizer.end_of_document, on_token=text.add,
     )  # fmt: skip
     return prompt + text.finish()
 
 
 class _Text:
-    """Tokens as text, given on in whole characters."""
+    """Decodes tokens to text, and passes the text on in complete characters."""
 
     def __init__(
-        self, tokenizer: Tokenizer, before: list[int], told: Callable[[str], None]
+        self, tokenizer: Tokenizer, before: list[int], on_text: Callable[[str], None]
     ) -> None:
-        self._tokenizer, self._told = tokenizer, told
-        self._ids = list(before)  # a token may be spelled by what stands before it
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._ids = list(before)  # the text of a token may depend on the tokens before it
         self._prompt = tokenizer.decode(before) if before else ""
         self._given = ""
 
     def add(self, token: int) -> None:
-        """One more; the end of a document is not text."""
+        """Add a token; the end of a document gives no text."""
         if token == self._tokenizer.end_of_document:
             return
         self._ids.append(token)
@@ -110,7 +110,7 @@ class _Text:
             self._give(text)
 
     def finish(self) -> str:
-        """Give what is left, whole or not; all that was given."""
+        """Pass on the remaining text, complete or not; returns all text passed on so far."""
         self._give(self._text())
         return self._given
 
@@ -121,4 +121,4 @@ class _Text:
     def _give(self, text: str) -> None:
         if more := text[len(self._given) :]:
             self._given = text
-            self._told(more)
+            self._on_text(more)

@@ -1,11 +1,12 @@
-"""What saving does on the disk, and the process that does it beside a rank's training.
+"""Disk operations of a save, and the writer process that does them while its rank trains.
 
-Every rank has such a process. It shares a piece of memory with its rank, which holds a whole
-safetensors file, and takes orders: write that file durably, give a copy of it to a process that
-outlives the rank (:mod:`internsp.train.keeper`), make the folder a checkpoint, throw it away. It
-ends when its rank does, and what it wrote then and was not made a checkpoint goes with it.
+Every rank has one writer process. The process shares a block of memory with its rank, in which the
+rank puts a whole safetensors file, and runs commands from it: write this file durably, send a copy
+to a process that outlives the rank (:mod:`internsp.train.keeper`), commit the folder as a
+checkpoint, delete old checkpoints. The process ends when its rank ends; a file that it wrote and
+that is part of no checkpoint by then is removed.
 
-Nothing here imports internsp or torch: the process starts in a few hundredths of a second.
+Nothing here imports internsp or torch, so that the process starts in a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from typing import Any
 MANIFEST = "manifest.json"
 LATEST = "latest"
 PARTIAL = ".partial"
-# "replaced" is what a save over the same step moves aside, for the moment between two renames.
+# A save over the same step renames the old folder to "replaced" for a moment, between two renames.
 STEP = re.compile(r"step-([0-9]+)(\.replaced)?")
-_AT_ONCE = 1 << 24  # bytes: digested while they are in the processor's cache, then written
+_AT_ONCE = 1 << 24  # bytes that are digested, still in the processor's cache, and then written
 _NETWORK_SECONDS = 60.0
-_ANSWER_SECONDS = 600.0  # of a keeper that reads a copy, which may be large, to its end
-_PATIENCE = 1.0  # seconds between two looks whether the rank still lives
+_ANSWER_SECONDS = 600.0  # a keeper may have to read a large copy to its end before it answers
+_PATIENCE = 1.0  # seconds between checks whether the rank still runs
 
 
 def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of what looks like a checkpoint, by number, the newest first."""
+    """(step, folder) of all folders named like a checkpoint, the newest first."""
     found = []
     if checkpoints.is_dir():
         for path in checkpoints.iterdir():
@@ -49,7 +50,7 @@ def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def write_part(folder: Path, name: str, data: memoryview) -> dict[str, Any]:
-    """Write ``data`` as a new file of ``folder``, which is made if need be. Durable on return."""
+    """Write ``data`` as a new file in ``folder``, created if missing; durable on return."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with (folder / name).open("xb", buffering=0) as file:
@@ -64,7 +65,7 @@ def write_part(folder: Path, name: str, data: memoryview) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write ``manifest.json`` with a digest of itself; durable on return."""
+    """Write ``manifest.json`` with its own digest; durable on return."""
     text = json.dumps({"sha256": digest_of(content), "content": content}, allow_nan=False)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text)
@@ -73,21 +74,20 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def digest_of(content: Any) -> str:
-    """sha256 of JSON, whatever its spaces and the order of its keys."""
+    """sha256 of JSON content; whitespace and the order of keys do not matter."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Make the folder ``partial`` the checkpoint ``final`` and the latest one, durably.
+    """Durably make the folder ``partial`` the checkpoint ``final``, and the latest one.
 
-    At any moment one whole checkpoint of this step, the old or the new one, is found by
-    :func:`steps_in`.
+    At any moment :func:`steps_in` finds one complete checkpoint of this step, the old or the new.
     """
     sync(partial)
     for above in (final.parent.parent, final.parent.parent.parent):
-        with contextlib.suppress(OSError):  # another user's: it was there before the run
-            sync(above)  # or what was made for this run may have no name after a power failure
+        with contextlib.suppress(OSError):  # a folder of another user, older than the run
+            sync(above)  # else folders made for this run may have no name after a power failure
     replaced = final.with_name(final.name + ".replaced")
     if final.exists():
         if replaced.exists():
@@ -101,13 +101,13 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def point_latest(final: Path) -> None:
-    """Have the link ``latest`` beside the checkpoint ``final`` lead to it, durably."""
+    """Let the link ``latest`` beside the checkpoint ``final`` point to it, durably."""
     link = final.with_name(LATEST)
     fresh = final.with_name(LATEST + PARTIAL)
     fresh.unlink(missing_ok=True)
     try:
         fresh.symlink_to(final.name)
-    except OSError:  # a file system without links: the newest is found by its number all the same
+    except OSError:  # no links in this file system: the newest is still found by its number
         return
     fresh.rename(link)
     sync(final.parent)
@@ -116,14 +116,14 @@ def point_latest(final: Path) -> None:
 def thin_out(checkpoints: Path, keep_last: int, keep_every: int) -> list[str]:
     """Remove old checkpoints: all but the newest ``keep_last`` and every ``keep_every``-th step.
 
-    A removed one is no checkpoint from the first moment on, after a power failure too.
+    Each is renamed first: it stops being a checkpoint at once, also after a power failure.
 
     Args:
         keep_last: 0 keeps all.
-        keep_every: 0 keeps none besides.
+        keep_every: 0 keeps no further checkpoints.
 
     Returns:
-        Names of what was removed.
+        Names of the removed checkpoints.
     """
     removed = []
     for step, path in steps_in(checkpoints)[keep_last:] if keep_last else []:
@@ -131,14 +131,14 @@ def thin_out(checkpoints: Path, keep_last: int, keep_every: int) -> list[str]:
             path.rename(path.with_name(path.name + PARTIAL))
             removed.append(path.name)
     if removed:
-        sync(checkpoints)  # before anything of them goes
+        sync(checkpoints)  # before any of their files is removed
     for name in removed:
         shutil.rmtree(checkpoints / (name + PARTIAL))
     return removed
 
 
 def discard_partial(checkpoints: Path) -> None:
-    """Remove what runs that ended left half written: no run goes on with it."""
+    """Remove unfinished checkpoints of runs that have ended; no run resumes from them."""
     for left in checkpoints.glob(f"*{PARTIAL}"):
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)
@@ -147,7 +147,7 @@ def discard_partial(checkpoints: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
+    """Make the names of files in ``folder`` durable (``fsync``)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -156,10 +156,10 @@ def sync(folder: Path) -> None:
 
 
 def not_finite(data: memoryview, unseen: Container[str] = ()) -> list[str]:
-    """Names of the tensors of a safetensors file that have values which are not finite.
+    """Names of the tensors in a safetensors file that have a value which is not finite.
 
     Args:
-        unseen: names of tensors, without the ranges behind them, of which it does not matter.
+        unseen: names of tensors (without index ranges) that are not checked.
     """
     import numpy as np
 
@@ -175,10 +175,10 @@ def not_finite(data: memoryview, unseen: Container[str] = ()) -> list[str]:
         begin, end = entry["data_offsets"]
         values = np.frombuffer(data, dtype=kind, count=(end - begin) // np.dtype(kind).itemsize,
                                offset=8 + length + begin)  # fmt: skip
-        step = _AT_ONCE // values.itemsize  # or the verdicts would need as much memory again
+        step = _AT_ONCE // values.itemsize  # in parts: the masks would take as much memory again
         for start in range(0, len(values), step):
             some = values[start : start + step]
-            # Of bfloat16, all bits of the exponent.
+            # bfloat16 is not finite if all bits of its exponent are set.
             bad = (some & 0x7F80) == 0x7F80 if kind is np.uint16 else ~np.isfinite(some)
             if bad.any():
                 found.append(name)
@@ -186,22 +186,22 @@ def not_finite(data: memoryview, unseen: Container[str] = ()) -> list[str]:
     return found
 
 
-class Keeper:
-    """A connection to a process of :mod:`internsp.train.keeper`.
+class KeeperConnection:
+    """A connection to a keeper process (:mod:`internsp.train.keeper`).
 
     Args:
-        address: ``{"name": ...}`` on this machine, ``{"host": ..., "port": ..., "key": ...}``.
+        address: ``{"name": ...}`` on this machine, else ``{"host": ..., "port": ..., "key": ...}``.
 
     Raises:
-        OSError: it is not there (here and in every call).
+        OSError: the process does not run (here and in every method).
     """
 
     def __init__(self, address: dict[str, Any]) -> None:
         if "name" in address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.connect("\0" + address["name"])
-            said = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if int.from_bytes(said[4:8], sys.byteorder) != os.getuid():
+            credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if int.from_bytes(credentials[4:8], sys.byteorder) != os.getuid():
                 self._socket.close()
                 raise PermissionError(errno.EPERM, f"{address['name']} is another user's")
         else:
@@ -212,8 +212,8 @@ class Keeper:
         if "key" in address:
             self._file.write(address["key"].encode() + b"\n")
 
-    def ask(self, what: str, data: memoryview | bytes = b"", **details: Any) -> dict[str, Any]:
-        """Have it do one of its orders; ``data`` follows the order."""
+    def request(self, what: str, data: memoryview | bytes = b"", **details: Any) -> dict[str, Any]:
+        """Send a command, followed by ``data``, and return the keeper's answer. Blocks."""
         self._file.write(json.dumps({"do": what, **details}).encode() + b"\n")
         self._file.write(data)
         self._file.flush()
@@ -226,8 +226,8 @@ class Keeper:
         return answer
 
     def read_into(self, memory: Any, digest: str, begin: int) -> int:
-        """Fill ``memory`` with a copy's bytes from ``begin`` on; returns how many there were."""
-        nbytes: int = self.ask("get", digest=digest, begin=begin, length=len(memory))["nbytes"]
+        """Read a copy from byte ``begin`` on into ``memory``; returns the number of bytes read."""
+        nbytes: int = self.request("get", digest=digest, begin=begin, length=len(memory))["nbytes"]
         at = 0
         with memoryview(memory) as view:
             while at < nbytes and (more := self._file.readinto(view[at:nbytes])):
@@ -235,25 +235,25 @@ class Keeper:
         return at
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._socket.close()
 
 
 def put_copy(data: memoryview, digest: str, copy: dict[str, Any]) -> str | None:
-    """Give a keeper a copy of ``data``.
+    """Send a copy of ``data`` to a keeper.
 
     Args:
-        copy: whose it is and what else is to be kept, and the keeper's address.
+        copy: the keeper's address, the owner of the copy, and which of its copies to keep.
 
     Returns:
-        Why there is none, or ``None``.
+        Why the copy could not be made, or ``None``.
     """
     try:
-        keeper = Keeper(copy["address"])
+        keeper = KeeperConnection(copy["address"])
         try:
-            keeper.ask(
+            keeper.request(
                 "put", data, owner=copy["owner"], digest=digest, nbytes=len(data),
                 keep=copy["keep"],
             )  # fmt: skip
@@ -264,13 +264,13 @@ def put_copy(data: memoryview, digest: str, copy: dict[str, Any]) -> str | None:
     return None
 
 
-class _Orders:
-    """What the process does, an order each."""
+class _Commands:
+    """The commands that the writer process runs, one method each."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._tensors: dict[str, Any] = {}
-        self._open: dict[Path, Path] = {}  # files of folders that are no checkpoint yet
+        self._open: dict[Path, Path] = {}  # uncommitted folder -> this rank's file in it
 
     def write(
         self,
@@ -280,7 +280,7 @@ class _Orders:
         unseen: list[str],
         copy: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Look at the values and write the file; then a keeper may get a copy."""
+        """Check the values, write the file, and then send a copy to a keeper if asked to."""
         data = self._memory[:nbytes]
         self._open[Path(folder)] = Path(folder) / name
         broken = not_finite(data, set(unseen))
@@ -288,35 +288,35 @@ class _Orders:
         why = None if copy is None else put_copy(data, written["sha256"], copy)
         return {"broken": broken, "no copy": why, **written}
 
-    def remember(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Where every tensor lies: the manifest's table, the same for every checkpoint."""
+    def set_tensors(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Set the manifest's table of tensors, which is the same for every checkpoint."""
         self._tensors = tensors
         return {}
 
-    def settled(self, folder: str) -> dict[str, Any]:
-        """The folder is a checkpoint, or gone."""
+    def close_folder(self, folder: str) -> dict[str, Any]:
+        """Forget a folder: it is a checkpoint now, or was removed."""
         self._open.pop(Path(folder), None)
         return {}
 
     def commit(
         self, folder: str, final: str, content: dict[str, Any], keep_last: int, keep_every: int
     ) -> dict[str, Any]:
-        """Make the folder a checkpoint; then old ones go."""
+        """Make the folder a checkpoint, then remove old checkpoints."""
         write_manifest(Path(folder), {**content, "tensors": self._tensors})
         commit(Path(folder), Path(final))
-        self.settled(folder)
+        self.close_folder(folder)
         return {"removed": thin_out(Path(final).parent, keep_last, keep_every)}
 
     def end(self) -> None:
-        """The rank has ended: what is no checkpoint leaves no trace."""
+        """Remove this rank's files in folders that are not checkpoints: the rank has ended."""
         for folder, file in self._open.items():
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
-                folder.rmdir()  # by the last of the ranks' processes
+                folder.rmdir()  # succeeds for the last of the ranks' processes
 
 
 def _lines(parent: int) -> Iterator[bytes]:
-    """Orders, until the rank has ended (another of its children may hold the pipe open)."""
+    """Lines from the rank until it has ended (another of its children may keep the pipe open)."""
     rest = b""
     while True:
         ready, _, _ = select.select([0], [], [], _PATIENCE)
@@ -332,11 +332,11 @@ def _lines(parent: int) -> Iterator[bytes]:
 
 
 def main(handle: int, nbytes: int, parent: int) -> None:
-    """The process: answers each line of JSON on its input with one on its output."""
-    # A stop is the rank's to take: it says whether what is being written is finished.
+    """Main function of the process: answer each line of JSON on stdin with one on stdout."""
+    # The rank handles these signals: it decides whether the current write is finished.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    orders = _Orders(memoryview(mmap.mmap(handle, nbytes, prot=mmap.PROT_READ)))
+    orders = _Commands(memoryview(mmap.mmap(handle, nbytes, prot=mmap.PROT_READ)))
     try:
         for line in _lines(parent):
             order = json.loads(line)
@@ -344,10 +344,10 @@ def main(handle: int, nbytes: int, parent: int) -> None:
                 answer = getattr(orders, order.pop("do"))(**order)
             except OSError as error:
                 answer = {"error": f"OSError: {error}", "errno": error.errno}
-            except Exception as error:  # noqa: BLE001 - the rank reports it
+            except Exception as error:  # noqa: BLE001 - sent to the rank, which reports it
                 answer = {"error": f"{type(error).__name__}: {error}", "errno": None}
             print(json.dumps(answer), flush=True)
-    except BrokenPipeError:  # the rank has ended while it was answered
+    except BrokenPipeError:  # the rank ended before it read the answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         orders.end()

@@ -1,4 +1,7 @@
-"""A run's newest checkpoint as a folder that ``transformers`` loads, a tensor at a time."""
+"""``internsp export``: write a run's newest checkpoint as a folder that ``transformers`` loads.
+
+One tensor is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from internsp.config import Config
-from internsp.config.resume import readable
+from internsp.config.resume import parse_saved
 from internsp.data.tokenizer import tokenizer_files
 from internsp.errors import ConfigError
 from internsp.factory import llama_config, llama_parts
@@ -28,14 +31,14 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A tensor of the export: its name, shape, and the tensor of the checkpoint it is made of."""
+class _ExportTensor:
+    """A tensor of the export: name, shape, dtype, and the checkpoint's tensor it is made from."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     source: str | None
-    take: Callable[[Tensor], Tensor]
+    convert: Callable[[Tensor], Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -43,23 +46,23 @@ class _Part:
 
 
 def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[str]:
-    """Write the weights of ``run`` (a run's folder, or a checkpoint's) to the new folder ``to``.
+    """Write the weights of ``run`` (folder of a run or of a checkpoint) to the new folder ``to``.
 
-    One process; holds one tensor at a time. ``to`` is there only when it is whole.
+    Runs on one process and holds one tensor at a time. ``to`` exists only when it is complete.
 
     Returns:
-        What the user should read: the checkpoint, those that were passed over, the folder.
+        Messages for the user: the checkpoint, checkpoints that were skipped, the folder.
 
     Raises:
-        ConfigError: there is no whole checkpoint, or something is at ``to``.
+        ConfigError: there is no complete checkpoint, or ``to`` exists.
     """
     if to.exists():
         raise ConfigError(f"--to: there is something at {to} already")
     folder, content, notes = newest(run)
-    config = Config.model_validate(readable(content.config))
+    config = Config.model_validate(parse_saved(content.config))
     hf = config.model.family == "hf"
     if hf and not Path(str(config.model.path)).is_dir():
-        raise ConfigError(f"{folder} was trained from {config.model.path}, which is not there")
+        raise ConfigError(f"{folder} was trained from {config.model.path}, which does not exist")
     if not hf and config.model.hidden_size % config.model.heads:
         raise ConfigError(
             f"transformers' Llama takes no {config.model.heads} heads with hidden_size = "
@@ -85,7 +88,7 @@ def export(run: Path, to: Path, max_file_bytes: int = MAX_FILE_BYTES) -> list[st
 
 
 def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
-    """The newest whole checkpoint of a run's folder, or a checkpoint's, and what was passed over.
+    """The newest complete checkpoint of a run's (or checkpoint's) folder, and which were skipped.
 
     Raises:
         ConfigError: there is none.
@@ -103,7 +106,7 @@ def newest(run: Path) -> tuple[Path, Manifest, list[str]]:
             notes.append(f"checkpoint {folder.name} was passed over: {error}")
         else:
             return folder, content, notes
-    raise ConfigError("\n  ".join([f"no whole checkpoint at {run}", *notes]))
+    raise ConfigError("\n  ".join([f"no complete checkpoint at {run}", *notes]))
 
 
 def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:
@@ -114,23 +117,25 @@ def _weights(content: Manifest) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _of_zoo(config: Config, content: Manifest) -> Iterator[_Part]:
-    for name, source, shape, take in llama_parts(config.model, _weights(content)):
-        yield _Part(name, shape, config.train.dtype, source and f"model.{source}", take)
+def _of_zoo(config: Config, content: Manifest) -> Iterator[_ExportTensor]:
+    for name, source, shape, convert in llama_parts(config.model, _weights(content)):
+        yield _ExportTensor(name, shape, config.train.dtype, source and f"model.{source}", convert)
 
 
-def _of_transformers(content: Manifest) -> Iterator[_Part]:
-    """By their own names: the run's model holds transformers' as ``model``."""
+def _of_transformers(content: Manifest) -> Iterator[_ExportTensor]:
+    """Tensors under their names in transformers; the run's model holds that model as ``model``."""
     for name, shape in _weights(content).items():
         source = f"model.{name}"
         dtype = content.tensors[source].dtype
-        yield _Part(name.removeprefix("model."), shape, dtype, source, lambda tensor: tensor)
+        yield _ExportTensor(
+            name.removeprefix("model."), shape, dtype, source, lambda tensor: tensor
+        )
 
 
 def _write_weights(
-    to: Path, folder: Path, content: Manifest, parts: list[_Part], most: int
+    to: Path, folder: Path, content: Manifest, parts: list[_ExportTensor], most: int
 ) -> None:
-    files: list[list[_Part]] = [[]]
+    files: list[list[_ExportTensor]] = [[]]
     size = 0
     for part in parts:
         if files[-1] and size + part.nbytes > most:
@@ -150,7 +155,7 @@ def _write_weights(
         _write_file(to / name, folder, content, own)
 
 
-def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_Part]) -> None:
+def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_ExportTensor]) -> None:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:
@@ -167,15 +172,15 @@ def _write_file(path: Path, folder: Path, content: Manifest, parts: list[_Part])
         for part in parts:
             value = torch.zeros(part.shape, dtype=getattr(torch, part.dtype))
             if part.source is not None:
-                value = part.take(read_tensor(folder, content, part.source)).to(value.dtype)
+                value = part.convert(read_tensor(folder, content, part.source)).to(value.dtype)
             assert value.shape == part.shape, "planned so"
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def read_tensor(folder: Path, content: Manifest, name: str) -> Tensor:
-    """A whole tensor of a checkpoint, from its chunks."""
+    """Read a full tensor of a checkpoint from its chunks."""
     record = content.tensors[name]
-    whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    full = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
     for chunk in record.chunks:
         if chunk.length:
             with (folder / chunk.file).open("rb") as file:
@@ -183,8 +188,8 @@ def read_tensor(folder: Path, content: Manifest, name: str) -> Tensor:
                 data = bytearray(file.read(chunk.length))
             ends = zip(chunk.offsets, chunk.sizes, strict=True)
             box = tuple(slice(start, start + size) for start, size in ends)
-            whole[box] = torch.frombuffer(data, dtype=whole.dtype).view(chunk.sizes)
-    return whole
+            full[box] = torch.frombuffer(data, dtype=full.dtype).view(chunk.sizes)
+    return full
 
 
 def _write_config(to: Path, config: Config) -> None:
@@ -205,7 +210,7 @@ def _write_config(to: Path, config: Config) -> None:
 
 
 def _copy_folder(source: Path, to: Path, dtype: str) -> None:
-    """Configuration, tokenizer and code of the model that the run began with; not its weights."""
+    """Copy configuration, tokenizer and code of the model that the run began with, not weights."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, to / path.name)

@@ -1,4 +1,4 @@
-"""What a run does about values that are not finite: steps, losses, and weights to be kept."""
+"""What a run does about values that are not finite: in gradients, losses and saved weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from internsp.errors import NotFiniteError
-from internsp.optim.finite import agree, not_finite
+from internsp.optim.finite import gather_not_finite, not_finite
 from internsp.optim.slices import Slices
 from internsp.train.session import Session
 
 
 def remark(session: Session, step: int, loss: float) -> str:
-    """What is to be said of step ``step``; empty when everything was finite."""
+    """A message about gradients or a loss that were not finite in ``step``; empty if all were."""
     optimizer = session.optimizer
     if optimizer.not_finite is not None:
         return (
@@ -28,7 +28,7 @@ def remark(session: Session, step: int, loss: float) -> str:
 
 
 def too_many_skipped(session: Session, step: int) -> NotFiniteError | None:
-    """The error with which a run stops after ``train.max_skipped_steps``; same on all ranks."""
+    """The error that ends a run after ``train.max_skipped_steps``; the same on all ranks."""
     optimizer, most = session.optimizer, session.config.train.max_skipped_steps
     if optimizer.skipped_in_a_row < most:
         return None
@@ -41,21 +41,21 @@ def too_many_skipped(session: Session, step: int) -> NotFiniteError | None:
 
 
 def require_finite(session: Session, consequence: str) -> None:
-    """Look at every weight and all optimizer state of all ranks. Collective; blocks.
+    """Check every weight and all optimizer state on all ranks. Collective; blocks.
 
     Args:
-        consequence: what does not happen now; ends the error.
+        consequence: what is not done because of it; the end of the error message.
 
     Raises:
-        NotFiniteError: some value is not finite. Names parameters and ranks; the same error on
+        NotFiniteError: some value is not finite; names parameters and ranks. The same error on
             every rank.
     """
     names: list[str] = []
     bad: list[Tensor] = []
     mesh = session.mesh
     for communicator, optimizer in zip(session.communicators, session.optimizers, strict=True):
-        communicator.publish()
-        members = communicator.replicated.everyone()
+        communicator.wait_until_ready()
+        members = communicator.replicated.all_parameters()
         held: dict[str, list[Tensor]] = {m.name_in_model: [m.storage] for m in members}
         for name, entry in optimizer.local_state_dict()["state"].items():
             for value in entry.values():
@@ -63,6 +63,6 @@ def require_finite(session: Session, consequence: str) -> None:
                     held[name] += value.parts.values()
         names += held
         bad += [not_finite(tensors, mesh.device) for tensors in held.values()]
-    found = agree(mesh, names, bad, torch.stack(bad).any())
+    found = gather_not_finite(mesh, names, bad, torch.stack(bad).any())
     if found.parameters:
         raise NotFiniteError(f"weights or optimizer state are {found}: {consequence}")

@@ -1,4 +1,4 @@
-"""The data of a run on all its ranks: indices are made by one of them, all open what it made."""
+"""The training data on all ranks: rank 0 makes the index files, then all ranks open them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from internsp.data.batches import DataSource, vocabulary_mistake
 from internsp.data.index import prepare
 from internsp.data.tokenizer import Tokenizer, load_tokenizer
 from internsp.mesh import ParallelMesh
-from internsp.train.agreement import from_first, on_every_rank
+from internsp.train.agreement import on_every_rank, on_first_rank
 
-_LOOK_SECONDS = 5.0  # between messages to those that wait for an index
+_LOOK_SECONDS = 5.0  # between messages to the ranks that wait for an index
 
 
 def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
-    """The batches of a run. Collective.
+    """Open the training data of a run. Collective.
 
     Raises:
         ConfigError: on every rank: see :meth:`DataSource.create`; or the text has ids that the
             model's vocabulary lacks.
-        InternspError: on every rank: an index is not seen by a rank.
+        InternspError: on every rank: a rank cannot see an index that rank 0 made.
     """
     loaded: list[Tokenizer] = []
     on_every_rank(lambda: loaded.append(load_tokenizer(config.data.tokenizer)))
     tokenizer = loaded[0]
     if tokenizer.vocab_size > config.model.vocab_size:
         raise vocabulary_mistake(config, tokenizer)
-    indices, notes = _prepared(config, tokenizer, mesh)
+    indices, notes = _prepare_indices(config, tokenizer, mesh)
     made: list[DataSource] = []
 
-    def opened() -> None:
+    def open_data() -> None:
         made.append(
             DataSource.create(
                 config.data,
@@ -44,19 +44,19 @@ def open_source(config: Config, mesh: ParallelMesh) -> DataSource:
             )
         )
 
-    on_every_rank(opened)
+    on_every_rank(open_data)
     source = made[0]
     source.notes = tuple(notes)
     return source
 
 
-def _prepared(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
-    """Rank 0 makes what indices are wanted; the others are told that it still does, so that none
-    waits longer in a collective than its timeout, however large the data are."""
+def _prepare_indices(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
+    """Make the missing indices on rank 0. It sends the other ranks a message every few seconds, so
+    that none waits in a collective for longer than its timeout, however large the data are."""
     work = prepare(config.data, tokenizer) if dist.get_rank() == 0 else None
     pause = min(_LOOK_SECONDS, mesh.timeout_seconds / 4)
 
-    def some() -> Any:
+    def work_for_a_while() -> Any:
         assert work is not None, "rank 0 alone is asked"
         end = time.monotonic() + pause
         while time.monotonic() < end:
@@ -68,5 +68,5 @@ def _prepared(config: Config, tokenizer: Tokenizer, mesh: ParallelMesh) -> Any:
 
     found = None
     while found is None:
-        found = from_first(some)
+        found = on_first_rank(work_for_a_while)
     return found

@@ -1,12 +1,12 @@
-"""A process that keeps copies of checkpoints' files in memory, beyond the ranks that wrote them.
+"""A process that keeps copies of checkpoint files in memory and outlives the ranks.
 
-A rank that dies takes its memory with it, and an elastic launcher then ends the others, too: what
-stays of a machine is the launcher. So there is one such process a machine, in a session of its own,
-which ends when the launcher does, however that ends. Its memory has no name, and neither has its
-address in any file system: nothing can stay behind.
+When a rank dies its memory is lost, and an elastic launcher then ends the other ranks, too; only
+the launcher survives. So each machine has one keeper process, in a session of its own, which ends
+when the launcher ends, for whatever reason. Its memory has no name, and its address is in no file
+system, so nothing can be left behind.
 
-It does what one line of JSON asks for and answers with one, before or behind which raw bytes may
-stand (:class:`internsp.train.disk.Keeper` is the other end). Copies are named by their sha256.
+A request is one line of JSON, and so is the answer; raw bytes may follow either of them
+(:class:`internsp.train.disk.KeeperConnection` is the client). Copies are named by their sha256.
 Nothing here imports internsp or torch. Linux only.
 """
 
@@ -28,23 +28,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
-_MOST = 1 << 22  # bytes of a line
+_MOST = 1 << 22  # largest length of a line, in bytes
 _PEER = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class Copies:
-    """Files by their sha256; of each owner those that it wants kept, and one that comes."""
+    """Copies of files by their sha256, each with the rank that owns it."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[int, mmap.mmap]] = {}
         self._lock = threading.Lock()
         self._key = ""
-        self._network: _Network | None = None
+        self._network: _NetworkServer | None = None
 
     def put(
         self, stream: Any, owner: int, digest: str, nbytes: int, keep: list[str]
     ) -> dict[str, Any]:
-        """Take ``nbytes`` behind the line; before, the owner's copies go but for ``keep``."""
+        """Store the ``nbytes`` after the line; first drop the owner's copies not in ``keep``."""
         self._drop(lambda name, whose: whose == owner and name not in keep)
         memory = mmap.mmap(-1, max(nbytes, 1))
         with memoryview(memory) as view:
@@ -59,36 +59,36 @@ class Copies:
         return {}
 
     def held(self) -> dict[str, Any]:
-        """What there is."""
+        """Digests of all copies."""
         with self._lock:
             return {"digests": list(self._held)}
 
     def check(self, digest: str, nbytes: int) -> dict[str, Any]:
-        """Whether a copy is what its name says."""
+        """Check whether the copy's content still has its sha256."""
         with memoryview(self._memory(digest)) as view:
-            return {"whole": hashlib.sha256(view[:nbytes]).hexdigest() == digest}
+            return {"intact": hashlib.sha256(view[:nbytes]).hexdigest() == digest}
 
     def get(self, digest: str, begin: int, length: int) -> tuple[dict[str, Any], memoryview]:
-        """A range of a copy, which follows the answer."""
+        """Read a byte range of a copy, which follows the answer."""
         view = memoryview(self._memory(digest))[begin : begin + length]
         return {"nbytes": len(view)}, view
 
     def retain(self, digests: list[str]) -> dict[str, Any]:
-        """All other copies go."""
+        """Drop all copies but these."""
         self._drop(lambda name, _: name not in digests)
         return {}
 
     def listen(self) -> dict[str, Any]:
-        """Be there for other machines, too; returns the port, and the key that they must show."""
+        """Accept connections from other machines, too; returns the port and the required key."""
         with self._lock:
             if self._network is None:
                 self._key = os.urandom(16).hex()
-                self._network = _Network(self)
+                self._network = _NetworkServer(self)
                 threading.Thread(target=self._network.serve_forever, daemon=True).start()
         return {"port": self._network.server_address[1], "key": self._key}
 
     def admits(self, key: str) -> bool:
-        """Whether a connection over the network may ask for anything."""
+        """Whether a network connection with this key may send requests."""
         return hmac.compare_digest(self._key, key)
 
     def _memory(self, digest: str) -> mmap.mmap:
@@ -98,19 +98,19 @@ class Copies:
     def _drop(self, goes: Any) -> None:
         with self._lock:
             for name in [name for name, (owner, _) in self._held.items() if goes(name, owner)]:
-                del self._held[name]  # its memory goes with the last who reads it
+                del self._held[name]  # memory is freed when its last reader has finished
 
 
 _ORDERS = ("put", "held", "check", "get", "retain", "listen")
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One connection: requests, one after the other."""
+    """Serves one connection, one request after another."""
 
-    server: _Here | _Network
+    server: _LocalServer | _NetworkServer
 
     def handle(self) -> None:
-        """Answer until the other end has closed."""
+        """Answer requests until the other end closes the connection."""
         with contextlib.suppress(ConnectionError, EOFError):
             if not self._admitted():
                 return
@@ -120,18 +120,18 @@ class _Handler(socketserver.StreamRequestHandler):
                     order = json.loads(line)
                     answer, data = self._do(order.pop("do"), order)
                 except (OSError, MemoryError, ValueError, KeyError, TypeError) as error:
-                    said = f"{type(error).__name__}: {error}"
-                    answer = {"error": said, "errno": getattr(error, "errno", None)}
+                    message = f"{type(error).__name__}: {error}"
+                    answer = {"error": message, "errno": getattr(error, "errno", None)}
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
                 self.wfile.write(data)
-                if "error" in answer:  # what follows may be the rest of what was to be put
+                if "error" in answer:  # the rest of the data to be stored may still follow
                     return
 
     def _admitted(self) -> bool:
-        """On this machine the same user's processes; over the network those that know the key."""
-        if isinstance(self.server, _Here):
-            said = self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            return bool(_PEER.unpack(said)[1] == os.getuid())
+        """On this machine, processes of the same user; over the network, those with the key."""
+        if isinstance(self.server, _LocalServer):
+            credentials = self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            return bool(_PEER.unpack(credentials)[1] == os.getuid())
         key = self.rfile.readline(_MOST).decode(errors="replace").strip()
         return self.server.copies.admits(key)
 
@@ -143,7 +143,7 @@ class _Handler(socketserver.StreamRequestHandler):
         return found if isinstance(found, tuple) else (found, b"")
 
 
-class _Here(socketserver.ThreadingUnixStreamServer):
+class _LocalServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
 
     def __init__(self, name: str) -> None:
@@ -151,7 +151,7 @@ class _Here(socketserver.ThreadingUnixStreamServer):
         super().__init__(f"\0{name}", _Handler)
 
 
-class _Network(socketserver.ThreadingTCPServer):
+class _NetworkServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, copies: Copies) -> None:
@@ -160,25 +160,25 @@ class _Network(socketserver.ThreadingTCPServer):
 
 
 def name_of(launcher: int) -> str:
-    """The address of a launcher's process, which no other launcher of this machine ever has.
+    """Address of the keeper of a launcher; unique to that launcher process on this machine.
 
     Raises:
         OSError: there is no such launcher.
     """
-    # After the command's name, which may hold anything, the 20th word: when it began.
+    # The command's name may hold anything; the 20th word after it is the time of the start.
     began = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
     return f"internsp-keeper-{os.getuid()}-{launcher}-{began}"
 
 
 def main(launcher: int, name: str) -> None:
-    """The process. Ends with its launcher, or at once where there is one already."""
+    """Main function. Ends with its launcher, or at once if the launcher already has a keeper."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for ranks, or for the launcher
     try:
         end = os.pidfd_open(launcher)
         if name_of(launcher) != name:
             return
-        server = _Here(name)
+        server = _LocalServer(name)
     except OSError:  # the launcher has ended, or another rank was faster
         return
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,8 +1,8 @@
-"""``manifest.json`` of a checkpoint: what it is, what it holds, and a digest of each of its files.
+"""``manifest.json`` of a checkpoint: its step and configuration, its tensors, a digest per file.
 
-It is written last (:mod:`internsp.train.disk`) and read first. Reading executes nothing and
-believes nothing: every name, size and range is checked before anything is opened or allocated by
-it. Nothing here imports torch.
+The manifest is written last (:mod:`internsp.train.disk`) and read first. Its content is not
+trusted: nothing is executed, and every name, size and range is checked before a file is opened or
+memory is allocated because of it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from internsp.train.disk import MANIFEST, digest_of
 
 FORMAT = 2
 MAX_BYTES = 1 << 30
-"""No manifest is larger: a million tensors take a quarter of it."""
+"""Largest manifest that is read; one of a million tensors takes a quarter of this."""
 
 # One part of a path, never "." or "..": a checkpoint reads nothing outside its folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
-Extent = Annotated[tuple[Count, ...], Field(strict=False, max_length=16)]
+Dims = Annotated[tuple[Count, ...], Field(strict=False, max_length=16)]
 _Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
@@ -38,41 +38,41 @@ _BYTES = {
 }  # fmt: skip
 
 
-class _Part(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class FileRecord(_Part):
-    """A file: its length in bytes and the sha256 of what was written into it."""
+class FileRecord(_Record):
+    """A file: its length in bytes, and the sha256 of the content that was written."""
 
     nbytes: Count
     sha256: Digest
 
 
-class Chunk(_Part):
-    """A box of a tensor, and the bytes of a file that hold it."""
+class Chunk(_Record):
+    """An index range of a tensor in every dimension, and the byte range of a file that holds it."""
 
-    offsets: Extent
-    sizes: Extent
+    offsets: Dims
+    sizes: Dims
     file: FileName
     begin: Count
     length: Count
 
 
-class TensorRecord(_Part):
-    """A tensor, whole: its chunks tile it without gap or overlap."""
+class TensorRecord(_Record):
+    """A full tensor: its chunks cover it without gap or overlap."""
 
     dtype: _Dtype
-    shape: Extent
+    shape: Dims
     chunks: Annotated[list[Chunk], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _tiled(self) -> TensorRecord:
+    def _check_chunks(self) -> TensorRecord:
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape):
                 raise ValueError("a chunk has other dimensions than its tensor")
             ends = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
-            if any(offset + size > whole for offset, size, whole in ends):
+            if any(offset + size > full for offset, size, full in ends):
                 raise ValueError("a chunk lies outside its tensor")
             if chunk.length != math.prod(chunk.sizes) * _BYTES[self.dtype]:
                 raise ValueError("a chunk has another number of bytes than its elements take")
@@ -82,7 +82,7 @@ class TensorRecord(_Part):
         for i, one in enumerate(ordered):
             for other in ordered[i + 1 :]:
                 if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                    break  # nor does any that follows reach back
+                    break  # no later chunk can overlap either: they are sorted by offset
                 if _overlap(one, other):
                     raise ValueError("two chunks overlap")
         return self
@@ -97,16 +97,16 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
     )
 
 
-class Position(_Part):
-    """Where a run is in its text.
+class Position(_Record):
+    """Position of a run in its training text.
 
     Attributes:
         fingerprint: digest of all documents, and of how they are mixed.
-        sequences: rows taken so far, in the order that the seed gives; the next run's first row is
-            this one, whatever its mesh and batch.
-        tokens: of those rows, those that the loss has counted.
-        document, token: where that row begins: documents count in the order of the training text,
-            tokens from the document's own first.
+        sequences: rows used so far, in the order that the seed gives; the next run starts at this
+            row, on any mesh and with any batch size.
+        tokens: tokens of those rows that the loss counted.
+        document, token: start of that row: the document in the order of the training text, and the
+            token within the document.
     """
 
     fingerprint: str
@@ -116,13 +116,13 @@ class Position(_Part):
     token: Count
 
 
-class State(_Part):
+class State(_Record):
     """Tensors and values, and the files that hold them.
 
     Attributes:
-        format: of the folder; this version reads 2 alone.
-        values: what is no tensor, by name.
-        tensors, files: by name.
+        format: version of the folder's format; this version of internsp reads only 2.
+        values: values that are not tensors, by name.
+        tensors, files: records by name.
     """
 
     format: Literal[2] = 2
@@ -131,7 +131,7 @@ class State(_Part):
     files: dict[FileName, FileRecord]
 
     @model_validator(mode="after")
-    def _inside(self) -> State:
+    def _check_files(self) -> State:
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 record = self.files.get(chunk.file)
@@ -146,10 +146,10 @@ class Manifest(State):
     Attributes:
         step: finished optimizer steps.
         run: id of the run that wrote it.
-        mesh: its degrees, and the ranks of all together.
-        config: its configuration, by section.
-        data: where the run is in its text.
-        loss_scaler: scale and counters, where there is one.
+        mesh: degrees of the mesh, and its number of ranks.
+        config: the run's configuration, by section.
+        data: the run's position in its text.
+        loss_scaler: loss scale and counters, if there is a loss scaler.
     """
 
     step: Annotated[int, Field(ge=0, lt=1 << 50)]
@@ -172,10 +172,10 @@ def read(folder: Path, kind: type[Kind]) -> Kind: ...
 
 
 def read(folder: Path, kind: type[State] = Manifest) -> State:
-    """The manifest of a checkpoint's folder, or of another one that holds a state.
+    """Read the manifest of a checkpoint's folder, or of another folder that holds a state.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it is not one; the message names the file.
+        ConfigError: the manifest is missing, damaged or no manifest; the message names the file.
     """
     path = folder / MANIFEST
     try:
@@ -183,9 +183,9 @@ def read(folder: Path, kind: type[State] = Manifest) -> State:
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{path} is not a regular file")
         if status.st_size > MAX_BYTES:
-            raise ConfigError(f"{path} has {status.st_size} bytes, which no manifest has")
+            raise ConfigError(f"{path} has {status.st_size} bytes, more than any manifest has")
         document = json.loads(path.read_bytes())
-    except ConfigError:  # is a ValueError too
+    except ConfigError:  # a ConfigError is a ValueError, too
         raise
     except FileNotFoundError:
         raise ConfigError(
@@ -198,27 +198,27 @@ def read(folder: Path, kind: type[State] = Manifest) -> State:
     if not isinstance(document, dict) or document.keys() != {"sha256", "content"}:
         raise ConfigError(f"{path} is not a manifest")
     try:
-        whole = digest_of(document["content"]) == document["sha256"]
-        written = document["content"].get("format") if whole else FORMAT
+        intact = digest_of(document["content"]) == document["sha256"]
+        written = document["content"].get("format") if intact else FORMAT
         if isinstance(written, int) and written != FORMAT:
             raise ConfigError(
                 f"{path} is of format {written}, this version of internsp reads {FORMAT}"
             )
-        if whole:
+        if intact:
             return kind.model_validate(document["content"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{path} is not a manifest: {where}: {first['msg']}") from None
-    except ConfigError:  # is a ValueError too
+    except ConfigError:  # a ConfigError is a ValueError, too
         raise
     except (ValueError, RecursionError, AttributeError) as error:
         raise ConfigError(f"{path} is not a manifest") from error
-    raise ConfigError(f"{path} is damaged: its digest is another one")
+    raise ConfigError(f"{path} is damaged: its digest does not match")
 
 
 def damage(folder: Path, manifest: State, names: Iterable[str]) -> list[str]:
-    """What is wrong with the files ``names``, one a line; reads them whole."""
+    """What is wrong with the files ``names``, one message a file; reads each file to its end."""
     found = []
     for name in names:
         path, record = folder / name, manifest.files[name]
@@ -231,7 +231,7 @@ def damage(folder: Path, manifest: State, names: Iterable[str]) -> list[str]:
             else:
                 with path.open("rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                        found.append(f"{path} is damaged: its sha256 is another one")
+                        found.append(f"{path} is damaged: its sha256 does not match")
         except FileNotFoundError:
             found.append(f"{path} is missing")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a run switches on in torch while it trains, and off again: determinism, profiles."""
+"""Modes of torch that a run enables while it trains: deterministic kernels, profiler, memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
-def deterministic(asked: bool) -> Iterator[None]:
-    """Within it torch takes deterministic kernels only; an operation that has none raises.
+def deterministic(enabled: bool) -> Iterator[None]:
+    """A context in which torch uses deterministic kernels only; operations without one raise.
 
-    The process is afterwards as it was: a Trainer runs in a user's own.
+    Restores the settings at the end: a Trainer runs in a user's own process.
     """
-    if not asked:
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
@@ -41,7 +41,7 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 
 def memory_mistake(device_type: str) -> str:
-    """Why the memory of a device cannot be written down; empty: it can."""
+    """Why a memory snapshot cannot be recorded on this type of device; empty if it can."""
     if device_type == "cuda":
         return ""
     return (
@@ -51,16 +51,16 @@ def memory_mistake(device_type: str) -> str:
 
 
 class Profiles:
-    """torch's profiler over the chosen steps, and a device's memory over the same, one file a rank.
+    """Runs torch's profiler, and records device memory, over the chosen steps; one file a rank.
 
     Args:
-        steps: the first and the last one, counted from 1; ``None``: nothing is profiled.
-        memory: whether to write what was allocated, and where from.
+        steps: first and last step, counted from 1; ``None``: nothing is profiled.
+        memory: whether to record allocations with their stack traces.
         folder: ``torch-rank0.json`` (chrome://tracing, Perfetto) and ``memory-rank0.pickle``
             (pytorch.org/memory_viz) are written there.
 
     Raises:
-        ConfigError: memory is asked for on a device of which torch keeps no history.
+        ConfigError: ``memory`` on a device for which torch keeps no history.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Profiles:
         self._device = device
         self._profiler: Any = None
 
-    def before(self, step: int) -> None:
-        """Step ``step``, from 1, begins."""
+    def before_step(self, step: int) -> None:
+        """Start the profiler if ``step`` (from 1), which begins now, is the first chosen one."""
         if self._steps is None or step != self._steps[0]:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -89,14 +89,14 @@ class Profiles:
             torch.cuda.memory._record_memory_history()
         self._profiler.start()
 
-    def after(self, step: int) -> list[Path]:
-        """It has ended; the files that were written."""
+    def after_step(self, step: int) -> list[Path]:
+        """Stop the profiler if ``step`` was the last chosen one; returns the files written."""
         if self._steps is None or step < self._steps[1]:
             return []
         return self.close()
 
     def close(self) -> list[Path]:
-        """Write what there is, if anything is going on."""
+        """Stop and write the profile if one is being recorded; returns the files written."""
         if self._profiler is None:
             return []
         profiler, self._profiler = self._profiler, None

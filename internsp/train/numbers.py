@@ -1,4 +1,4 @@
-"""Numbers that a run keeps an eye on: replicas that must be equal, spikes, a loss that stays."""
+"""Checks of a run's numbers: equal replicas, spikes of loss or gradient norm, early stopping."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from internsp.report.metrics import StepMetrics
 from internsp.train.session import Session
 from internsp.wp.parameter import ShardedParameter
 
-_REMEMBERED = 50  # steps, of whose values a spike is told from the median
-_FEWEST = 10  # steps before a spike is told at all
+_REMEMBERED = 50  # steps whose median a spike is compared with
+_FEWEST = 10  # steps before the first spike is reported
 _LISTED = 5
 
 
 def compare_replicas(session: Session, step: int) -> None:
-    """Compare what several ranks hold of the weights, bit for bit. Collective; blocks.
+    """Compare, bit for bit, the weights that several ranks hold. Collective; blocks.
 
-    A replica that has drifted (a flipped bit, a device that computes wrongly, a message lost) is
-    not seen in the loss for a long time: gradients are summed over replicas, weights are not.
+    A replica that has drifted (a flipped bit, a device that computes wrongly, a lost message) does
+    not show in the loss for a long time: gradients are summed over replicas, weights are not.
 
     Raises:
-        ReplicaError: on every rank, with the weights and the ranks.
+        ReplicaError: on every rank; names the weights and the ranks.
     """
     for communicator in session.communicators:
-        communicator.publish()
+        communicator.wait_until_ready()
     mesh = session.mesh
     mine = [
         (member.name, _part(member), checksum(member.parameter))
         for communicator in session.communicators
-        for member in communicator.replicated.everyone()
+        for member in communicator.replicated.all_parameters()
     ]
     everyone: list[Any] = [None] * mesh.stage_group.size()
     dist.all_gather_object(everyone, mine, group=mesh.stage_group)
-    found = _apart(everyone, mesh.stage_ranks)
-    told: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(told, found)  # stages stop together
-    lines = list(dict.fromkeys(line for lines in told for line in lines))
+    found = _differing(everyone, mesh.stage_ranks)
+    gathered: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(gathered, found)  # so that all pipeline stages stop together
+    lines = list(dict.fromkeys(line for lines in gathered for line in lines))
     if lines:
         more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
         raise ReplicaError(
@@ -55,14 +55,14 @@ def compare_replicas(session: Session, step: int) -> None:
 
 
 def _part(member: Any) -> tuple[str, int, int]:
-    """Which part of a weight a rank holds; the same of all its replicas."""
+    """Which part of a weight a rank holds; equal for all replicas of that part."""
     if isinstance(member, ShardedParameter):
         return member.axis.name, member.axis.expert_rank, member.rank
     return "", 0, 0
 
 
-def _apart(everyone: Sequence[Sequence[Any]], ranks: Sequence[int]) -> list[str]:
-    """A line for each part of a weight that ranks hold with different bits."""
+def _differing(everyone: Sequence[Sequence[Any]], ranks: Sequence[int]) -> list[str]:
+    """A message for each part of a weight whose bits differ between ranks."""
     holders: dict[Any, dict[int, list[int]]] = {}
     for rank, reported in zip(ranks, everyone, strict=True):
         for name, part, value in reported:
@@ -72,12 +72,12 @@ def _apart(everyone: Sequence[Sequence[Any]], ranks: Sequence[int]) -> list[str]
         if len(by_value) > 1:
             most, *few = sorted(by_value.values(), key=len, reverse=True)
             others = ", another on ".join(str(ranks) for ranks in few)
-            lines.append(f"{name} is one thing on ranks {most}, another on {others}")
+            lines.append(f"{name} differs: one value on ranks {most}, another on {others}")
     return lines
 
 
 class Spikes:
-    """Tells of a step whose loss or gradient norm stands out from those before it."""
+    """Reports a step whose loss or gradient norm is far above those of the steps before."""
 
     def __init__(self, config: Config) -> None:
         train = config.train
@@ -86,32 +86,32 @@ class Spikes:
             what: deque(maxlen=_REMEMBERED) for what in self._ratios
         }
 
-    def look(self, metrics: StepMetrics) -> str:
-        """What is to be said of a step; empty: nothing."""
-        said = []
+    def check(self, metrics: StepMetrics) -> str:
+        """A message about this step; empty if there is no spike."""
+        messages = []
         for what, value in (("loss", metrics.loss), ("gradient norm", metrics.grad_norm)):
             before, ratio = self._before[what], self._ratios[what]
             if value is None or not math.isfinite(value):
-                continue  # said by others
+                continue  # reported by `finite.remark`
             usual = statistics.median(before) if len(before) >= _FEWEST else math.inf
             if ratio and value > ratio * usual:
-                said.append(
+                messages.append(
                     f"step {metrics.step}: the {what} is {value:.4g}, {value / usual:.1f} times "
                     f"the median of the {len(before)} steps before"
                 )
             before.append(value)
-        return "; ".join(said)
+        return "; ".join(messages)
 
 
 class EarlyStop:
-    """Whether held-out loss has stopped to fall. The same on all ranks, as the loss is."""
+    """Detects that the held-out loss has stopped falling; the same on all ranks, as the loss is."""
 
     def __init__(self, config: Config) -> None:
         self._patience = config.train.early_stop
         self._best, self._since = math.inf, 0
 
     def reached(self, eval_loss: float | None) -> bool:
-        """After an evaluation (``None``: there was none)."""
+        """Whether to stop, after an evaluation (``None``: there was no evaluation)."""
         if eval_loss is None or not self._patience:
             return False
         if eval_loss < self._best:

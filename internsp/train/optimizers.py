@@ -1,4 +1,4 @@
-"""The optimizer of a run: its class and arguments, and parameters with settings of their own."""
+"""The optimizer of a run: its class, its arguments and its parameter groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from internsp.config.functions import OPTIMIZERS, options, resolve
 from internsp.config.names import below
 from internsp.errors import ConfigError
 from internsp.optim import LossScaler, ZeroOptimizer
-from internsp.optim.groups import members
+from internsp.optim.groups import trainable_members
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.parameter import Member
 
@@ -30,18 +30,20 @@ assert _CLASSES.keys() == set(OPTIMIZERS), "each name has a class"
 def make_optimizer(
     config: Config, communicator: ISPCommunicator, scaler: LossScaler | None
 ) -> ZeroOptimizer:
-    """The optimizer of one module. Norms and biases have no weight decay, unless a group says so.
+    """Make the optimizer of one module.
+
+    Norms and biases have no weight decay, unless a parameter group sets it.
 
     Raises:
-        ConfigError: there is no such class, or it takes other arguments, or a parameter that no
-            matrix is was given to one of matrices.
-        TypeError: it is elementwise and declared not to be, or the reverse.
+        ConfigError: there is no such class, it takes other arguments, or it is for matrices and was
+            given a parameter that is none.
+        TypeError: the optimizer is elementwise and declared not to be, or the reverse.
     """
     settings = config.optimizer
     cls, arguments = _class_of(config)
     matrices = _block_matrices(communicator)
     groups: dict[tuple[str, float, float], list[Any]] = {}
-    for member in members(communicator):
+    for member in trainable_members(communicator):
         name = member.name_in_model
         own, by = settings.group_of(name), settings.stepped_by(name, member in matrices)
         lr = settings.lr
@@ -80,13 +82,13 @@ def make_optimizer(
 
 
 def _block_matrices(communicator: ISPCommunicator) -> set[Member]:
-    """Parameters of two and more dimensions within blocks, but for embeddings."""
+    """Parameters of blocks with two or more dimensions, without embeddings."""
     blocks = [b.name for b in communicator.blocks]
     blocks += [b.name for b in communicator.enclosing.blocks]
-    looked_up = {m for (module, _), m in communicator.places.items() if _embeds(module)}
+    looked_up = {m for (module, _), m in communicator.parameters_of.items() if _embeds(module)}
     return {
         member
-        for member in members(communicator)
+        for member in trainable_members(communicator)
         if member.parameter.dim() > 1
         and member not in looked_up
         and any(member.name.startswith(f"{block}.") for block in blocks)
@@ -97,11 +99,11 @@ def _embeds(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
-def names_matched(config: Config, names: Iterable[str]) -> None:
-    """Check that every pattern of ``optimizer.groups`` matches one of the whole model's ``names``.
+def check_group_patterns(config: Config, names: Iterable[str]) -> None:
+    """Check that every pattern of ``optimizer.groups`` matches one of the full model's ``names``.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a pattern matches none.
     """
     every = list(names)
     for number, group in enumerate(config.optimizer.groups, start=1):
@@ -114,7 +116,7 @@ def names_matched(config: Config, names: Iterable[str]) -> None:
 
 
 def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
-    """The class and its arguments, without rate and decay."""
+    """The optimizer class and its arguments, without learning rate and weight decay."""
     settings = config.optimizer
     more = options(settings.options)
     arguments: dict[str, Any] = {}
@@ -123,7 +125,7 @@ def _class_of(config: Config) -> tuple[Any, dict[str, Any]]:
     elif settings.name in ("sgd", "muon"):
         arguments = {"momentum": settings.momentum_used}
     if settings.name == "muon" and "adjust_lr_fn" not in more:
-        # One rate and decay for it and for adamw (Moonshot, arXiv 2502.16982).
+        # The same learning rate and decay fit muon and adamw (Moonshot, arXiv 2502.16982).
         more["adjust_lr_fn"] = "match_rms_adamw"
     named = settings.name in _CLASSES
     cls: Any = _CLASSES[settings.name] if named else resolve(settings.name, "optimizer.name")

@@ -1,6 +1,6 @@
-"""What a program gives a run in place of what its configuration says: model, loss, data, optimizer.
+"""A program's own model, loss, data and optimizer in place of the configured ones.
 
-And what the run tells the program while it goes on.
+Also the interface through which a run reports its progress to the program (:class:`Listener`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Loss = Callable[[nn.Module, SequenceLayout], Tensor]
 
 
 @dataclass(frozen=True)
-class Own:
-    """See :class:`internsp.Trainer`, whose arguments these are; ``None``: as configured."""
+class Custom:
+    """The arguments of :class:`internsp.Trainer`; ``None``: as configured."""
 
     model: nn.Module | None = None
     loss: Loss | None = None
@@ -40,15 +40,15 @@ class Own:
     data: Data | None = None
 
     def check(self, config: Config) -> None:
-        """Refuse what cannot be.
+        """Check that these objects and the configuration fit together.
 
         Raises:
-            ConfigError: a loss without a model, a pipeline of an own model, one without values, or
-                a setting of what the program replaces that would do nothing.
+            ConfigError: a loss without a model; a custom model with a pipeline or without values; a
+                setting that would have no effect on the custom object.
         """
         if self.data is not None and config.train.batch_tokens:
             raise ConfigError(
-                "train.batch_tokens: batches of a program's own data are what it gives; set it to 0"
+                "train.batch_tokens: a program's own data determines its batches; set it to 0"
             )
         if self.data is not None and config.train.early_stop:
             raise ConfigError(
@@ -59,7 +59,7 @@ class Own:
             for name in ("dropout", "embedding_dropout"):
                 if getattr(config.model, name):
                     raise ConfigError(
-                        f"model.{name}: a model of your own drops what it drops itself; set it to 0"
+                        f"model.{name}: a model of your own applies its own dropout; set it to 0"
                     )
         if self.model is None:
             if self.loss is not None:
@@ -67,7 +67,7 @@ class Own:
             return
         if config.parallel.pipeline > 1:
             raise ConfigError(
-                "Trainer: a model of your own is not cut into stages; set parallel.pipeline = 1, "
+                "Trainer: a model of your own is not split into stages; set parallel.pipeline = 1, "
                 "or use internsp.Pipeline in a loop of your own"
             )
         empty = [n for n, p in self.model.named_parameters() if p.is_meta]
@@ -77,11 +77,11 @@ class Own:
                 "same on every rank (torch.manual_seed)"
             )
 
-    def made(self, optimizer: Any) -> ZeroOptimizer:
-        """What ``optimizer`` has given, if a run can use it.
+    def checked_optimizer(self, optimizer: Any) -> ZeroOptimizer:
+        """The optimizer that the program's function returned, if a run can use it.
 
         Raises:
-            ConfigError: it is another optimizer.
+            ConfigError: it is not a :class:`internsp.ZeroOptimizer`.
         """
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer
@@ -90,11 +90,11 @@ class Own:
             "internsp.ZeroOptimizer(communicator, torch.optim.Adam, lr=...)"
         )
 
-    def summed(self, output: Any) -> Tensor:
-        """What ``loss`` has given, if a backward can begin from it.
+    def checked_loss(self, output: Any) -> Tensor:
+        """The value that the program's loss returned, if backward can start from it.
 
         Raises:
-            ConfigError: it is no scalar, or depends on no weight.
+            ConfigError: it is no scalar, or does not depend on any weight.
         """
         if not isinstance(output, Tensor) or output.dim():
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -107,13 +107,13 @@ class Own:
         return output
 
 
-class OwnData:
-    """Batches of a program's own; in place of a :class:`~internsp.data.batches.DataSource`.
+class CustomData:
+    """A program's own batches, in place of a :class:`~internsp.data.batches.DataSource`.
 
-    One ``next`` gives the rows of one micro-batch of this rank's data rank, int64 ids ``[rows, s]``
-    or a pair of them and where documents start in each row. All ranks of a data rank (those that
-    share sequences, or stages) give the same: compared in the first step. A run that goes on passes
-    over what was taken.
+    One ``next`` gives the rows of one micro-batch for this rank's data rank: int64 ids
+    ``[rows, s]``, or a pair of ids and the document starts of each row. All ranks with the same
+    data rank (ranks of a sequence group, pipeline stages) must give the same rows, which is checked
+    in the first step. A resumed run skips the batches that were used before.
     """
 
     tokenizer = None
@@ -129,14 +129,15 @@ class OwnData:
         self.notes: tuple[str, ...] = ()
         self.tokens_of_a_sequence = config.data.sequence_length - 1.0
 
-    def more(self, sequences: int) -> bool:
-        """Whether every rank has the next step's batches, ``sequences`` having been taken.
+    def has_batches(self, sequences: int) -> bool:
+        """Whether every rank has the batches of the next step. Collective; blocks.
 
-        Collective; blocks.
+        Args:
+            sequences: rows used so far.
 
         Raises:
-            ConfigError: on every rank: some rank's batch is no int64 tensor of its rows, or ranks
-                that must have the same rows have others in the first step.
+            ConfigError: on every rank: a rank's batch is no int64 tensor of the expected rows, or
+                in the first step ranks differ that must have the same rows.
         """
         train = self._config.train
         begin = sequences // train.global_batch * train.micro_batches
@@ -153,28 +154,28 @@ class OwnData:
             self._compare(mistake)
         worst = torch.tensor([-1.0 if mistake else float(enough)], device=self._mesh.device)
         dist.all_reduce(worst, op=dist.ReduceOp.MIN)
-        if worst.item() < 0:  # also after the first step: a loader's last batch is often shorter
+        if worst.item() < 0:  # not only in the first step: a loader's last batch is often shorter
             self._compare(mistake)
         return bool(worst.item())
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """The next micro-batch; :meth:`more` has seen that it is there."""
+        """The next micro-batch, whose existence :meth:`has_batches` has checked."""
         return self._ready.popleft()
 
     def held_out_batches(self, count: int, *, rows: slice) -> Iterator[Batch]:
-        """None: a callback evaluates."""
+        """No batches: a program with its own data evaluates in a callback."""
         return iter(())
 
     def evaluation_batches(self, text: Any, count: int, *, rows: slice) -> Iterator[Batch]:
-        """None, too."""
+        """No batches, see :meth:`held_out_batches`."""
         return iter(())
 
     def epochs(self, taken: int) -> dict[str, float]:
-        """Unknown."""
+        """Empty: the length of the data is unknown."""
         return {}
 
-    def place_of(self, sequences: int) -> tuple[int, int]:
-        """Unknown."""
+    def position_of(self, sequences: int) -> tuple[int, int]:
+        """(0, 0): the position in the data is unknown."""
         return 0, 0
 
     def _mistake(self, ids: Any) -> str:
@@ -197,30 +198,30 @@ class OwnData:
             digest.update(batch.ids.contiguous().numpy().tobytes())
         everyone: list[Any] = [None] * mesh.world_size
         dist.all_gather_object(everyone, (mesh.data_rank, digest.hexdigest(), mistake))
-        for rank, (_, _, said) in enumerate(everyone):
-            if said:
-                raise ConfigError(f"Trainer: rank {rank}: {said}")
+        for rank, (_, _, problem) in enumerate(everyone):
+            if problem:
+                raise ConfigError(f"Trainer: rank {rank}: {problem}")
         first: dict[int, tuple[int, str]] = {}
-        for rank, (place, found, _) in enumerate(everyone):
-            other, wanted = first.setdefault(place, (rank, found))
+        for rank, (data_rank, found, _) in enumerate(everyone):
+            other, wanted = first.setdefault(data_rank, (rank, found))
             if found != wanted:
                 raise ConfigError(
-                    f"Trainer: data gives ranks {other} and {rank} other rows, which have parts of "
-                    f"the same sequences: make them by mesh.data_rank ({place}), not by the rank"
+                    f"Trainer: data gives ranks {other} and {rank} other rows, but both compute "
+                    "parts of the same sequences: choose them by mesh.data_rank, not by the rank"
                 )
 
 
 class Listener:
-    """What a run tells; each method does nothing here. Every rank calls it."""
+    """Base class whose methods a run calls on every rank; here they do nothing."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step is over, and its row written."""
+        """Called after a step, when its row of metrics is written."""
 
     def evaluation(self, metrics: StepMetrics) -> None:
-        """The held-out loss is known; before :meth:`step` tells the same row."""
+        """Called after an evaluation, before :meth:`step` is called with the same metrics."""
 
     def checkpoint(self, path: Path) -> None:
-        """A checkpoint is whole."""
+        """Called when a checkpoint is complete."""
 
     def end(self) -> None:
-        """The run has ended; on rank 0, its report is written."""
+        """Called at the end of the run; on rank 0 the report is written by then."""

@@ -1,6 +1,6 @@
-"""Forward and backward of a step's micro-batches: of a whole model, or through a pipeline.
+"""Forward and backward of a step's micro-batches: of the full model, or through a pipeline.
 
-Both tell the session's hooks the same things (:class:`internsp.pipeline.SchedulerHook`).
+Both call the session's hooks at the same points (:class:`internsp.pipeline.SchedulerHook`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from internsp.sp import SequenceLayout
 from internsp.train.session import Session
 
 
-class Whole:
-    """Every rank has the whole model: one micro-batch after another."""
+class PlainStep:
+    """A step without a pipeline: one micro-batch after another through the full model."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def train(self, layouts: Sequence[SequenceLayout], divisor: float) -> float:
-        """Forward and backward; returns this rank's sum of token losses.
+        """Run forward and backward of all micro-batches; returns this rank's sum of token losses.
 
         Args:
+            layouts: one for each micro-batch.
             divisor: valid tokens of the step over all ranks (DESIGN 6).
         """
-        # On the device: reading a loss would wait for it before the next micro-batch is queued.
+        # Summed on the device: reading a loss would block before the next micro-batch is queued.
         total = torch.zeros((), dtype=torch.float64, device=self.session.mesh.device)
         communicator = self.session.communicators[0]
-        whole = communicator.queue.policy.accumulate_whole
+        full = communicator.queue.policy.accumulate_whole
         with communicator.unchanged():
             for number, layout in enumerate(layouts):
                 last = number == len(layouts) - 1
-                sync = communicator.no_sync() if whole and not last else nullcontext()
+                sync = communicator.no_sync() if full and not last else nullcontext()
                 with sync, communicator.replica_sync(last):
-                    total += self._one(number, layout, divisor)
+                    total += self._micro_batch(number, layout, divisor)
         for hook in self.session.hooks:
             hook.after_last_micro_batch(ComputeAction(0, 0, -1))
         return float(total)
 
     def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
-        """Forward only; returns this rank's sum of token losses."""
+        """Run forward only; returns this rank's sum of token losses."""
         total = 0.0
         with self.session.communicators[0].unchanged():
             for number, layout in enumerate(layouts):
@@ -56,7 +57,7 @@ class Whole:
     def _forward(
         self, action: ComputeAction, layout: SequenceLayout, divisor: float
     ) -> tuple[Tensor, Tensor]:
-        """The sum of token losses, and what backward starts from."""
+        """Run one forward; returns the sum of token losses, and the value backward starts from."""
         session = self.session
         for hook in session.hooks:
             hook.before_forward(action)
@@ -70,7 +71,7 @@ class Whole:
             hook.after_criterion(action, loss)
         return output, loss
 
-    def _one(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
+    def _micro_batch(self, number: int, layout: SequenceLayout, divisor: float) -> Tensor:
         session = self.session
         begin = session.trace.now()
         output, loss = self._forward(ComputeAction(0, 0, number), layout, divisor)
@@ -86,9 +87,9 @@ class Whole:
         return output.detach().double()
 
     def _loss(self, layout: SequenceLayout) -> Tensor:
-        own = self.session.own
+        own = self.session.custom
         if own.loss is not None:
-            return own.summed(own.loss(self.session.modules[0], layout))
+            return own.checked_loss(own.loss(self.session.modules[0], layout))
         loss: Tensor = self.session.modules[0](
             layout.input_ids,
             layout=layout,
@@ -98,8 +99,8 @@ class Whole:
         return loss
 
 
-class Pipelined:
-    """Every rank has some chunks: torch's schedule runs all micro-batches together."""
+class PipelinedStep:
+    """A pipelined step: every rank has some chunks; torch's schedule runs all micro-batches."""
 
     def __init__(self, session: Session) -> None:
         assert session.pipeline is not None, "a session with a pipeline"
@@ -110,13 +111,13 @@ class Pipelined:
         self._sums: list[Tensor] = []
 
     def train(self, layouts: Sequence[SequenceLayout], divisor: float) -> float:
-        """See :meth:`Whole.train`; zero but on the last stage."""
+        """See :meth:`PlainStep.train`; returns zero except on the last stage."""
         self._divisor, self._sums = divisor, []
         self.pipeline.step(self._batches(layouts))
         return float(sum(self._sums))
 
     def evaluate(self, layouts: Sequence[SequenceLayout]) -> float:
-        """See :meth:`Whole.evaluate`; zero but on the last stage."""
+        """See :meth:`PlainStep.evaluate`; returns zero except on the last stage."""
         self._divisor, self._sums = 1.0, []
         self.pipeline.evaluate(self._batches(layouts))
         return float(sum(self._sums))

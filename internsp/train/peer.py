@@ -1,9 +1,9 @@
 """``checkpoint.peer``: copies of each rank's file in the memory of another machine, or of this one.
 
-Each machine of an elastic launcher has a process that outlives the ranks
-(:mod:`internsp.train.keeper`); the ranks' own processes send it what they write. The copies of a
-machine's ranks lie on the next machine, where there are several. What is a checkpoint, the disk
-says: its manifest has the digests, and a copy is taken for a file whose digest it has.
+On each machine of an elastic launcher runs a keeper process that outlives the ranks
+(:mod:`internsp.train.keeper`); the ranks' writer processes send it what they write. With several
+machines, the copies of a machine's ranks are kept on the next machine. Only the disk decides what
+is a checkpoint: a copy is read in place of a file whose digest in the manifest it has.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from internsp.errors import ConfigError, InternspError
 from internsp.train import keeper
 from internsp.train.agreement import on_every_rank
-from internsp.train.disk import Keeper
+from internsp.train.disk import KeeperConnection
 from internsp.train.manifest import FileRecord, State
 
 _START_SECONDS = 20.0
 
 
 def mistake() -> str | None:
-    """Why there can be no copies here."""
+    """Why copies cannot be kept in this process's environment; ``None`` if they can."""
     if not sys.platform.startswith("linux"):
         return "checkpoint.peer = true needs Linux; set it to false"
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -38,104 +38,104 @@ def mistake() -> str | None:
     return None
 
 
-class Copies:
-    """What keepers have for this run, and where this rank's copies go. Made on all ranks.
+class PeerCopies:
+    """The copies that keepers hold for this run, and the keeper that gets this rank's copies.
 
     Attributes:
-        keep: digests of the newest valid checkpoint: copies of its files stay until there is
-            another one.
+        keep: digests of the files of the newest valid checkpoint; their copies are kept until there
+            is a newer one.
     """
 
     def __init__(self) -> None:
-        """Start this machine's keeper, where it is not there yet, and find all others. Collective.
+        """Start this machine's keeper, if it does not run yet, and find all others. Collective.
 
         Raises:
             ConfigError: on every rank: see :func:`mistake`.
-            InternspError: on every rank: some rank finds no keeper.
+            InternspError: on every rank: some rank could not reach a keeper.
         """
         self.keep: list[str] = []
-        self._connections: dict[str, Keeper] = {}
+        self._connections: dict[str, KeeperConnection] = {}
         self._first = os.environ.get("LOCAL_RANK", "0") == "0"
         machine = int(os.environ.get("GROUP_RANK", "0"))
         found = on_every_rank(lambda: (machine, self._own()))
-        homes = {at: own for at, own in found if own is not None}
-        order = sorted(homes)
+        keepers = {at: own for at, own in found if own is not None}
+        order = sorted(keepers)
         after = order[(order.index(machine) + 1) % len(order)]
-        self._here = {"name": homes[machine]["name"]}
-        self._address = self._here if after == machine else homes[after]["address"]
-        # Of each copy where it is; this machine's own comes first.
-        self._places: dict[str, dict[str, Any]] = {}
+        self._here = {"name": keepers[machine]["name"]}
+        self._address = self._here if after == machine else keepers[after]["address"]
+        # Address of each copy, on this machine if it has one.
+        self._addresses: dict[str, dict[str, Any]] = {}
         for at in sorted(order, key=lambda at: at != machine):
-            place = self._here if at == machine else homes[at]["address"]
-            for digest in homes[at]["held"]:
-                self._places.setdefault(digest, place)
+            place = self._here if at == machine else keepers[at]["address"]
+            for digest in keepers[at]["held"]:
+                self._addresses.setdefault(digest, place)
 
     def _own(self) -> dict[str, Any] | None:
-        """Of the first rank of a machine its keeper's name, address, and copies."""
+        """On a machine's first rank, the name, address and copies of its keeper; else ``None``."""
         if why := mistake():
             raise ConfigError(why)
         if not self._first:
             return None
-        name = _started()
-        own = self._ask({"name": name}, "held")
+        name = _started_keeper()
+        own = self._request({"name": name}, "held")
         found: dict[str, Any] = {"name": name, "held": own["digests"], "address": {"name": name}}
         if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-            found["address"] = {"host": _host(), **self._ask({"name": name}, "listen")}
+            found["address"] = {"host": _host(), **self._request({"name": name}, "listen")}
         return found
 
-    def order(self, rank: int) -> dict[str, Any]:
-        """What a rank's own process must know to send a copy (``disk.put_copy``)."""
+    def destination(self, rank: int) -> dict[str, Any]:
+        """What this rank's writer process needs to send a copy (``disk.put_copy``)."""
         return {"address": self._address, "owner": rank, "keep": self.keep}
 
     def has(self, record: FileRecord) -> bool:
-        """Whether some keeper has a copy of a file, and it is whole. Reads it, there.
+        """Whether some keeper has an intact copy of a file; the keeper reads it to check.
 
-        What is not whole is forgotten, on this rank.
+        A damaged copy is no longer used by this rank.
         """
-        if record.sha256 not in self._places:
+        if record.sha256 not in self._addresses:
             return False
         try:
-            asked = {"digest": record.sha256, "nbytes": record.nbytes}
-            if self._ask(self._places[record.sha256], "check", **asked)["whole"]:
+            details = {"digest": record.sha256, "nbytes": record.nbytes}
+            if self._request(self._addresses[record.sha256], "check", **details)["intact"]:
                 return True
         except OSError:
-            pass  # it has ended: there are the files
-        del self._places[record.sha256]
+            pass  # the keeper has ended: the file is read instead
+        del self._addresses[record.sha256]
         return False
 
     def open(self, record: FileRecord) -> CopiedFile | None:
-        """A copy of a file, to be read instead of it."""
-        place = self._places.get(record.sha256)
+        """Open the copy of a file, to be read in its place; ``None`` if there is none."""
+        place = self._addresses.get(record.sha256)
         return None if place is None else CopiedFile(self._connected(place), record)
 
-    def agree(self, content: State, lost: Iterable[str]) -> list[str]:
-        """Forget the copies that some rank found damaged; the names of files that are left."""
+    def drop_damaged(self, content: State, lost: Iterable[str]) -> list[str]:
+        """Stop using copies that some rank found damaged; names of the files that have a copy."""
         for digest in lost:
-            self._places.pop(digest, None)
-        return [name for name, record in content.files.items() if record.sha256 in self._places]
+            self._addresses.pop(digest, None)
+        return [name for name, record in content.files.items() if record.sha256 in self._addresses]
 
-    def settle(self, content: State | None) -> None:
-        """Keep copies of a checkpoint's files and no others, as a run goes on from it, or begins.
+    def retain(self, content: State | None) -> None:
+        """Keep the copies of a checkpoint's files and drop all others. Collective.
 
-        Reading is over. Collective.
+        Called when a run starts, after everything was read; ``None``: no checkpoint.
         """
         self.keep = [] if content is None else [r.sha256 for r in content.files.values()]
         on_every_rank(
-            lambda: self._first and self._ask(self._here, "retain", digests=self.keep)
+            lambda: self._first and self._request(self._here, "retain", digests=self.keep)
         )
         for connection in self._connections.values():
             connection.close()
-        self._connections, self._places = {}, {}
+        self._connections, self._addresses = {}, {}
 
-    def _connected(self, address: dict[str, Any]) -> Keeper:
+    def _connected(self, address: dict[str, Any]) -> KeeperConnection:
         key = str(address)
         if key not in self._connections:
-            self._connections[key] = Keeper(address)
+            self._connections[key] = KeeperConnection(address)
         return self._connections[key]
 
-    def _ask(self, address: dict[str, Any], what: str, **details: Any) -> dict[str, Any]:
+    def _request(self, address: dict[str, Any], what: str, **details: Any) -> dict[str, Any]:
         try:
-            return self._connected(address).ask(what, **details)
+            return self._connected(address).request(what, **details)
         except OSError:
             if connection := self._connections.pop(str(address), None):
                 connection.close()
@@ -143,9 +143,9 @@ class Copies:
 
 
 class CopiedFile:
-    """A copy, read as a file."""
+    """A copy that is read like a file."""
 
-    def __init__(self, connection: Keeper, record: FileRecord) -> None:
+    def __init__(self, connection: KeeperConnection, record: FileRecord) -> None:
         self._connection, self._record, self._at = connection, record, 0
 
     def __enter__(self) -> CopiedFile:
@@ -155,29 +155,29 @@ class CopiedFile:
         pass
 
     def seek(self, at: int) -> None:
-        """Where the next read begins."""
+        """Set the position of the next read."""
         self._at = at
 
     def readinto(self, memory: bytearray) -> int:
-        """As of a file."""
+        """Fill ``memory`` from the current position on, like a file."""
         count = self._connection.read_into(memory, self._record.sha256, self._at)
         self._at += count
         return count
 
 
-def _started() -> str:
-    """The name of this machine's keeper, which answers."""
+def _started_keeper() -> str:
+    """Start this machine's keeper unless it runs; returns its name once it answers."""
     launcher = _launcher()
     name = keeper.name_of(launcher)
     process = None
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         try:
-            Keeper({"name": name}).close()
+            KeeperConnection({"name": name}).close()
             return name
         except ConnectionRefusedError:
             if process is None or process.poll() is not None:
-                # Nothing of ours is inherited: who waits for this rank's end must see it.
+                # It inherits no open pipe, by whose closing the launcher notices this rank's end.
                 words = [sys.executable, "-I", keeper.__file__, str(launcher), name]
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -188,7 +188,7 @@ def _started() -> str:
 
 
 def _launcher() -> int:
-    """The agent of torchrun: the nearest process above that it has not told to join the run."""
+    """Process id of torchrun's agent: the nearest ancestor without this run's environment."""
     run = f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}".encode()
     above = os.getppid()
     while above > 1:
@@ -196,11 +196,11 @@ def _launcher() -> int:
         if run not in (place / "environ").read_bytes().split(b"\0"):
             return above
         above = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-    raise InternspError("checkpoint.peer: no process above this rank is torchrun's agent")
+    raise InternspError("checkpoint.peer: no ancestor of this rank's process is torchrun's agent")
 
 
 def _host() -> str:
-    """This machine's address, as those see it that reach MASTER_ADDR."""
+    """This machine's address in the network that reaches MASTER_ADDR."""
     place = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1"))
     family, kind, protocol, _, address = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

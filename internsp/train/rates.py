@@ -1,8 +1,8 @@
-"""The learning rate of each step: a linear warm-up, then what ``optimizer.schedule`` says.
+"""The learning rate of each step: a linear warm-up, then ``optimizer.schedule``.
 
-Each is a closed form of the step, given to torch's ``LambdaLR``: a run that goes on with other
-steps, another warm-up or another schedule has at once the rate that a run of these settings would
-have there. Where torch has a schedule of its own, the values are its values.
+Every schedule is a closed form of the step, given to torch's ``LambdaLR``. A run that resumes with
+another number of steps, warm-up or schedule therefore has at once the rate that a run with these
+settings would have at that step. Where torch has the schedule, the values are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from internsp.config import Config
 
 
 class RateFactor:
-    """What the learning rate of a step is, as a factor of ``optimizer.lr``.
+    """The learning rate of a step as a factor of ``optimizer.lr``.
 
     ============== =========================================================== =================
     schedule       after the warm-up                                           torch
@@ -30,7 +30,7 @@ class RateFactor:
     """
 
     def __init__(self, config: Config, steps: int | None = None) -> None:
-        """``steps``: of the run, where it is not ``train.steps``."""
+        """Build the schedule; ``steps`` is the length of the run, if it is not ``train.steps``."""
         optimizer = config.optimizer
         self.warmup = optimizer.warmup_steps
         self.steps = config.train.steps if steps is None else steps
@@ -47,13 +47,13 @@ class RateFactor:
         self._shape = shapes[optimizer.schedule]
 
     def __call__(self, step: int) -> float:
-        """The factor for step ``step``, from 0."""
+        """The factor of step ``step``, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         return self._shape(step)
 
     def _progress(self, step: int, start: int) -> float:
-        """From 0 at ``start`` to 1 at the end of the run."""
+        """Position of ``step``: 0 at ``start``, 1 at the end of the run."""
         start = max(start, self.warmup)
         return min(max(step - start, 0) / max(self.steps - start, 1), 1.0)
 

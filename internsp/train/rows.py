@@ -1,7 +1,7 @@
-"""Which rows of a step this rank computes with, and in which micro-batches.
+"""The rows of a step that this rank computes, and their micro-batches.
 
-Which rows a step takes follows from the order of the data, and never from the mesh: a global batch,
-or as many as have ``train.batch_tokens`` tokens to predict. Every rank counts them itself.
+Which rows a step uses follows from the order of the data, never from the mesh: a global batch, or
+as many rows as have ``train.batch_tokens`` tokens to predict. Every rank computes this itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from internsp.mesh import ParallelMesh
 
 
 class StepRows(NamedTuple):
-    """Rows of a step.
+    """The rows of a step.
 
     Attributes:
-        total: over all ranks.
-        micro_batches: this rank's, by their numbers in the order of the data.
+        total: number of rows over all ranks.
+        micro_batches: this rank's row numbers, in the order of the data, for each micro-batch.
     """
 
     total: int
@@ -26,19 +26,20 @@ class StepRows(NamedTuple):
 
     @classmethod
     def of_batch(cls, taken: int, train: TrainConfig, mesh: ParallelMesh) -> StepRows:
-        """The global batch after ``taken`` rows."""
+        """The next global batch after ``taken`` rows."""
         numbers = range(taken, taken + train.global_batch)
         parts = [micro_batch(index, train, mesh) for index in range(train.micro_batches)]
         return cls(train.global_batch, [list(numbers[part]) for part in parts])
 
     @classmethod
     def of_tokens(cls, taken: int, count: int, config: Config, mesh: ParallelMesh) -> StepRows:
-        """The ``count`` rows after ``taken``, however many they are.
+        """The ``count`` rows after ``taken``, for any ``count``.
 
-        Every rank has the same number of micro-batches, none of more rows than one of a global
-        batch. Where rows are missing there are fillers, of which nothing is learned: in a pipeline
-        as many as its schedule and the shape of its messages want, for compiled blocks as many as
-        spare a compilation for another shape, else one, so that a rank without a row takes part.
+        Every rank has the same number of micro-batches, none with more rows than a micro-batch of
+        the global batch. Missing rows are filled with rows from which nothing is learned: in a
+        pipeline as many as its schedule and the fixed shape of its messages need, with compiled
+        blocks as many as avoid a compilation for another shape, else one, so that a rank without a
+        row still takes part.
         """
         train = config.train
         most = train.global_batch // (train.micro_batches * mesh.data)
@@ -56,7 +57,7 @@ class StepRows(NamedTuple):
 
 
 def micro_batch(index: int, train: TrainConfig, mesh: ParallelMesh) -> slice:
-    """This rank's rows of a global batch in micro-batch ``index``."""
+    """This rank's rows of the global batch in micro-batch ``index``."""
     return rows_of(
         train.global_batch,
         micro_batches=train.micro_batches,

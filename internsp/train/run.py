@@ -1,4 +1,4 @@
-"""``train``: one rank of a training run, from configuration to report."""
+"""The training run on one rank, from configuration to report."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from internsp.report.page import Report
 from internsp.report.writers import Writers
 from internsp.trace import Event
 from internsp.train import checkpoint
-from internsp.train.agreement import from_first, on_every_rank
+from internsp.train.agreement import on_every_rank, on_first_rank
 from internsp.train.checkpoint import Resumed
 from internsp.train.disk import steps_in
 from internsp.train.finite import remark, too_many_skipped
 from internsp.train.memory import components
 from internsp.train.modes import Profiles, deterministic
 from internsp.train.numbers import EarlyStop, Spikes, compare_replicas
-from internsp.train.own import Listener, OwnData
-from internsp.train.peer import Copies
+from internsp.train.own import CustomData, Listener
+from internsp.train.peer import PeerCopies
 from internsp.train.run_folder import RunFolder, claimed
 from internsp.train.sample import sample
 from internsp.train.saver import Saver
@@ -46,19 +46,19 @@ _Timeline = tuple[dict[str, int], list[Event]]
 
 
 def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> None:
-    """Run the whole training on this rank. Collective: every rank calls it with the same config.
+    """Run a training on this rank. Collective: every rank calls it with the same config.
 
     Rank 0 writes ``config.toml``, ``metrics.jsonl`` and ``report.html`` into ``output``; all ranks
     write ``checkpoints/``. A stop request (Ctrl-C, SIGTERM, SIGHUP) ends the loop after the current
-    step; the checkpoint and the report are written all the same. SIGUSR1 asks for a checkpoint, and
-    the run goes on. One run at a time holds ``output``.
+    step; the checkpoint and the report are still written. SIGUSR1 requests a checkpoint, and the
+    run continues. Only one run at a time can use ``output``.
 
     Args:
-        hooks: told of every forward, criterion and backward, with a pipeline or without.
+        hooks: called at every forward, criterion and backward, with or without a pipeline.
 
     Raises:
-        ConfigError: on every rank: ``output`` is another process's, or what there is to resume
-            from is damaged or of other settings.
+        ConfigError: on every rank: another process uses ``output``, or the checkpoint to resume
+            from is damaged or has other settings.
     """
     ours = not dist.is_initialized()
     try:
@@ -69,51 +69,51 @@ def train(config: Config, output: Path, hooks: Iterable[SchedulerHook] = ()) -> 
             dist.destroy_process_group()
 
 
-def run_session(session: Session, output: Path, stop: StopRequest, told: Listener) -> None:
-    """The same with what was made before. The process group stays."""
+def run_session(session: Session, output: Path, stop: StopRequest, listener: Listener) -> None:
+    """As :func:`train`, with an existing session; does not destroy the process group."""
     with claimed(output, session.mesh.rank == 0) as folder:
         source = _source(session.config, folder.path)
-        copies = Copies() if session.config.checkpoint.peer else None
+        copies = PeerCopies() if session.config.checkpoint.peer else None
         resumed = None if source is None else checkpoint.load(session, source, copies)
         if copies is not None and resumed is None:
-            copies.settle(None)
+            copies.retain(None)
         folder.begin(resumed)
         with _log(session, folder.path) as log, deterministic(session.config.train.deterministic):
-            _Run(session, folder, resumed, stop, log, copies, told).run()
+            _Run(session, folder, resumed, stop, log, copies, listener).run()
 
 
 def _source(config: Config, folder: Path) -> Path | None:
-    """Where the run goes on from, if it does. Collective."""
-    # torchrun starts a run again after a fault by the same command: it must find its own place.
+    """The path to resume from, or ``None``. Collective."""
+    # torchrun restarts a run by the same command after a fault: it must find its own checkpoints.
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     if config.checkpoint.from_own_folder(elastic):
-        return from_first(lambda: folder if steps_in(folder / "checkpoints") else None)
+        return on_first_rank(lambda: folder if steps_in(folder / "checkpoints") else None)
     return None if config.checkpoint.named is None else Path(config.checkpoint.named)
 
 
 @contextmanager
 def _log(session: Session, output: Path) -> Iterator[RankLog]:
-    """This rank's log, which also learns by what the run ends here. Collective at the beginning."""
+    """This rank's log; also logs how the run ends. Collective when it is entered."""
     rank = session.mesh.rank
     opened: list[RankLog] = []
     on_every_rank(lambda: opened.append(RankLog(output, rank)))
     log = opened[0]
-    log.write(f"{session.mesh.describe()}; the configuration lies in {output / 'config.toml'}")
+    log.write(f"{session.mesh.describe()}; the configuration is in {output / 'config.toml'}")
     for communicator in session.communicators:
-        communicator.state.collectives.ledger.launched = log.launched
+        communicator.state.collectives.comm_context.on_launch = log.record_launch
     try:
         yield log
         log.write("ended well")
     except BaseException as error:
-        with suppress(OSError):  # of a disk that is full
-            log.failed(error)
+        with suppress(OSError):  # the disk may be full
+            log.write_failure(error)
         raise
     finally:
         log.close()
 
 
 class _Run:
-    """The loop and what it leaves behind."""
+    """One run: the training loop, and everything it writes."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class _Run:
         resumed: Resumed | None,
         stop: StopRequest,
         log: RankLog,
-        copies: Copies | None,
-        told: Listener,
+        copies: PeerCopies | None,
+        listener: Listener,
     ) -> None:
         self.session, self.log = session, log
-        self.told = told
+        self.listener = listener
         self.config = session.config
         self.output = folder.path
         self.id = folder.run
@@ -147,20 +147,20 @@ class _Run:
         )  # fmt: skip
         self.events: list[Event] = []
         self.interrupted = False
-        self.asked = False  # to save, by SAVE, which has not been done yet
-        self.why = ""
-        self.early = False  # the held-out loss has stopped to fall
-        self.trusted = True  # replicas are not known to differ
+        self.save_requested = False  # by SAVE, and not done yet
+        self.stopped_by = ""
+        self.early = False  # the held-out loss has stopped falling
+        self.trusted = True  # whether no replicas are known to differ
         self._spikes, self._early_stop = Spikes(self.config), EarlyStop(self.config)
-        self.skipped_before = 0  # steps of the run that this one goes on
-        self.writers: Writers | None = None  # of other programs' files, on rank 0
-        self.failure: Exception | None = None  # of all ranks together, or after the last step
+        self.skipped_before = 0  # skipped steps of the run that this one resumes
+        self.writers: Writers | None = None  # writers of other programs' files, on rank 0
+        self.failure: Exception | None = None  # raised on all ranks, or after the end
 
     def run(self) -> None:
         """Train, then save, evaluate, sample and report.
 
-        What must not be lost comes first. Saving, an evaluation or a sample that fails does not
-        cost the report: the error is raised when that is written.
+        What must not be lost comes first. If saving, an evaluation or a sample fails, the report is
+        written all the same and the error is raised after it.
         """
         display, writer = self._open()
         try:
@@ -168,14 +168,14 @@ class _Run:
             timelines = self._timelines()
             path, text = None, ""
             try:
-                wanted = self.config.checkpoint.save or self.asked
+                wanted = self.config.checkpoint.save or self.save_requested
                 if wanted and self.step > self.done and self.trusted:
                     path = self._save(display, last=True)
-                else:  # one that is under way becomes whole
-                    self._saved(self.saver.finish, display)
+                else:  # complete a save that was started
+                    self._call_saver(self.saver.finish, display)
                 if self.failure is None:
                     if last is not None:
-                        last = self._evaluated(last, True, display)
+                        last = self._evaluate(last, True, display)
                     text = sample(self.session)
             except Exception as error:  # noqa: BLE001 - raised below
                 self.failure = self.failure or error
@@ -185,7 +185,7 @@ class _Run:
                 self._report(text, timelines)
             if self.failure is not None:
                 raise self.failure
-            self.told.end()
+            self.listener.end()
             files = self._files(path)
             if self.writers is not None:
                 self.writers.close()
@@ -207,7 +207,7 @@ class _Run:
         display, writer = self._open_first() if self.main else (None, None)
         if self.config.report.writers:
             try:
-                from_first(lambda: self._open_writers(display))
+                on_first_rank(lambda: self._open_writers(display))
             except BaseException:
                 if display is not None:
                     display.close()
@@ -215,7 +215,7 @@ class _Run:
         return display, writer
 
     def _open_first(self) -> tuple[Display, MetricsWriter]:
-        """What rank 0 has."""
+        """On rank 0: write the configuration, open the metrics and the display."""
         (self.output / "config.toml").write_text(self.config.to_toml())
         writer = MetricsWriter(
             self.output / "metrics.jsonl",
@@ -241,25 +241,25 @@ class _Run:
         return display, writer
 
     def _open_writers(self, display: Display | None) -> None:
-        def told(text: str) -> None:
+        def notify(text: str) -> None:
             self.log.write(text)
             if display is not None:
                 display.note(text)
 
         rows = read_metrics(self.output / "metrics.jsonl")
-        self.writers = Writers(self.config, self.output, self.id, rows, self.done, told)
+        self.writers = Writers(self.config, self.output, self.id, rows, self.done, notify)
 
     def _out_of_data(self, display: Display | None) -> bool:
-        """Whether a program's own data has ended."""
+        """Whether the program's own data (if any) has ended. Collective."""
         source = self.session.source
-        if not isinstance(source, OwnData) or source.more(self.sequences):
+        if not isinstance(source, CustomData) or source.has_batches(self.sequences):
             return False
         if display is not None:
             display.note(f"the program's data ended after step {self.step}")
         return True
 
     def _loop(self, display: Display | None, writer: MetricsWriter | None) -> StepMetrics | None:
-        """All steps; the last one's metrics, neither evaluated nor written yet."""
+        """Run all steps; returns the last one's metrics if not yet evaluated and written."""
         train, trace = self.config.train, self.session.trace
         timeline = min(self.done + _TIMELINE_STEP, self.session.steps - 1)
         every = self.config.checkpoint.every
@@ -268,20 +268,21 @@ class _Run:
         while not self._finished():
             if self._out_of_data(display):
                 return None
-            self.log.at(self.step + 1)
+            self.log.begin_step(self.step + 1)
             trace.enabled = self.step in (self.done, timeline)
             trace.clear()
-            self.profiles.before(self.step + 1)
+            self.profiles.before_step(self.step + 1)
             done = self.runner.step(
                 self.step, self.stop, taken=self.sequences, saved=self.saver.progress()
             )
-            self.interrupted, self.asked = done.interrupted, self.asked or done.save
+            self.interrupted = done.interrupted
+            self.save_requested |= done.save
             self.sequences += done.rows
             self.tokens += done.metrics.tokens
-            for path in self.profiles.after(self.step + 1):
+            for path in self.profiles.after_step(self.step + 1):
                 if display is not None:
                     display.note(f"profile {path}")
-            metrics = self._counted(done.metrics)
+            metrics = self._with_totals(done.metrics)
             if self.step % train.log_every == 0:
                 self.log.write(f"step {metrics.step}: loss {metrics.loss:.4f}, "
                                f"{metrics.step_seconds:.3f} s")
@@ -291,13 +292,13 @@ class _Run:
             trace.enabled = False
             trace.clear()
             self.step += 1
-            self._saved(partial(self.saver.advance, done.saved), display)
+            self._call_saver(partial(self.saver.advance, done.saved), display)
             if self.interrupted:
-                self._learn_why(display)
-            self.failure = too_many_skipped(self.session, self.step) or self._replicas()
+                self._find_signal(display)
+            self.failure = too_many_skipped(self.session, self.step) or self._check_replicas()
             if self.interrupted or self.failure is not None or self._finished():
                 return metrics
-            metrics = self._evaluated(metrics, False, display)
+            metrics = self._evaluate(metrics, False, display)
             self._record(metrics, display, writer)
             by_average = train.eval_average
             if self._early_stop.reached(metrics.eval_average if by_average else metrics.eval_loss):
@@ -309,42 +310,42 @@ class _Run:
                         f"{train.early_stop} evaluations (train.early_stop)"
                     )
                 return None
-            if self.asked or (every and self.step % every == 0):
+            if self.save_requested or (every and self.step % every == 0):
                 self._save(display)
         return None
 
     def _finished(self) -> bool:
-        """The last step has been done; the same on all ranks."""
+        """Whether the last step is done; the same on all ranks."""
         train = self.config.train
         return self.tokens >= train.tokens if train.tokens else self.step >= train.steps
 
-    def _replicas(self) -> ReplicaError | None:
-        """Whether replicas are equal, in the steps that ask. Collective."""
+    def _check_replicas(self) -> ReplicaError | None:
+        """Compare replicas, in the steps in which it is due; returns an error. Collective."""
         every = self.config.train.compare_replicas
         if not every or self.step % every:
             return None
         try:
             compare_replicas(self.session, self.step)
-        except ReplicaError as error:  # of all ranks together
+        except ReplicaError as error:  # raised on all ranks together
             self.trusted = False
             return error
         return None
 
-    def _learn_why(self, display: Display | None) -> None:
-        """Which signal asked which rank to stop. Collective, when any of them was asked."""
+    def _find_signal(self, display: Display | None) -> None:
+        """Find which signal requested the stop, and on which ranks. Collective."""
         numbers = [0] * self.session.mesh.world_size
         dist.all_gather_object(numbers, self.stop.number)
-        asked = [rank for rank, number in enumerate(numbers) if number]
-        if not asked:
-            return  # by the program, not by a signal
-        number = numbers[asked[0]]
-        self.stop.ask(number)  # every rank ends with the same status
-        self.why = f" by {name_of(number)}"
-        if len(asked) < len(numbers):
-            self.why += f" to rank{'s' * (len(asked) > 1)} {', '.join(map(str, asked))}"
-        self.log.write(f"stopped{self.why} after step {self.step}")
+        ranks = [rank for rank, number in enumerate(numbers) if number]
+        if not ranks:
+            return  # requested by the program, not by a signal
+        number = numbers[ranks[0]]
+        self.stop.request(number)  # every rank ends with the same status
+        self.stopped_by = f" by {name_of(number)}"
+        if len(ranks) < len(numbers):
+            self.stopped_by += f" to rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        self.log.write(f"stopped{self.stopped_by} after step {self.step}")
         if display is not None:
-            display.note(f"stopped{self.why} after step {self.step}")
+            display.note(f"stopped{self.stopped_by} after step {self.step}")
 
     def _record(
         self, metrics: StepMetrics, display: Display | None, writer: MetricsWriter | None
@@ -355,54 +356,56 @@ class _Run:
             self.writers.write(metrics)
         if display is not None:
             display.update(metrics)
-            if said := remark(self.session, metrics.step, metrics.loss):
-                display.note(said)
-            if said := self._spikes.look(metrics):
-                display.note(said)
-        self.told.step(metrics)
+            if message := remark(self.session, metrics.step, metrics.loss):
+                display.note(message)
+            if message := self._spikes.check(metrics):
+                display.note(message)
+        self.listener.step(metrics)
 
     def _save(self, display: Display | None, last: bool = False) -> Path | None:
-        """Save this step; the ``last`` one is waited for, of which the checkpoint is returned."""
-        self._saved(self.saver.finish, display)
-        if self.asked and display is not None:
+        """Start to save this step; for the ``last`` one, wait and return the checkpoint."""
+        self._call_saver(self.saver.finish, display)
+        if self.save_requested and display is not None:
             display.note(f"asked by {name_of(SAVE)}: saving step {self.step}")
-        self.asked = False
+        self.save_requested = False
         self.saver.start(self.step, self.sequences, self.tokens)
-        return self._saved(self.saver.finish, display, last) if last else None
+        return self._call_saver(self.saver.finish, display, last) if last else None
 
-    def _saved(
+    def _call_saver(
         self, call: Callable[[], Path | None], display: Display | None, last: bool = False
     ) -> Path | None:
-        """``call`` to the saver, and say what has become of a save. Collective.
+        """Run ``call`` (a method of the saver) and report what became of the save. Collective.
 
-        ``None``: nothing, or weights are not finite, so nothing is written.
+        Returns:
+            The checkpoint; ``None`` if there is none yet, or if weights are not finite, in which
+            case none is written.
         """
-        path, said = None, ""
+        path, message = None, ""
         try:
             path = call()
             if path is not None and not (last and self.failure is None):
-                said = f"checkpoint {path}"
-        except NotFiniteError as error:  # of all ranks together
-            said = str(error)
-            if last:  # the run has nothing to show for itself
+                message = f"checkpoint {path}"
+        except NotFiniteError as error:  # raised on all ranks together
+            message = str(error)
+            if last:  # otherwise the run would end as a success without a checkpoint
                 self.failure = self.failure or error
         notes, self.saver.notes = self.saver.notes, []
-        for note in [*notes, *([said] if said else [])]:
+        for note in [*notes, *([message] if message else [])]:
             self.log.write(note)
             if display is not None:
                 display.note(note)
         if path is not None:
-            self.told.checkpoint(path)
+            self.listener.checkpoint(path)
         return path
 
-    def _counted(self, metrics: StepMetrics) -> StepMetrics:
+    def _with_totals(self, metrics: StepMetrics) -> StepMetrics:
         skipped = self.skipped_before + (metrics.skipped_steps or 0)
         gone = {
             "total_tokens": self.tokens, "epochs": self.session.source.epochs(self.sequences),
         }  # fmt: skip
         return metrics.model_copy(update={"skipped_steps": skipped, **gone})
 
-    def _evaluated(self, metrics: StepMetrics, last: bool, display: Display | None) -> StepMetrics:
+    def _evaluate(self, metrics: StepMetrics, last: bool, display: Display | None) -> StepMetrics:
         every = self.config.train.eval_every
         due = every and metrics.step % every == 0
         if not (due or last) or not self.config.train.eval_batches:
@@ -415,12 +418,12 @@ class _Run:
         gone = {"eval_loss": found[0], "eval_losses": found[1] or None, "eval_average": mean}
         metrics = metrics.model_copy(update=gone)
         if display is not None:
-            said = ", ".join(
+            shown = ", ".join(
                 f"{name} loss {loss:.4f}{'' if math.isfinite(loss) else ', which is not finite'}"
                 for name, loss in metrics.evaluated.items()
             )
-            display.note(f"step {metrics.step}: {said}")
-        self.told.evaluation(metrics)
+            display.note(f"step {metrics.step}: {shown}")
+        self.listener.evaluation(metrics)
         return metrics
 
     def _files(self, path: Path | None) -> Mapping[str, Path | str]:
@@ -433,7 +436,7 @@ class _Run:
         return files if path is None else {**files, "checkpoint": path}
 
     def _timelines(self) -> list[_Timeline]:
-        """Every rank's place in the mesh and events, on rank 0. Collective."""
+        """(coordinates in the mesh, events) of every rank, on rank 0. Collective."""
         mesh = self.session.mesh
         if self.config.train.profile:
             path = self.output / "traces" / f"rank{mesh.rank}.json"
@@ -452,7 +455,7 @@ class _Run:
         return [g for g in gathered if g is not None]
 
     def _report(self, text: str, everyone: list[_Timeline]) -> None:
-        """Write the page, on rank 0 alone."""
+        """Write the report's page, on rank 0 only."""
         notes = self._notes()
         timeline = {row["rank"]: events for row, events in everyone}
         shape = self.session.mesh.shape
@@ -478,10 +481,10 @@ class _Run:
             advice=advise(timeline, setting),
         )
         report.write(self.output / "report.html")
-        report.keep(self.output / "report.json")
+        report.save(self.output / "report.json")
 
     def _notes(self) -> list[str]:
-        stopped = f"The run was stopped before its last step{self.why}."
+        stopped = f"The run was stopped before its last step{self.stopped_by}."
         notes = [stopped] if self.interrupted else []
         if self.early:
             notes.append(f"The run ended early, after step {self.step}: train.early_stop.")
@@ -494,7 +497,7 @@ class _Run:
         return notes
 
     def _schedule(self) -> str:
-        """The pipeline's schedule as a picture."""
+        """A picture of the pipeline's schedule."""
         if self.session.pipeline is None:
             return ""
         return make_pipeline_plan(self.config, self.session.mesh.world_size).picture()

@@ -1,7 +1,8 @@
-"""The folder of a run: held by one run at a time, which has an id, and never mixed with another's.
+"""The folder of a run: used by one run at a time, which has an id, and never mixed with another's.
 
-A fresh run moves an older one aside, and so does a run that goes on from another folder's
-checkpoint; a run that goes on from its own keeps its id and sets aside what came after.
+A fresh run moves an older run's folder aside, and so does a run that resumes from a checkpoint in
+another folder. A run that resumes from its own folder keeps its id, and moves later checkpoints
+aside.
 """
 
 from __future__ import annotations
@@ -13,38 +14,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from internsp.errors import LACKING, ConfigError, MachineError
+from internsp.errors import MACHINE_ERRNOS, ConfigError, MachineError
 from internsp.train import checkpoint_folder
-from internsp.train.agreement import from_first
+from internsp.train.agreement import on_first_rank
 from internsp.train.checkpoint import Resumed
 from internsp.train.disk import LATEST, discard_partial
 from internsp.train.run_lock import RunLock
 
 
 class RunFolder:
-    """A folder that this run alone writes to.
+    """A folder to which only this run writes.
 
     Attributes:
         path: the folder.
         run: the run's id; the same on every rank.
-        notes: what the user should read, on rank 0.
+        notes: messages for the user, on rank 0.
     """
 
     def __init__(self, path: Path, run: str, lock: RunLock | None) -> None:
         self.path = path
         self.run = run
         self.notes: list[str] = []
-        self._lock = lock  # of rank 0
+        self._lock = lock  # on rank 0, else None
         if lock is not None and lock.predecessor:
             self.notes.append(f"took {path} over from {lock.predecessor}, which has ended")
 
     def begin(self, resumed: Resumed | None) -> None:
-        """Make the folder ready to be written to. Collective.
+        """Prepare the folder for writing. Collective.
 
         Raises:
-            ConfigError, OSError: on every rank: another run has come between, or files cannot move.
+            ConfigError, OSError: on every rank: another run took the folder meanwhile, or files
+                cannot be moved.
         """
-        self.run, notes = from_first(lambda: self._begin(resumed))
+        self.run, notes = on_first_rank(lambda: self._begin(resumed))
         self.notes += notes
 
     def _begin(self, resumed: Resumed | None) -> tuple[str, list[str]]:
@@ -52,7 +54,7 @@ class RunFolder:
         discard_partial(checkpoints)
         if resumed is not None and _same(resumed.path.parent, checkpoints):
             latest = checkpoints / LATEST
-            if latest.is_dir() and not latest.is_symlink():  # of a copy that followed links
+            if latest.is_dir() and not latest.is_symlink():  # a copy of the folder followed links
                 raise ConfigError(
                     f"{latest} is a folder, not a link to the newest checkpoint: remove it"
                 )
@@ -67,7 +69,7 @@ class RunFolder:
         return self.run, [f"the run that was in {self.path} is now in {moved_to}"]
 
     def _set_aside(self) -> Path | None:
-        """Move an older run away; the lock goes with it, and a new one is taken."""
+        """Move an older run's folder away with its lock, and lock a new folder."""
         assert self._lock is not None, "rank 0 alone runs this, and holds the lock"
         moved = set_aside(self.path)
         if moved is not None:
@@ -77,18 +79,21 @@ class RunFolder:
         return moved
 
     def release(self) -> None:
-        """Give the folder up; more than once is fine."""
+        """Release the folder's lock; may be called more than once."""
         if self._lock is not None:
             self._lock.release()
 
 
 @contextmanager
 def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
-    """Hold ``path`` for this run. Collective at the beginning; ``main`` is rank 0.
+    """Lock the folder ``path`` for this run. Collective when it is entered.
+
+    Args:
+        main: whether this is rank 0.
 
     Raises:
-        ConfigError: on every rank: another process holds it, or it cannot be written.
-        MachineError: on every rank: the disk is full, or the like.
+        ConfigError: on every rank: another process uses the folder, or it cannot be written.
+        MachineError: on every rank: the disk is full, or the machine lacks another resource.
     """
     held: list[RunLock] = []
 
@@ -97,7 +102,7 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
         try:
             held.append(RunLock.acquire(path, run))
         except OSError as error:
-            kind = MachineError if error.errno in LACKING else ConfigError
+            kind = MachineError if error.errno in MACHINE_ERRNOS else ConfigError
             raise kind(
                 f"the run's folder {path} cannot be written on rank 0: {error.strerror}; choose "
                 "another train.name or --output"
@@ -106,26 +111,26 @@ def claimed(path: Path, main: bool) -> Iterator[RunFolder]:
 
     path = _named(path)
     fresh = not path.exists()
-    run, _ = from_first(acquire)
+    run, _ = on_first_rank(acquire)
     folder = RunFolder(path, run, held[0] if main else None)
     try:
         yield folder
     finally:
         folder.release()
-        if main and fresh:  # a run that was refused leaves no empty folder
+        if main and fresh:  # a run that could not start leaves no empty folder
             _remove_if_empty(path)
 
 
 def new_id() -> str:
-    """An id that no other run has: when it began, and chance."""
+    """A new unique id of a run: the time of its start and a random part."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
 def set_aside(output: Path) -> Path | None:
-    """Move an older run out of ``output``, so that a fresh one neither loses nor mixes with it.
+    """Move an older run out of ``output``, so that a fresh one neither overwrites nor joins it.
 
     Returns:
-        Where the older run is now, or ``None`` when there was none.
+        The older run's new folder, or ``None`` if there was none.
     """
     output = _named(output)
     if not (output / "metrics.jsonl").exists() and not (output / "checkpoints").exists():
@@ -138,7 +143,7 @@ def set_aside(output: Path) -> Path | None:
 
 
 def _named(path: Path) -> Path:
-    """``path`` with a name that can be changed, which "." has not, nor means the same after it."""
+    """``path`` in a form whose last part can be renamed; "." and ".." become absolute paths."""
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))
 
 

@@ -1,8 +1,8 @@
-"""One run at a time in a folder: a lock file that says who holds it.
+"""A lock file that lets one run at a time use a folder, and names the process that holds it.
 
-The lock is the operating system's (``flock``), which a process cannot leave behind: however a run
-ends, the next one gets it, and takes the file over. NFS has had ``flock`` since Linux 2.6.12; where
-a file system has none, the file's process and host decide.
+The lock is the operating system's (``flock``), which is released when its process ends, in any
+way; the next run then takes the file over. NFS has ``flock`` since Linux 2.6.12. On a file system
+without ``flock``, process id and host in the file decide whether the folder is in use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class RunLock:
-    """Held from :meth:`acquire` to :meth:`release`.
+    """A lock, held from :meth:`acquire` to :meth:`release`.
 
     Attributes:
         path: the lock file.
-        predecessor: what a holder that did not release it was, else ``None``.
+        predecessor: describes a previous holder that did not release the lock, else ``None``.
     """
 
     def __init__(self, path: Path, handle: int, predecessor: str | None) -> None:
@@ -38,11 +38,11 @@ class RunLock:
 
     @classmethod
     def acquire(cls, folder: Path, run: str) -> RunLock:
-        """Take ``folder`` (made if need be) for ``run``. Does not wait.
+        """Lock ``folder`` (created if missing) for ``run``. Does not wait.
 
         Raises:
-            ConfigError: another process holds it, which the message names.
-            OSError: the folder or the file cannot be made.
+            ConfigError: another process holds the lock; the message names it.
+            OSError: the folder or the file cannot be created.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
@@ -50,9 +50,9 @@ class RunLock:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 owner = _lock(handle, folder)
-                # Between open and lock its holder may have removed or moved the file.
-                if _is(handle, path):
-                    lock = cls(path, handle, _words(owner) if owner else None)
+                # The previous holder may have removed or moved the file between open and lock.
+                if _is_file_at(handle, path):
+                    lock = cls(path, handle, _describe(owner) if owner else None)
                     lock._write(run)
                     return lock
             except BaseException:
@@ -73,23 +73,23 @@ class RunLock:
         os.fsync(self._handle)
 
     def moved(self, folder: Path) -> None:
-        """The locked folder has another name now."""
+        """Note that the locked folder was renamed to ``folder``."""
         self.path = folder / NAME
 
     def release(self) -> None:
-        """Remove the file and give the lock up; more than once is fine."""
+        """Remove the file and release the lock; may be called more than once."""
         if self._handle < 0:
             return
-        # Removed while it is held: who opened it before sees that it is another file.
+        # Removed while locked: a process that opened it before sees that the path is another file.
         with contextlib.suppress(OSError):
-            if _is(self._handle, self.path):
+            if _is_file_at(self._handle, self.path):
                 self.path.unlink()
         os.close(self._handle)
         self._handle = -1
 
 
 def _lock(handle: int, folder: Path) -> dict[str, Any]:
-    """Lock the file or raise; returns what its last holder left in it."""
+    """Lock the file or raise; returns what its previous holder wrote into it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -106,7 +106,7 @@ def _lock(handle: int, folder: Path) -> dict[str, Any]:
 
 def _refusal(folder: Path, owner: dict[str, Any]) -> str:
     return (
-        f"{folder} is in use by {_words(owner)}; wait until it has ended or stop it, or choose "
+        f"{folder} is in use by {_describe(owner)}; wait until it has ended or stop it, or choose "
         f"another train.name or --output (if there is no such process, remove {folder / NAME})"
     )
 
@@ -119,7 +119,7 @@ def _owner(handle: int) -> dict[str, Any]:
     return owner if isinstance(owner, dict) else {}
 
 
-def _words(owner: dict[str, Any]) -> str:
+def _describe(owner: dict[str, Any]) -> str:
     if not owner:
         return "another process"
     pid, host, run, since = (str(owner.get(k))[:80] for k in ("pid", "host", "run", "since"))
@@ -127,17 +127,17 @@ def _words(owner: dict[str, Any]) -> str:
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Of another machine nothing is known: it may."""
+    """Whether the process may still run; of another machine this is unknown, so it may."""
     if owner.get("host") != socket.gethostname():
         return True
     return owner.get("started") == _started(owner.get("pid"))
 
 
 def _started(pid: Any) -> str | None:
-    """When a process of this machine started, which no other process of its number shares."""
+    """Start time of a process of this machine; tells it from a later one with the same id."""
     try:
         if Path("/proc").is_dir():
-            # After the command's name, which may hold anything, the 20th word.
+            # The command's name may hold anything; the 20th word after it is the start time.
             return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
         os.kill(int(pid), 0)
         return "alive"
@@ -145,7 +145,7 @@ def _started(pid: Any) -> str | None:
         return None
 
 
-def _is(handle: int, path: Path) -> bool:
+def _is_file_at(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:

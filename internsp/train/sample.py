@@ -1,4 +1,4 @@
-"""A sample of what was learned, generated from unsharded weights on one process after training."""
+"""A text sample that the trained model generates on rank 0 from its unsharded weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from internsp.factory import build_to_load, generate
+from internsp.factory import build_for_load, generate
 from internsp.train.session import Session
 
 _TEMPERATURE, _TOP_K = 0.8, 40
@@ -15,33 +15,38 @@ _TEMPERATURE, _TOP_K = 0.8, 40
 def sample(session: Session) -> str:
     """Continue ``train.sample_prompt`` by ``train.sample_bytes`` tokens. Collective.
 
-    Every rank takes part in making the weights whole, one at a time, on the CPU of rank 0; only
-    rank 0 generates.
+    All ranks take part in all-gathering the weights, one at a time, to the CPU of rank 0; only rank
+    0 generates.
 
     Returns:
-        Prompt and continuation on rank 0; an empty text elsewhere, or when no bytes are asked for.
+        Prompt and continuation on rank 0; an empty text on other ranks, or if no sample is
+        configured.
     """
     train = session.config.train
-    if not train.sample_bytes or session.own.model is not None or session.own.data is not None:
-        return ""  # only what is configured can be built again, or spelled
+    if (
+        not train.sample_bytes
+        or session.custom.model is not None
+        or session.custom.data is not None
+    ):
+        return ""  # a custom model cannot be built again here, and custom data has no tokenizer
     mesh = session.mesh
     main = mesh.rank == 0
-    first = dist.get_rank(mesh.stage_group) == 0  # of its stage
-    whole: dict[str, torch.Tensor] = {}
+    first = dist.get_rank(mesh.stage_group) == 0  # first rank of its stage
+    state: dict[str, torch.Tensor] = {}
     for module, communicator in zip(session.modules, session.communicators, strict=True):
-        communicator.publish()
+        communicator.wait_until_ready()
         for name, kept in module.state_dict().items():
             tensor = kept.full_tensor() if isinstance(kept, DTensor) else kept
             if first:
-                whole[name] = tensor.cpu()
+                state[name] = tensor.cpu()
     if first and mesh.pipeline > 1:
         parts: list[dict[str, torch.Tensor] | None] = [None] * mesh.pipeline
-        dist.gather_object(whole, parts if main else None, group=mesh.pipeline_group, group_dst=0)
-        whole = {name: value for part in parts if part for name, value in part.items()}
+        dist.gather_object(state, parts if main else None, group=mesh.pipeline_group, group_dst=0)
+        state = {name: value for part in parts if part for name, value in part.items()}
     if not main:
         return ""
-    model = build_to_load(session.config)
-    model.load_state_dict(whole, assign=True)
+    model = build_for_load(session.config)
+    model.load_state_dict(state, assign=True)
     tokenizer = session.source.tokenizer
     assert tokenizer is not None, "only a program's own data has none"
     # A prompt without tokens starts as every document does: after the end of another one.

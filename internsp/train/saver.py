@@ -1,12 +1,13 @@
-"""Saving beside training: a copy to host memory, then a process of its own on every rank.
+"""Saving while training goes on: a copy to host memory, then a writer process on every rank.
 
 ::
 
-    rank         copy | training goes on           | all wrote? | training goes on
-    its process       | look, write, digest, fsync |            | (rank 0) manifest, rename, latest
+    rank        copy | training goes on            | all written? | training goes on
+    its process      | check, write, digest, fsync |              | rank 0: manifest, rename, latest
 
 A checkpoint is valid when every rank's file is durable and rank 0's process has renamed the folder.
-How far the ranks are is asked with the step's own reduction, so that waiting costs no message.
+Whether all ranks have written is found with the all-reduce that each step does in any case, so that
+saving adds no collective to a step.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from internsp.errors import LACKING, InternspError, MachineError, NotFiniteError
+from internsp.errors import MACHINE_ERRNOS, InternspError, MachineError, NotFiniteError
 from internsp.optim.finite import NotFinite
 from internsp.optim.slices import Slices
 from internsp.train import checkpoint_folder
-from internsp.train.agreement import from_first, on_every_rank, plain_errors
+from internsp.train.agreement import on_every_rank, on_first_rank, plain_errors
 from internsp.train.checkpoint import manifest_of, parameter_of, scale_of, state_of
 from internsp.train.checkpoint_files import FilePlan
-from internsp.train.peer import Copies
+from internsp.train.peer import PeerCopies
 from internsp.train.session import Session
 from internsp.train.writer import Writer
 
-_Told = tuple[str, dict[str, Any], dict[str, Any], list[str]]
-"""Of a rank: its file, the record of that, values that are no tensors, tensors not finite."""
+_RankRecord = tuple[str, dict[str, Any], dict[str, Any], list[str]]
+"""A rank's file name, its record, values that are not tensors, names of tensors not finite."""
 
 
 @dataclass
 class _Save:
-    """One that is under way.
+    """A save that is not finished.
 
     Attributes:
         step: finished steps.
-        values: what this rank keeps that is no tensor.
-        content: makes that of the manifest, on rank 0; called while training goes on.
-        committing: whether every rank's file is durable.
-        digests: of all files, then.
+        values: this rank's values that are not tensors.
+        content: makes the manifest's content, on rank 0; called while training goes on.
+        committing: whether every rank's file is durable, so that rank 0 commits.
+        digests: digests of all files, set when ``committing`` is.
     """
 
     step: int
@@ -60,21 +61,21 @@ class _Save:
 
 
 class Saver:
-    """Writes checkpoints of a session into ``folder``, never two at once.
+    """Writes checkpoints of a session into ``folder``, one at a time.
 
-    Every method but :meth:`progress` and :meth:`close` is collective. A save that fails leaves what
-    was there before, whole.
+    Every method but :meth:`progress` and :meth:`close` is collective. A save that fails leaves the
+    earlier checkpoints as they were.
 
     Args:
         run: the run's id.
-        copies: of ``checkpoint.peer``.
+        copies: in-memory copies of ``checkpoint.peer``.
 
     Attributes:
-        notes: what the user should read of the last save: copies that were not made.
+        notes: messages for the user about the last save: copies that were not made.
     """
 
     def __init__(
-        self, session: Session, folder: Path, run: str, copies: Copies | None = None
+        self, session: Session, folder: Path, run: str, copies: PeerCopies | None = None
     ) -> None:
         self._session, self._folder, self._run = session, folder, run
         self._copies = copies
@@ -85,17 +86,19 @@ class Saver:
         self._attempts = 0
 
     def prepare(self) -> tuple[FilePlan, Writer]:
-        """Plan who writes what, and start the processes: once, or at the first save.
+        """Plan which rank writes what, and start the writer processes; later calls do nothing.
+
+        Called by the first save, if not before.
 
         Raises:
-            InternspError: on every rank: the ranks' parts do not fit together, or some process
-                does not start.
+            InternspError: on every rank: the ranks' parts do not fit together, or a process does
+                not start.
         """
         if self._plan is None or self._writer is None:
             with plain_errors(f"no checkpoint can be saved in {self._folder}"):
                 tensors, _ = state_of(self._session)
                 plan = FilePlan.make(tensors)
-                self._token = from_first(partial(secrets.token_hex, 4))
+                self._token = on_first_rank(partial(secrets.token_hex, 4))
                 on_every_rank(lambda: self._begin(plan))
                 self._plan = plan
         assert self._writer is not None, "_begin has made it"
@@ -106,7 +109,7 @@ class Saver:
             patience = self._session.config.parallel.timeout_seconds
             self._writer = Writer(plan.nbytes, patience)
         except OSError as error:
-            kind = MachineError if error.errno in LACKING else InternspError
+            kind = MachineError if error.errno in MACHINE_ERRNOS else InternspError
             rank = self._session.mesh.rank
             raise kind(
                 f"no checkpoint can be saved in {self._folder}: rank {rank}: OSError: {error}"
@@ -116,17 +119,17 @@ class Saver:
             tensors = {
                 name: record.model_dump(mode="json") for name, record in plan.tensors.items()
             }
-            self._writer.order("remember", tensors=tensors)
+            self._writer.order("set_tensors", tensors=tensors)
             self._writer.answer()
 
     def start(self, step: int, sequences: int, tokens: int = 0) -> None:
-        """Copy the state of ``step`` finished steps; it is written while the caller goes on.
+        """Copy the state after ``step`` finished steps to host memory and start to write it.
 
-        Nothing is under way: :meth:`finish` comes first.
+        Blocks for the copy only. An earlier save must have ended (:meth:`finish`).
 
         Args:
-            sequences: rows of the training text that were taken.
-            tokens: of those, that the loss has counted.
+            sequences: rows of the training text used so far.
+            tokens: tokens of those rows that the loss counted.
         """
         assert self._save is None, "never two at once"
         plan, writer = self.prepare()
@@ -138,72 +141,72 @@ class Saver:
         about = (step, sequences, tokens, self._run, scale_of(self._session))
         content = partial(manifest_of, self._session, *about)
         self._save = _Save(step, final, folder, values, content)
-        # A buffer may hold what is not finite: a mask.
+        # Not checked: buffers, which may hold values that are not finite, as masks do.
         plain = [name for name, value in tensors.items() if not isinstance(value, DTensor | Slices)]
-        copy = None if self._copies is None else self._copies.order(self._session.mesh.rank)
+        copy = None if self._copies is None else self._copies.destination(self._session.mesh.rank)
         writer.order(
             "write", folder=str(folder), name=plan.file, nbytes=plan.nbytes, unseen=plain, copy=copy
         )
 
     def progress(self) -> float:
-        """1 where this rank's part of what is under way is done; to be summed over all ranks."""
+        """1 if this rank's part of the save's current phase is done; to be summed over ranks."""
         if self._save is None or self._writer is None:
             return 0.0
         waits = not self._save.committing or self._session.mesh.rank == 0
         return float(waits and self._writer.answered)
 
     def advance(self, done: float) -> Path | None:
-        """Go on where all ranks are done.
+        """Start the commit, or finish it, if all ranks are done with what comes before.
 
         Args:
-            done: the sum of :meth:`progress`.
+            done: the sum of :meth:`progress` over all ranks.
 
         Returns:
-            A checkpoint that has become valid.
+            The checkpoint, when it has become valid.
 
         Raises:
-            NotFiniteError: on every rank: weights or state are not finite; there is no checkpoint.
+            NotFiniteError: on every rank: weights or state are not finite; nothing is committed.
             InternspError: on every rank: some rank could not write.
         """
         if self._save is None:
             return None
         if self._save.committing:
-            return self._committed() if done >= 1 else None
+            return self._finish_commit() if done >= 1 else None
         if done >= self._session.mesh.world_size:
-            self._written()
+            self._start_commit()
         return None
 
     def finish(self) -> Path | None:
-        """Wait until what is under way has become a checkpoint; raises as :meth:`advance`."""
+        """Wait until the current save has become a checkpoint; raises as :meth:`advance`."""
         pause = 0.001
         while self._save is not None:
-            # Asked again and again: no rank waits longer in a collective than another one writes.
-            with self._undone():
-                done = sum(on_every_rank(self._waited_for))
+            # Polled: no rank waits in one collective for as long as another rank writes.
+            with self._close_on_error():
+                done = sum(on_every_rank(self._progress_or_error))
             if path := self.advance(done):
                 return path
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return None
 
-    def _waited_for(self) -> float:
-        """:meth:`progress`, while there is hope of any."""
+    def _progress_or_error(self) -> float:
+        """:meth:`progress`; raises if the writer process has ended or stays stopped."""
         if self._writer is not None and self._save is not None and not self._writer.answered:
             try:
                 self._writer.require_running()
             except InternspError as error:
-                raise self._unsaved(self._save, error) from error
+                raise self._save_error(self._save, error) from error
         return self.progress()
 
-    def _written(self) -> None:
-        """Every rank has its file, or says why not."""
+    def _start_commit(self) -> None:
+        """Gather all ranks' records, or raise the error of one; then let rank 0 commit."""
         save, writer, plan = self._save, self._writer, self._plan
         assert save is not None, "the caller has looked"
         assert writer is not None, "start() has prepared"
         assert plan is not None, "start() has prepared"
         rank = self._session.mesh.rank
-        with self._undone():
-            found = on_every_rank(lambda: self._told(writer, plan, save))
+        with self._close_on_error():
+            found = on_every_rank(lambda: self._rank_record(writer, plan, save))
             _require_finite(save, found)
         why = [(rank, record.pop("no copy")) for rank, (_, record, _, _) in enumerate(found)]
         self.notes = [
@@ -226,40 +229,40 @@ class Saver:
                 keep_every=settings.keep_every,
             )
         else:
-            writer.order("settled", folder=str(save.partial))
-            with contextlib.suppress(InternspError):  # the next save will say so
+            writer.order("close_folder", folder=str(save.partial))
+            with contextlib.suppress(InternspError):  # the next save reports it
                 writer.answer()
         save.committing = True
 
-    def _committed(self) -> Path:
+    def _finish_commit(self) -> Path:
         save, writer = self._save, self._writer
         assert save is not None, "the caller has looked"
         assert writer is not None, "start() has prepared"
-        with self._undone():
-            from_first(lambda: self._answer(writer, save))
+        with self._close_on_error():
+            on_first_rank(lambda: self._answer(writer, save))
         if self._copies is not None:
             self._copies.keep = save.digests
         self._save = None
         return save.final
 
-    def _told(self, writer: Writer, plan: FilePlan, save: _Save) -> _Told:
-        told = self._answer(writer, save)
-        broken = [parameter_of(name.partition("[")[0]) for name in told.pop("broken")]
-        return plan.file, told, save.values, list(dict.fromkeys(broken))
+    def _rank_record(self, writer: Writer, plan: FilePlan, save: _Save) -> _RankRecord:
+        record = self._answer(writer, save)
+        broken = [parameter_of(name.partition("[")[0]) for name in record.pop("broken")]
+        return plan.file, record, save.values, list(dict.fromkeys(broken))
 
     def _answer(self, writer: Writer, save: _Save) -> dict[str, Any]:
         try:
             return writer.answer()
         except InternspError as error:
-            raise self._unsaved(save, error) from error
+            raise self._save_error(save, error) from error
 
-    def _unsaved(self, save: _Save, error: InternspError) -> InternspError:
+    def _save_error(self, save: _Save, error: InternspError) -> InternspError:
         what = f"checkpoint {save.final} was not saved: rank {self._session.mesh.rank}"
         return type(error)(f"{what}: {error}")
 
     @contextlib.contextmanager
-    def _undone(self) -> Iterator[None]:
-        """If what is inside fails, on all ranks: give back what the save has taken."""
+    def _close_on_error(self) -> Iterator[None]:
+        """A context that cleans up the save if its body raises, which it does on all ranks."""
         try:
             yield
         except BaseException:
@@ -267,7 +270,7 @@ class Saver:
             raise
 
     def close(self) -> None:
-        """End the process; what is no checkpoint yet leaves no trace. No message."""
+        """End the writer process and remove what is not committed. No communication."""
         save, writer, plan = self._save, self._writer, self._plan
         self._save = self._writer = self._plan = None
         if writer is not None:
@@ -277,12 +280,12 @@ class Saver:
         if not save.committing:
             with contextlib.suppress(OSError):
                 (save.partial / plan.file).unlink(missing_ok=True)
-                save.partial.rmdir()  # by the last rank
-        elif self._session.mesh.rank == 0:  # whose process alone touches it now
+                save.partial.rmdir()  # succeeds on the last rank
+        elif self._session.mesh.rank == 0:  # its process was the only one that still used it
             shutil.rmtree(save.partial, ignore_errors=True)
 
 
-def _require_finite(save: _Save, found: list[_Told]) -> None:
+def _require_finite(save: _Save, found: list[_RankRecord]) -> None:
     ranks = tuple(rank for rank, (*_, broken) in enumerate(found) if broken)
     if ranks:
         names = dict.fromkeys(name for *_, broken in found for name in broken)

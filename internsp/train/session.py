@@ -1,4 +1,4 @@
-"""The composition root of one rank: mesh, model, communicator, optimizer and data of a run."""
+"""Builds everything one rank trains with: mesh, model, communicator, optimizer and data."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from internsp.accelerator import device_clock
 from internsp.config import Config
 from internsp.data.batches import DataSource
 from internsp.errors import ConfigError
-from internsp.factory import build_to_train, first_values, move_buffers, to_parallelize
+from internsp.factory import build_for_training, fill_parameters, move_buffers, to_parallelize
 from internsp.mesh import ParallelMesh
 from internsp.optim import LossScaler, ZeroOptimizer, step_together
 from internsp.parallel import parallelize
 from internsp.pipeline import Pipeline, SchedulerHook
-from internsp.plan.tiles import resolved
+from internsp.plan.tiles import with_tile_count
 from internsp.sp.dispatch import fixed_sizes
 from internsp.trace import Trace
 from internsp.train.inputs import open_source
-from internsp.train.optimizers import make_optimizer, names_matched
-from internsp.train.own import Own, OwnData
+from internsp.train.optimizers import check_group_patterns, make_optimizer
+from internsp.train.own import Custom, CustomData
 from internsp.train.rates import RateFactor
 from internsp.wp.communicator import ISPCommunicator
 
-_NOTHING = Own()
+_NOTHING = Custom()
 
 
 @dataclass
@@ -38,11 +38,11 @@ class Session:
         modules: the model, or this rank's chunks of it, by ascending stage; a parameter has the
             same name in both.
         communicators, optimizers, schedules: one for each module.
-        pipeline: runs the chunks; ``None`` where the model is whole.
-        hooks: told of every forward, criterion and backward, with a pipeline or without.
-        parameters: elements of the whole model.
-        steps: of the run; with ``train.tokens`` about as many, see :func:`steps_of`.
-        own: what the program gave in place of what is configured.
+        pipeline: runs the chunks; ``None`` without a pipeline.
+        hooks: called at every forward, criterion and backward, with or without a pipeline.
+        parameters: number of elements of the full model.
+        steps: length of the run; an estimate with ``train.tokens``, see :func:`steps_of`.
+        custom: the program's own objects in place of configured ones.
     """
 
     config: Config
@@ -51,27 +51,27 @@ class Session:
     communicators: list[ISPCommunicator]
     optimizers: list[ZeroOptimizer]
     schedules: list[torch.optim.lr_scheduler.LambdaLR]
-    source: DataSource | OwnData
+    source: DataSource | CustomData
     trace: Trace
     pipeline: Pipeline | None
     hooks: list[SchedulerHook]
     parameters: int
     steps: int
-    own: Own
+    custom: Custom
 
     @property
     def optimizer(self) -> ZeroOptimizer:
-        """The first module's: settings and loss scaler are the same for all."""
+        """The optimizer of the first module: settings and loss scaler are the same for all."""
         return self.optimizers[0]
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step, of what is in no group of its own."""
+        """The next step's learning rate, of parameters in no group of ``optimizer.groups``."""
         schedule = self.schedules[0]
         return self.config.optimizer.lr * float(schedule.lr_lambdas[0](schedule.last_epoch))
 
     def step(self) -> float:
-        """Optimizer and learning rate go one step further; returns the gradient norm."""
+        """Run one step of optimizer and learning rate schedule; returns the gradient norm."""
         step_together(self.optimizers, log=False)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.zero_grad()
@@ -80,12 +80,12 @@ class Session:
 
     @classmethod
     def create(
-        cls, config: Config, hooks: Iterable[SchedulerHook] = (), own: Own = _NOTHING
+        cls, config: Config, hooks: Iterable[SchedulerHook] = (), custom: Custom = _NOTHING
     ) -> Session:
-        """Build everything, but for what is the program's ``own``. Collective.
+        """Build everything except the objects in ``custom``. Collective.
 
         Raises:
-            ConfigError: when the text has ids that the model's vocabulary lacks; see ``factory``.
+            ConfigError: the text has ids that the model's vocabulary lacks; see ``factory``.
             InternspError: see :func:`internsp.parallelize` and :class:`ParallelMesh`.
         """
         parallel = config.parallel
@@ -94,15 +94,15 @@ class Session:
             device_type=None if parallel.device == "auto" else parallel.device,
             timeout_seconds=parallel.timeout_seconds,
         )
-        source: DataSource | OwnData
-        if own.data is None:
+        source: DataSource | CustomData
+        if custom.data is None:
             source = open_source(config, mesh)
         else:
-            source = OwnData(own.data, config, mesh)
+            source = CustomData(custom.data, config, mesh)
         steps = steps_of(config, source)
-        model: Any = build_to_train(config) if own.model is None else own.model
+        model: Any = build_for_training(config) if custom.model is None else custom.model
         parameters = sum(p.numel() for p in model.parameters())
-        names_matched(config, [name for name, _ in to_parallelize(model).named_parameters()])
+        check_group_patterns(config, [name for name, _ in to_parallelize(model).named_parameters()])
         trace = Trace(clock=device_clock(mesh.device))
         everyone = list(hooks)
         modules: list[Any] = [model]
@@ -115,24 +115,24 @@ class Session:
                     to_parallelize(model),
                     mesh,
                     config.weight_parallel,
-                    activation_checkpoint=resolved(config, mesh.data),
+                    activation_checkpoint=with_tile_count(config, mesh.data),
                     trace=trace,
                 )
             ]
-        if own.model is None:
-            first_values(config, model, modules, communicators, mesh.device)
+        if custom.model is None:
+            fill_parameters(config, model, modules, communicators, mesh.device)
         else:
             move_buffers(model, mesh.device)
         scaler = _scaler(config)
-        make = own.optimizer or (lambda each: make_optimizer(config, each, scaler))
-        optimizers = [own.made(make(each)) for each in communicators]
+        make = custom.optimizer or (lambda each: make_optimizer(config, each, scaler))
+        optimizers = [custom.checked_optimizer(make(each)) for each in communicators]
         schedules = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, RateFactor(config, steps))
             for optimizer in optimizers
         ]
         return cls(
             config, mesh, modules, communicators, optimizers, schedules, source, trace, pipeline,
-            everyone if pipeline is None else pipeline.hooks, parameters, steps, own,
+            everyone if pipeline is None else pipeline.hooks, parameters, steps, custom,
         )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _pipeline(
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         micro_batches=train.micro_batches,
-        activation_checkpoint=resolved(config, mesh.data),
+        activation_checkpoint=with_tile_count(config, mesh.data),
         shape=(rows, length, config.model.hidden_size),
         hooks=hooks,
         trace=trace,
@@ -168,15 +168,18 @@ def _scaler(config: Config) -> LossScaler | None:
     return None
 
 
-def steps_of(config: Config, source: DataSource | OwnData) -> int:
-    """Steps of a run. Of one that ends by ``train.tokens`` the schedule needs their number before
-    it begins: as many as the tokens of the first sequences let expect."""
+def steps_of(config: Config, source: DataSource | CustomData) -> int:
+    """Number of steps of a run.
+
+    With ``train.tokens`` it is estimated from the tokens of the first sequences, since the learning
+    rate schedule needs it before the run begins.
+    """
     train = config.train
     if not train.tokens:
         return train.steps
     one = source.tokens_of_a_sequence
     each = one * train.global_batch
-    if train.batch_tokens and one:  # a step ends with the sequence that has the last of them
+    if train.batch_tokens and one:  # a step ends with the sequence in which it reaches this number
         each = math.ceil(train.batch_tokens / one) * one
     if not each:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Tensors and values of all ranks in a folder of their own, in a checkpoint's form; at once.
+"""Saves tensors and values of all ranks into one folder, in the format of a checkpoint. Blocks.
 
-For other programs' loops, whose checkpoint is a folder that this one lies in
-(:mod:`internsp.clients.trainer`). ``internsp train`` has more to say of a checkpoint, and writes it
-beside training (:mod:`internsp.train.saver`).
+For the loops of other programs, whose checkpoint is a folder with this one inside
+(:mod:`internsp.clients.trainer`). ``internsp train`` saves more and writes while training goes on
+(:mod:`internsp.train.saver`).
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from torch import Tensor
 
 from internsp.errors import ConfigError
 from internsp.train import manifest
-from internsp.train.agreement import from_first, on_every_rank, plain_errors
-from internsp.train.checkpoint import check_fits, check_whole
+from internsp.train.agreement import on_every_rank, on_first_rank, plain_errors
+from internsp.train.checkpoint import check_complete, check_fits
 from internsp.train.checkpoint_files import FilePlan, Reader
 from internsp.train.disk import MANIFEST, sync, write_manifest, write_part
 from internsp.train.manifest import State
 
 
 def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Write ``folder`` anew. Collective; blocks until all of it is durable.
+    """Write ``folder``, replacing an older one. Collective; blocks until everything is durable.
 
     Args:
-        tensors: this rank's, as ``torch.distributed.checkpoint`` takes them.
-        values: this rank's, of JSON's types (and infinities); of one name one rank's is kept.
+        tensors: this rank's tensors, as ``torch.distributed.checkpoint`` takes them.
+        values: this rank's values, of JSON's types (and infinities); of values with the same name
+            on several ranks, one is kept.
 
     Raises:
-        ConfigError: on every rank: a value that JSON has not.
+        ConfigError: on every rank: a value has a type that JSON lacks.
         InternspError, OSError: on every rank: some rank could not write.
     """
     with plain_errors(f"no state can be saved in {folder}"):
         plan = FilePlan.make(tensors)
-    from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+    on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def write() -> tuple[str, dict[str, Any], dict[str, Any]]:
         own = {name: as_json(value, name) for name, value in values.items()}
@@ -58,20 +59,21 @@ def save_state(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str,
         write_manifest(folder, content.model_dump(mode="json"))
         sync(folder)
 
-    from_first(finish)
+    on_first_rank(finish)
 
 
 def load_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Fill ``tensors``, which may be other ranges than were saved; the values. Collective; blocks.
+    """Load a folder into ``tensors`` and return its values. Collective; blocks.
 
-    Those of random states (``random.``) that the folder has not are left as they are.
+    The ranges of ``tensors`` may differ from those that were saved. Random states (``random.``)
+    that the folder does not have are left unchanged.
 
     Raises:
-        ConfigError: on every rank, before anything is overwritten: it is not what was saved, or of
+        ConfigError: on every rank, before anything is overwritten: the folder is damaged, or has
             other tensors; the message names the file or the tensor.
     """
-    content = from_first(lambda: manifest.read(folder, State))
-    check_whole(folder, content)
+    content = on_first_rank(lambda: manifest.read(folder, State))
+    check_complete(folder, content)
     wanted = {
         name: value
         for name, value in tensors.items()
@@ -88,10 +90,10 @@ def load_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def as_json(value: Any, name: str) -> Any:
-    """``value`` in JSON's types.
+    """``value`` as JSON; infinities and NaN as ``{"float": ...}``.
 
     Raises:
-        ConfigError: it has others.
+        ConfigError: it has a type that JSON lacks.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}

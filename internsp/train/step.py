@@ -21,22 +21,22 @@ from internsp.plan.simulate import simulate
 from internsp.report.flops import flops_per_token, peak_tflops
 from internsp.report.metrics import StepMetrics
 from internsp.sp import SequenceLayout
-from internsp.sp.dispatch import FIXED
-from internsp.train.passes import Pipelined, Whole
+from internsp.sp.dispatch import FIXED_BALANCE
+from internsp.train.passes import PipelinedStep, PlainStep
 from internsp.train.rows import StepRows, micro_batch
 from internsp.train.session import Session
 from internsp.train.stop import StopRequest
 
 
-class Stepped(NamedTuple):
-    """What has come of a step; the same on all ranks.
+class StepResult(NamedTuple):
+    """Result of a step; the same on all ranks.
 
     Attributes:
-        metrics: of the step.
-        rows: of the training text that it took.
-        interrupted: some rank was asked to stop, before the step or within.
-        save: some rank was asked to save, since the step before.
-        saved: the sum of the ranks' progress in saving.
+        metrics: figures of the step.
+        rows: number of rows of the training text that it used.
+        interrupted: some rank got a stop request, before or during the step.
+        save: some rank got a save request since the previous step.
+        saved: sum of the ranks' progress in saving.
     """
 
     metrics: StepMetrics
@@ -50,24 +50,24 @@ class StepRunner:
     """Runs steps of a session and measures them.
 
     Attributes:
-        micro_batches: of the last step.
+        micro_batches: number of micro-batches of the last step.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._passes = Whole(session) if session.pipeline is None else Pipelined(session)
+        self._passes = PlainStep(session) if session.pipeline is None else PipelinedStep(session)
         self._checked = False
         self.micro_batches = session.config.train.micro_batches
-        self._saves = 0  # requests that were told
+        self._saves = 0  # save requests that earlier steps reported
 
     def step(
         self, number: int, stop: StopRequest, *, taken: int | None = None, saved: float = 0.0
-    ) -> Stepped:
+    ) -> StepResult:
         """Train on the next rows, in step ``number`` (from 0). Collective; blocks.
 
         Args:
-            taken: rows of the training text that the steps before took; ``None``: a global batch
-                each.
+            taken: rows of the training text used by earlier steps; ``None``: one global batch for
+                each of them.
             saved: this rank's progress in saving (:meth:`Saver.progress`).
         """
         session, config, pipeline = self.session, self.session.config, self.session.pipeline
@@ -93,7 +93,7 @@ class StepRunner:
         loss = self._passes.train(layouts, tokens)
         norm = session.step()
         saves = stop.saves
-        total, asked, save, saved = self._sum(
+        total, stops, save, saved = self._sum(
             loss, float(stop.requested), float(saves > self._saves), saved, stages=True
         )
         self._saves = saves
@@ -117,17 +117,18 @@ class StepRunner:
             skipped_steps=session.optimizer.skipped_steps,
         )
         metrics = metrics.model_copy(update=rates)
-        return Stepped(metrics, rows.total, asked > 0, save > 0, saved)
+        return StepResult(metrics, rows.total, stops > 0, save > 0, saved)
 
     def evaluate(self) -> float | None:
-        """Held-out loss in nats a token, the same rows on every mesh; ``None`` without text.
+        """Held-out loss in nats per token, over the same rows on every mesh.
 
-        Every rank runs the same number of batches. Weights move exactly as in training.
+        ``None`` without held-out text. Collective: every rank runs the same number of batches.
+        Weights are gathered as in training.
         """
         return self._mean_loss(self.session.source.held_out_batches)
 
     def evaluate_texts(self) -> dict[str, float]:
-        """The same of each text of ``data.evaluation``, by name."""
+        """The loss of each text of ``data.evaluation``, by name; see :meth:`evaluate`."""
         source = self.session.source
         found = {
             text.name: self._mean_loss(partial(source.evaluation_batches, text))
@@ -141,30 +142,30 @@ class StepRunner:
         total, count = 0.0, 0
         rows = [micro_batch(i, train, self.session.mesh) for i in range(train.micro_batches)]
         parts = [batches_of(train.eval_batches, rows=r) for r in rows]
-        self._mode(training=False)
+        self._set_training(training=False)
         try:
             for batches in zip(*parts, strict=True):
                 layouts = [self._layout(batch) for batch in batches]
                 total += self._passes.evaluate(layouts)
                 count += sum(layout.valid_tokens for layout in layouts)
         finally:
-            self._mode(training=True)
+            self._set_training(training=True)
         (loss_sum,) = self._sum(total, stages=True)
         (tokens,) = self._sum(float(count))
         return loss_sum / tokens if tokens else None
 
     def _flops(self, tokens_per_second: float) -> dict[str, float]:
-        """What this step's rate is in operations; of a program's own model nothing is known."""
+        """TFLOP/s per device and MFU of this step; empty for a program's own model."""
         session = self.session
-        if session.own.model is not None:
+        if session.custom.model is not None:
             return {}
         each = flops_per_token(session.config, session.parameters)
         model, hardware = (f * tokens_per_second / session.mesh.world_size / 1e12 for f in each)
         found = {"tflops": model, "hardware_tflops": hardware}
-        peak = peak_tflops(session.config, accelerator.name_of(session.mesh.device))
+        peak = peak_tflops(session.config, accelerator.device_name(session.mesh.device))
         return found if peak is None else {**found, "mfu": model / peak}
 
-    def _mode(self, training: bool) -> None:
+    def _set_training(self, training: bool) -> None:
         for module in self.session.modules:
             module.train(training)
 
@@ -173,15 +174,20 @@ class StepRunner:
         wanted = config.train.batch_tokens
         if not wanted:
             return StepRows.of_batch(taken, config.train, mesh)
-        assert isinstance(source, DataSource), "Own.check refuses a program's own"
+        assert isinstance(source, DataSource), "Custom.check refuses a program's own"
         return StepRows.of_tokens(taken, source.rows_with(wanted, taken), config, mesh)
 
     def _layout(self, batch: Batch, numbers: Sequence[int] | None = None) -> SequenceLayout:
-        """Of rows with these numbers in the order of the data; ``None``: held out."""
+        """The sequence layout of a batch.
+
+        Args:
+            numbers: numbers of its rows in the order of the data; ``None``: held-out rows.
+        """
         mesh = self.session.mesh
         config = self.session.config
-        # Stages of a pipeline pass on hidden states of one shape, whatever the documents.
-        balance = config.parallel.balance if mesh.pipeline == 1 else FIXED
+        # A pipeline's stages exchange hidden states of one shape, so the split must not depend on
+        # the documents.
+        balance = config.parallel.balance if mesh.pipeline == 1 else FIXED_BALANCE
         layout = SequenceLayout.create(
             batch.ids, rank=mesh.sequence_rank, size=mesh.sequence, boundaries=batch.boundaries,
             ignored=batch.ignored, ring=mesh.ring, near=mesh.near, balance=balance,
@@ -190,7 +196,7 @@ class StepRunner:
         return layout.to(mesh.device)
 
     def _sum(self, *values: float, stages: bool = False) -> list[float]:
-        """Sum over the ranks of this stage, in fp64, and with ``stages`` over all stages too."""
+        """Sum over the ranks of this stage, in fp64; with ``stages``, over all stages, too."""
         mesh = self.session.mesh
         tensor = torch.tensor(values, dtype=torch.float64, device=mesh.device)
         for group in (mesh.stage_group, mesh.pipeline_group)[: 1 + stages]:
@@ -198,13 +204,13 @@ class StepRunner:
         return tensor.tolist()
 
     def _check_order(self, micro_batches: int) -> None:
-        """WP-2: what the first traced step launched is what the plan says, on every rank."""
+        """WP-2: compare the first traced step's collectives with the plan, on every rank."""
         trace, plan = self.session.trace, self.session.communicators[0].plan
         pipeline = self.session.pipeline
         if self._checked or not trace.enabled or plan is None:
             return
         if self.session.communicators[0].learning is not None:
-            return  # an order is being learned: a later step has a plan
+            return  # the order is still being learned: a later step has a plan
         self._checked = True
         kinds = ("AG", "RS")
         overlap = self.session.config.weight_parallel.overlap

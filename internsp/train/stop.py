@@ -1,6 +1,6 @@
-"""A polite stop: Ctrl-C, SIGTERM or SIGHUP asks, and the loop stops where it can save.
+"""Graceful stop: Ctrl-C, SIGTERM or SIGHUP make the training loop stop after saving.
 
-SIGUSR1 asks for a checkpoint, after which the run goes on."""
+SIGUSR1 requests a checkpoint, after which the run continues."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a run to stop: Ctrl-C, a scheduler or service manager, a terminal that closes."""
+"""Signals that stop a run: by Ctrl-C, a scheduler or service manager, a terminal that closes."""
 SAVE = signal.SIGUSR1
-"""What asks a run to save and go on."""
+"""Signal that requests a checkpoint; the run continues."""
 
 
 class StopRequest:
     """Within ``with StopRequest() as stop``, a signal of ``SIGNALS`` only sets ``stop.requested``,
-    and ``SAVE`` only raises ``stop.saves``.
+    and ``SAVE`` only increments ``stop.saves``.
 
     A terminal sends Ctrl-C to every process of a run, and the launcher forwards it again, so a
-    second signal means nothing more than the first one; the launcher is who ends processes that do
-    not stop. Nested requests share what they learn: the outer one covers the time before the loop
-    starts. Outside the main thread, which alone receives signals, this does nothing. A signal that
-    the process was started to ignore (``nohup``, a shell's background job) stays ignored.
+    second signal has no further effect; the launcher ends processes that do not stop. Nested
+    requests exchange their state: the outer one covers the time before the loop starts. Outside the
+    main thread, the only one that receives signals, this does nothing. A signal that the process
+    was started to ignore (``nohup``, a shell's background job) stays ignored.
 
-    The ranks of a run are told at different moments: they must agree (a reduction of
-    ``requested``) before one of them leaves the loop, or the others wait in a collective.
+    Signals reach the ranks of a run at different moments: the ranks must all-reduce ``requested``
+    before one of them leaves the loop, or the others wait in a collective.
 
     Attributes:
-        number: the signal that asked first, of this rank or of the one that was asked; 0 if none.
-        saves: how often this rank was asked to save.
+        number: the first stop signal that this rank, or another one, got; 0 if none.
+        saves: number of save requests that this rank got.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = catch(self._ask)
+            self._previous = catch(self._on_signal)
             for outer in self._outer():
-                self._learn(outer)
+                self._merge(outer)
         return self
 
     def __exit__(
@@ -53,22 +53,22 @@ class StopRequest:
         trace: TracebackType | None,
     ) -> None:
         for outer in self._outer():
-            outer._learn(self)
+            outer._merge(self)
         restore(self._previous)
         self._previous = {}
 
-    def ask(self, number: int) -> None:
-        """Note that signal ``number`` asked this rank, or another one, to stop."""
+    def request(self, number: int) -> None:
+        """Record that signal ``number`` requested a stop, on this rank or on another one."""
         self.requested = True
         self.number = self.number or number
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self.saves += 1
         else:
-            self.ask(number)
+            self.request(number)
 
-    def _learn(self, other: StopRequest) -> None:
+    def _merge(self, other: StopRequest) -> None:
         self.requested |= other.requested
         self.number = self.number or other.number
         self.saves = max(self.saves, other.saves)
@@ -79,26 +79,26 @@ class StopRequest:
 
 
 def catch(handler: Any) -> dict[signal.Signals, Any]:
-    """Have ``handler`` called for ``SIGNALS`` and ``SAVE``, if not ignored; the handlers before."""
+    """Handle ``SIGNALS`` and ``SAVE``, if not ignored, by ``handler``; returns the old handlers."""
     wanted = [s for s in (*SIGNALS, SAVE) if signal.getsignal(s) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in wanted}
 
 
 def restore(before: dict[signal.Signals, Any]) -> None:
-    """Undo :func:`catch`."""
+    """Restore the handlers that :func:`catch` returned."""
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def status_of(number: int) -> int:
-    """What a run ends with that signal ``number`` has stopped; 0: none has.
+    """Exit status of a run that signal ``number`` stopped (0: no signal).
 
-    After SIGTERM 0, too: a scheduler has asked, and all was saved.
+    0 after SIGTERM, too: a scheduler requested the stop, and everything was saved.
     """
     return 0 if number in (0, signal.SIGTERM) else 128 + number
 
 
 def name_of(number: int) -> str:
-    """In words, for a reader: ``SIGTERM``, and Ctrl-C by the name that readers know."""
+    """Name of a signal for a user: ``SIGTERM``; for SIGINT also the key, Ctrl-C."""
     name = signal.Signals(number).name
     return f"{name} (Ctrl-C)" if number == signal.SIGINT else name

@@ -1,4 +1,4 @@
-"""A run from Python: :func:`train`, as the command does it, and :class:`Trainer`."""
+"""Running a training from Python: :func:`train`, as the command does it, and :class:`Trainer`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
 from internsp.pipeline import SchedulerHook
 from internsp.report.metrics import StepMetrics
-from internsp.train.own import Data, Listener, Loss, Own
+from internsp.train.own import Custom, Data, Listener, Loss
 from internsp.train.run import run_session
 from internsp.train.run import train as run_here
 from internsp.train.session import Session
@@ -35,54 +35,54 @@ Given = Config | str | Path | Mapping[str, Any]
 
 
 class Callback:
-    """What a program is told of a run. Each method does nothing here; override what you need.
+    """Base class for callbacks. Each method does nothing here; override the ones you need.
 
-    Called on every rank, by the thread that trains, at the same point on all of them, so that it
-    may communicate.
+    The methods are called on every rank, by the thread that trains, at the same point on all ranks,
+    so a callback may communicate.
     """
 
     def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        """A step is over and its row written. After ``trainer.stop()`` there is one more."""
+        """Called after a step, when its row is written. One more step follows a ``stop()``."""
 
     def on_evaluation(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        """The held-out loss (``metrics.eval_loss``) is known; before :meth:`on_step` of the row."""
+        """Called when ``metrics.eval_loss`` is known, before :meth:`on_step` with the same row."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """The checkpoint in ``path`` is whole."""
+        """Called when the checkpoint in ``path`` is complete."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """The run has ended, whole or stopped; on rank 0, its report is written."""
+        """Called at the end of the run, complete or stopped; rank 0 has written its report."""
 
 
 class Trainer:
-    """A run in this process, which is one of a launcher's (torchrun, ``srun``) or the only one.
+    """A run in this process: one of a launcher's processes (torchrun, ``srun``), or the only one.
 
-    Everything that the configuration describes happens as under ``internsp train``: mesh,
-    checkpoints and resuming, metrics, report. What is given here takes the place of what it says.
+    The configuration has the same effect as under ``internsp train``: mesh, checkpoints and
+    resuming, metrics, report. Arguments given here replace what the configuration describes.
 
     Args:
         config: a configuration, the path of its file, or a dictionary of its sections.
         output: folder of the run (``None``: ``runs/<train.name>``).
-        model: with values, the same on every rank; ``None``: what ``[model]`` says, of which
-            otherwise only ``vocab_size`` is read. Without ``loss`` it is called as the zoo's:
-            ``model(input_ids, layout=..., labels=..., loss_chunk=...)`` gives the sum of the token
-            losses and their count. No pipeline.
-        loss: ``loss(model, layout)`` gives the sum of this rank's token losses, never divided, of
+        model: a model with values, the same on every rank; ``None``: the configured one. With a
+            model given, only ``vocab_size`` of ``[model]`` is read. Without ``loss`` it is called
+            as the zoo's models: ``model(input_ids, layout=..., labels=..., loss_chunk=...)``
+            returns the sum of the token losses and their count. No pipeline.
+        loss: ``loss(model, layout)`` returns the sum (not the mean) of this rank's token losses for
             ``layout.input_ids`` and ``layout.labels`` (-100: none), ``[rows, s]`` each.
-        optimizer: makes a :class:`internsp.ZeroOptimizer` of a communicator; its groups' rates
-            follow ``optimizer.schedule``. The rest of ``[optimizer]`` is unused then.
-        data: called with the mesh; gives batches for this rank's ``mesh.data_rank``, one for each
-            micro-batch: int64 ids ``[train.global_batch / (micro_batches * mesh.data), tokens]``,
-            or a pair of them and where documents start in each row. The same on all ranks of a data
-            rank. Any iterable (a generator, list, DataLoader) is gone through once: the run ends
-            where some rank has none left. ``[data]`` is unused then, and there
-            is no held-out loss.
-        callbacks: told of steps, evaluations, checkpoints and the end.
-        hooks: told of every forward, criterion and backward.
+        optimizer: makes a :class:`internsp.ZeroOptimizer` for a communicator; the learning rates of
+            its groups follow ``optimizer.schedule``. The rest of ``[optimizer]`` is unused then.
+        data: called with the mesh; returns an iterable of batches for this rank's
+            ``mesh.data_rank``, one for each micro-batch: int64 ids
+            ``[train.global_batch / (micro_batches * mesh.data), tokens]``, or a pair of ids and the
+            document starts of each row. All ranks with the same data rank must get the same rows.
+            The iterable (a generator, list, DataLoader) is iterated once; the run ends when some
+            rank has no batch left. ``[data]`` is unused then, and there is no held-out loss.
+        callbacks: called after steps, evaluations and checkpoints, and at the end.
+        hooks: called at every forward, criterion and backward.
 
     Raises:
-        ConfigError, MeshError: the configuration is wrong, a launcher's variables are, or
-            ``launch.processes`` asks for more than this process.
+        ConfigError, MeshError: the configuration or a launcher's variables are wrong, or
+            ``launch.processes`` is more than this one process.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         hooks: Iterable[SchedulerHook] = (),
     ) -> None:
-        rank, world = _join()
+        rank, world = _launcher_rank()
         self.config = configuration(config, world or 1)
         if rank is None and not dist.is_initialized() and self.config.launch.processes > 1:
             raise ConfigError(
@@ -106,7 +106,7 @@ class Trainer:
                 "internsp.train"
             )
         self.output = _output(self.config, output)
-        own = Own(model, loss, optimizer, data)
+        own = Custom(model, loss, optimizer, data)
         own.check(self.config)
         if rank is not None:
             check_joined(self.config, self.output, rank)
@@ -116,7 +116,7 @@ class Trainer:
         self.step = 0
         self._ours = not dist.is_initialized()
         if rank is None and self._ours:
-            _alone(self.config)
+            _init_single_process(self.config)
         try:
             self._session = Session.create(self.config, hooks, own)
         except BaseException:
@@ -130,13 +130,13 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The parallel model (of a pipeline: this rank's first chunk)."""
+        """The parallel model; in a pipeline, this rank's first chunk."""
         module: nn.Module = self._session.modules[0]
         return module
 
     @property
     def communicator(self) -> ISPCommunicator:
-        """What ``parallelize`` returned for :attr:`model`."""
+        """The communicator that ``parallelize`` returned for :attr:`model`."""
         return self._session.communicators[0]
 
     @property
@@ -145,31 +145,31 @@ class Trainer:
         return self._session.optimizer
 
     def train(self) -> Path:
-        """Train to the end. Collective; blocks. Once.
+        """Train to the end. Collective; blocks. Can be called once.
 
         Returns:
             The folder of the run.
 
         Raises:
-            ConfigError: a second call.
+            ConfigError: at a second call.
         """
         if self._trained:
             raise ConfigError("Trainer: a run is trained once; make another Trainer to go on")
         self._trained = True
         with errors_in_words(), StopRequest() as self._stop:
-            run_session(self._session, self.output, self._stop, _Told(self))
+            run_session(self._session, self.output, self._stop, _CallbackListener(self))
         return self.output
 
     def stop(self) -> None:
-        """End the run after the step under way, on all ranks, with checkpoint and report.
+        """Stop the run on all ranks after the current step, with checkpoint and report.
 
-        Ranks learn of it with that step's loss: from a callback that is the next one.
+        Ranks exchange the request with a step's loss; from a callback, with that of the next step.
         """
         if self._stop is not None:
             self._stop.requested = True
 
     def close(self) -> None:
-        """Give up the process group, if it was made here. The model cannot run after it."""
+        """Destroy the process group, if it was created here; the model cannot run afterwards."""
         if self._ours and dist.is_initialized():
             dist.destroy_process_group()
         self._ours = False
@@ -189,18 +189,18 @@ class Trainer:
 def train(config: Given, *, output: str | Path | None = None) -> Path:
     """Train as ``internsp train`` does, and return the folder of the run. Blocks.
 
-    Started by a launcher, this process is one of its ranks; otherwise ``launch.processes`` local
-    ones are started (in a script: below ``if __name__ == "__main__":``, as for multiprocessing).
+    If a launcher started this process, it is one of the ranks; otherwise ``launch.processes`` local
+    ranks are started (in a script: below ``if __name__ == "__main__":``, as for multiprocessing).
 
     Args:
         config: a configuration, the path of its file, or a dictionary of its sections.
         output: folder of the run (``None``: ``runs/<train.name>``).
 
     Raises:
-        InternspError: of the configuration, the machine, or the first rank that failed.
-        KeyboardInterrupt, SystemExit: Ctrl-C or a signal has stopped the run, which has saved.
+        InternspError: an error of the configuration, the machine, or the first rank that failed.
+        KeyboardInterrupt, SystemExit: Ctrl-C or a signal stopped the run, after it saved.
     """
-    rank, world = _join()
+    rank, world = _launcher_rank()
     made = configuration(config, world)
     folder = _output(made, output)
     if rank is None:
@@ -217,7 +217,7 @@ def train(config: Given, *, output: str | Path | None = None) -> Path:
 
 
 def one_rank(config: Config, output: Path) -> None:
-    """One rank of a run, in a process that a launcher has started."""
+    """Run one rank of a training, in a process that a launcher started."""
     with errors_in_words():
         run_here(config, output)
 
@@ -226,7 +226,7 @@ def configuration(given: Given, world_size: int | None) -> Config:
     """``given`` as a checked configuration.
 
     Raises:
-        ConfigError: all its mistakes.
+        ConfigError: lists all mistakes.
     """
     if not isinstance(given, Config):
         return load_config(given, world_size=world_size)
@@ -236,8 +236,8 @@ def configuration(given: Given, world_size: int | None) -> Config:
     return given
 
 
-def _join() -> tuple[int | None, int | None]:
-    """Rank and world of a launcher that started this process, whose variables torch then reads."""
+def _launcher_rank() -> tuple[int | None, int | None]:
+    """Rank and world size from the launcher, if any; sets the variables that torch reads."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     around = launched(os.environ, joins=True)
@@ -247,10 +247,10 @@ def _join() -> tuple[int | None, int | None]:
     return around.rank, around.world_size
 
 
-def _alone(config: Config) -> None:
-    """A process group of this process."""
+def _init_single_process(config: Config) -> None:
+    """Create a process group of this process alone."""
     device = config.parallel.device
-    kind = accelerator.kind() if device == "auto" else device
+    kind = accelerator.default_device_type() if device == "auto" else device
     dist.init_process_group(
         dist.get_default_backend_for_device(torch.device(kind)),
         store=dist.HashStore(), rank=0, world_size=1,
@@ -262,8 +262,8 @@ def _output(config: Config, output: str | Path | None) -> Path:
     return Path("runs") / config.train.name if output is None else Path(output)
 
 
-class _Told(Listener):
-    """Hands what a run tells to the callbacks."""
+class _CallbackListener(Listener):
+    """Forwards the events of a run to the callbacks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""This rank's end of the process that writes its checkpoints (:mod:`internsp.train.disk`)."""
+"""The rank's interface to its writer process (:mod:`internsp.train.disk`)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from typing import Any
 import torch
 
 from internsp.cli.lifetime import is_stopped
-from internsp.errors import LACKING, InternspError, MachineError
+from internsp.errors import MACHINE_ERRNOS, InternspError, MachineError
 from internsp.train import disk
 
 _LOOK_SECONDS = 1.0
 
 
 class Writer:
-    """A process that takes orders one after the other, and the memory that it shares with us.
+    """A process that runs commands one after another, and the memory shared with it.
 
-    The memory has no name, so that nothing is left of it, however the two end.
+    The memory has no name, so nothing of it remains, however the two processes end.
 
     Args:
-        nbytes: of the memory; taken from the machine as it is first written to.
-        patience: seconds for which the process may be stopped (SIGSTOP); a slow one has all time.
+        nbytes: size of the memory; the machine allocates it when it is first written.
+        patience: seconds for which the process may be stopped (SIGSTOP); a slow process has no
+            limit.
 
     Attributes:
-        memory: uint8; what a ``write`` order writes. Not to be changed while one is under way.
+        memory: uint8, the content that a ``write`` command writes; must not change until it ends.
     """
 
     def __init__(self, nbytes: int, patience: float = math.inf) -> None:
@@ -43,40 +44,40 @@ class Writer:
         try:
             self._mapped = mmap.mmap(handle, nbytes)
             self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
-            # -I: neither the folder it lies in nor the environment decides what it imports.
+            # -I: neither the script's folder nor the environment affects what it imports.
             command = [sys.executable, "-I", str(Path(disk.__file__)), str(handle), str(nbytes)]
             self._process = subprocess.Popen(
                 [*command, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,  # or select would not see an answer that was read with the one before
+                bufsize=0,  # select() does not see an answer that is already in a buffer
                 pass_fds=[handle],
-                start_new_session=True,  # a signal to this rank's group is not for it
+                start_new_session=True,  # signals to this rank's process group must not reach it
             )
         finally:
             os.close(handle)
 
     def order(self, what: str, **details: Any) -> None:
-        """Have the process do one of ``disk._Orders``; the answer comes by :meth:`answer`."""
+        """Send one of ``disk._Commands`` to the process; :meth:`answer` returns its answer."""
         assert self._process.stdin is not None, "made with a pipe"
         try:
             self._process.stdin.write(json.dumps({"do": what, **details}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: answer() says so
+            pass  # the process has ended: answer() reports it
 
     @property
     def answered(self) -> bool:
-        """Whether :meth:`answer` would not wait."""
+        """Whether :meth:`answer` would return at once."""
         assert self._process.stdout is not None, "made with a pipe"
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> dict[str, Any]:
-        """Of the oldest order that has none yet. Blocks, but not for a process that is stopped.
+        """The answer to the oldest unanswered command. Blocks, unless the process is stopped.
 
         Raises:
-            MachineError: the machine lacks what it takes (room on the disk).
-            InternspError: anything else has failed, or the process has ended or is stopped.
+            MachineError: the machine lacks a resource (disk space).
+            InternspError: another failure, or the process has ended or is stopped.
         """
         assert self._process.stdout is not None, "made with a pipe"
         while not select.select([self._process.stdout], [], [], _LOOK_SECONDS)[0]:
@@ -87,15 +88,15 @@ class Writer:
             raise InternspError(f"the process that writes checkpoints ended with status {status}")
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
-            kind = MachineError if found["errno"] in LACKING else InternspError
+            kind = MachineError if found["errno"] in MACHINE_ERRNOS else InternspError
             raise kind(found["error"])
         return found
 
     def require_running(self) -> None:
-        """Raise where the process has been stopped for longer than it may be; Linux only.
+        """Raise if the process has been stopped for longer than its patience; Linux only.
 
         Raises:
-            InternspError: nothing will come from it.
+            InternspError: the process is stopped and will not answer.
         """
         if not is_stopped(self._process.pid):
             self._stopped_at = math.inf
@@ -109,7 +110,7 @@ class Writer:
             )
 
     def close(self, kill: bool = False) -> None:
-        """End the process, after the order that it is at or (``kill``) at once."""
+        """End the process, after its current command or (``kill``) at once."""
         if kill:
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -119,12 +120,12 @@ class Writer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LOOK_SECONDS)
                 return
-            if is_stopped(self._process.pid):  # it would stay for as long as this process waits
+            if is_stopped(self._process.pid):  # a stopped process would never end by itself
                 self._process.kill()
 
 
 def _unnamed(nbytes: int) -> int:
-    """A handle of memory that has no name in any file system."""
+    """File descriptor of memory that has no name in any file system."""
     if hasattr(os, "memfd_create"):
         handle = os.memfd_create("internsp checkpoint", os.MFD_CLOEXEC)
     else:  # macOS

@@ -1,9 +1,10 @@
-"""In which dtype a linear layer's weight travels, where ``torch.autocast`` decides it (WP-1).
+"""The dtype in which a linear layer's weight is gathered under ``torch.autocast`` (WP-1).
 
-What is active where the model, or a block, is entered holds for all weights there, used or not: a
-rank whose data leave one unused gathers and reduces it in the dtype of the others (WP-2). Autocast
-around a part of a block is followed where a weight is used (:func:`follow`): then all ranks must
-use it. What is gathered ahead takes the dtype of the last time.
+The autocast dtype at the pre-forward of the model, or of a block, holds for all weights there, used
+or not: a rank whose data leave a weight unused gathers and reduces it in the same dtype as the
+others (WP-2). Autocast around a part of a block is looked at when a weight is used
+(:func:`follow`); then all ranks must use that weight. A prefetched weight is gathered in the dtype
+of its last use.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from internsp.wp.slots import Unit
 
 
 def active(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast computes in, here and now; ``None``: it is off."""
+    """The dtype that autocast computes in now; ``None`` if it is off."""
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def follow(*weights: ShardedParameter) -> None:
-    """Before a use of ``weights``, whose dtype autocast may decide (``weight.autocasts``)."""
+    """Set the dtypes of ``weights`` before their use, where autocast decides them
+    (``weight.autocasts``)."""
     now = active(weights[0].device.type)
     for weight in weights:
         _lower(weight, now)
@@ -37,11 +39,11 @@ def _lower(weight: ShardedParameter, dtype: torch.dtype | None) -> None:
 
 
 class Autocast:
-    """What was active at the entries of a model and of its blocks.
+    """The autocast dtype at the pre-forward of a model and of each of its blocks.
 
     Args:
-        weights: all of the model's, for their dtypes.
-        blocks: theirs are looked at again at each block's entry.
+        weights: all sharded weights of the model; their dtypes are set.
+        blocks: the blocks; autocast is looked at again at the pre-forward of each.
     """
 
     def __init__(
@@ -50,25 +52,30 @@ class Autocast:
         self._weights, self._blocks, self._device_type = weights, blocks, device_type
         self._model: torch.dtype | None = None
         self._now: dict[Unit, torch.dtype | None] = {}
-        self._graph: dict[Unit, torch.dtype | None] = {}  # of the last forward with gradients
+        self._graph: dict[Unit, torch.dtype | None] = {}  # in the last forward with gradients
 
     def enter_model(self) -> None:
-        """Before the first gather of a forward."""
+        """Look at autocast before the first gather of a forward."""
         now = active(self._device_type)
         if now != self._model:
             self._model = now
             self._now.clear()
             self._set(self._weights, now)
 
-    def enter_block(self, unit: Unit) -> bool:
-        """Whether what was gathered of ``unit`` so far may have another dtype than is wanted."""
+    def pre_forward(self, unit: Unit) -> bool:
+        """Look at autocast at a block's pre-forward.
+
+        Returns:
+            Whether weights of ``unit`` may be in their slot in another dtype than is wanted now.
+        """
         now = active(self._device_type)
         if torch.is_grad_enabled():
             self._graph[unit] = now
         return self._change(unit, now)
 
-    def begin_backward(self) -> None:
-        """Before its first gather: evaluations since the forward may have had another dtype."""
+    def root_pre_backward(self) -> None:
+        """Restore the dtypes of the last forward with gradients, before backward's first gather:
+        evaluations in between may have changed them."""
         for unit in self._blocks:
             if unit in self._graph:
                 self._change(unit, self._graph[unit])

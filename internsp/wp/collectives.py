@@ -1,13 +1,13 @@
-"""The only file of ``wp`` that moves tensors by ``torch.distributed``: gathers and reductions.
+"""All-gather, reduce-scatter and all-reduce of weights: the only file of ``wp`` that communicates.
 
-A reduction is an all-to-all of the unsharded gradient's pieces and a local sum: on gloo that sends
-half of what its ``reduce_scatter`` sends, and on every backend the pieces travel in the
-gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and
-the synchronous form issue the same messages in the same order; only the wait differs (WP-12).
+A reduce-scatter is an all-to-all of the unsharded gradient's parts and a local sum. On gloo this
+sends half of what gloo's ``reduce_scatter`` sends; on every backend the parts travel in the
+gradient's own dtype and are summed in fp32 or wider on arrival (DESIGN 8). The overlapped and the
+synchronous form send the same messages in the same order; only the wait differs (WP-12).
 
-On gloo, on the host, a large weight's collective is a message between each pair of ranks, from the
-shard straight into its place: gloo's own all-gather copies everything twice more, and lets two
-collectives of a group travel at a time.
+On gloo in host memory, the collective of a large weight is a message between each pair of ranks,
+received where it is needed. Gloo's own all-gather copies everything twice more, and sends for two
+collectives of a group at a time.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._pytree import tree_leaves
 
 from internsp.accelerator import Stream, current_stream
-from internsp.failure.ledger import UNCOUNTED, Counters, Ledger
-from internsp.failure.standstill import Wait
-from internsp.trace import Trace, Watcher, Work, when_over
+from internsp.failure.comm_context import UNCOUNTED, CommContext, Counters
+from internsp.failure.rank_report import WaitedCollective
+from internsp.trace import CompletionThread, Trace, Work, call_when_done
 
 CPU = torch.device("cpu")
 _TAG_BITS = 0x3FFFFFFF
-_SPREAD = 0x9E3779B1  # odd and without pattern: counts one apart give tags far apart
+_SPREAD = 0x9E3779B1  # odd and without pattern, so that successive counts give distant tags
 MOST_DIRECT = 8
-"""Ranks among which each sends to each; more are gloo's own business, which sends in a ring."""
+"""The largest group in which each rank sends to each; in larger ones gloo sends in a ring."""
 
 
-class Works:
-    """Several works as one.
+class WorkHandles:
+    """The work handles of several messages, as one.
 
-    Messages that were not waited for live as long as their group, not as this object, which goes
-    where a model is thrown away while its gathers are in flight: gloo reads no further from a
-    connection on which a message comes for a work that is gone, and the next model of the mesh
-    would wait in vain.
+    Handles that were not waited for live as long as their process group, not as this object, which
+    is freed when a model is thrown away with gathers in flight: gloo stops reading a connection on
+    which a message arrives for a freed handle, and the next model of the mesh would hang.
 
     Args:
-        group: of messages between pairs of ranks.
+        group: the process group of messages between pairs of ranks.
     """
 
     def __init__(self, works: Sequence[Work], group: dist.ProcessGroup | None = None) -> None:
@@ -61,12 +60,12 @@ class Works:
 
     def __del__(self) -> None:
         if self._works and self._group is not None and not sys.is_finalizing():
-            # No waiting here: they may never come, where ranks have failed apart.
-            weakref.finalize(self._group, _let_go, self._works).atexit = False
+            # Do not wait: the messages may never come if other ranks have failed.
+            weakref.finalize(self._group, _drop, self._works).atexit = False
 
 
-def _let_go(works: Sequence[Work]) -> None:
-    """Their group is gone: so are its connections."""
+def _drop(works: Sequence[Work]) -> None:
+    """Called when the process group is freed, and its connections with it."""
 
 
 @dataclass(slots=True)
@@ -78,8 +77,8 @@ class Handle:
     keep: tuple[Any, ...] = field(default=(), repr=False)
     """Tensors the collective reads or writes, and lists of them: kept until the wait (WP-6)."""
     carries: Sequence[Any] = ()
-    """The weights that come with it, for its caller."""
-    launch: Wait | None = None
+    """The weights of this launch, for its caller."""
+    launch: WaitedCollective | None = None
     """Which one it is, where the ledger counts it."""
     stream: Stream | None = None
     """The stream it was launched from, on a device that has streams."""
@@ -108,7 +107,7 @@ class Collectives:
         overlap: bool,
         trace: Trace,
         counters: Counters,
-        ledger: Ledger | None = None,
+        comm_context: CommContext | None = None,
         device: torch.device = CPU,
     ) -> None:
         self.group = group
@@ -117,10 +116,10 @@ class Collectives:
         self.overlap = overlap
         self.trace = trace
         self.counters = counters
-        self.ledger = ledger or Ledger()
-        self._index = self.ledger.register(group.group_name)
-        self._tag = 0  # of the launch at hand
-        self._bases: dict[tuple[str, int], int] = {}  # of tags, by weight and bytes
+        self.comm_context = comm_context or CommContext()
+        self._index = self.comm_context.register(group.group_name)
+        self._tag = 0  # message tag of the launch that is being made
+        self._bases: dict[tuple[str, int], int] = {}  # bases of tags, by weight and bytes
         self._names = (group.group_name,)
         self._device = device
         self._current = current_stream(device)
@@ -129,9 +128,9 @@ class Collectives:
         self._blocking_waits = gloo and self._current is not None
         self._direct = gloo and device.type == "cpu" and self.size <= MOST_DIRECT
         self._observer: torch.Stream | None = None
-        self._watcher = Watcher()
-        # torch.distributed's functions check for every tensor what our layouts have settled, and
-        # at a block's twenty-odd collectives that shows: call the group's own methods.
+        self._completion_thread = CompletionThread()
+        # torch.distributed's functions check every tensor, which takes time at a block's twenty
+        # collectives, and our layouts are right: call the group's own methods.
         self._gather = getattr(group, "all_gather_single", group._allgather_base)
         self._exchange = getattr(group, "all_to_all_single", group.alltoall_base)
         self._gather_options, self._exchange_options = AllgatherOptions(), AllToAllOptions()
@@ -147,9 +146,9 @@ class Collectives:
     ) -> Handle:
         """All-gather each of ``shards`` ``[rows, ...]`` into its output ``[size * rows, ...]``.
 
-        In one launch (DESIGN 8). Does not block unless ``overlap`` is off. Outputs must be
-        ``.data`` aliases of their slot: collectives raise a version counter, which the slot's
-        views must not share (DESIGN 4.1).
+        One launch (DESIGN 8). Does not block unless ``overlap`` is off. Outputs must be ``.data``
+        aliases of their slot: collectives raise a version counter, which the slot's views must not
+        share (DESIGN 4.1).
         """
         others = self.size - 1
         nbytes = {w: others * shard.nbytes for w, shard in zip(weights, shards, strict=True)}
@@ -163,59 +162,58 @@ class Collectives:
         return self.launch(self._send_all_gather, (output, shard), "AG", unit, nbytes, phase)
 
     def reduce_scatter(
-        self, output: Tensor, pieces: Tensor, unit: str, weights: Mapping[str, int], phase: str
+        self, output: Tensor, input: Tensor, unit: str, weights: Mapping[str, int], phase: str
     ) -> Handle:
-        """Send piece ``p`` of ``pieces`` ``[size * piece]`` to rank ``p``; receive into ``output``.
+        """Reduce-scatter ``input`` ``[size * part]``: send part ``p`` to rank ``p``.
 
-        A piece may hold shards of several small ``weights``, one after another; the values of
-        ``weights`` are the shards' elements.
-
-        After the wait, :meth:`sum_received` is this rank's reduced shard. Does not block unless
-        ``overlap`` is off.
+        ``output`` ``[size * part]`` receives this rank's part from every rank; after the wait,
+        :meth:`sum_output` adds them up. A part may hold shards of several small ``weights``, one
+        after another; the values of ``weights`` are the shards' numbers of elements. Does not block
+        unless ``overlap`` is off.
         """
-        others = (self.size - 1) * pieces.itemsize
-        self.counters.reduced_bytes += others * (pieces.numel() // self.size)
+        others = (self.size - 1) * input.itemsize
+        self.counters.reduced_bytes += others * (input.numel() // self.size)
         self.counters.reductions += 1
         nbytes = {weight: others * numel for weight, numel in weights.items()}
-        return self.launch(self._send_all_to_all, (output, pieces), "RS", unit, nbytes, phase)
+        return self.launch(self._send_all_to_all, (output, input), "RS", unit, nbytes, phase)
 
-    def exchange(self, output: Tensor, pieces: Tensor, unit: str) -> Handle:
-        """:meth:`reduce_scatter` between replicas, of what weight groups have reduced."""
+    def exchange(self, output: Tensor, input: Tensor, unit: str) -> Handle:
+        """:meth:`reduce_scatter` of reduced gradients between replicas."""
         if self.size == 1:
             return Handle(None)
-        nbytes = (self.size - 1) * pieces.nbytes // self.size
+        nbytes = (self.size - 1) * input.nbytes // self.size
         self.counters.reduced_bytes += nbytes
         self.counters.reductions += 1
         send, waits = self._send_all_to_all, "finish"
-        return self.launch(send, (output, pieces), "EX", unit, {"": nbytes}, "backward", waits)
+        return self.launch(send, (output, input), "EX", unit, {"": nbytes}, "backward", waits)
 
-    def publish(self, output: Tensor, piece: Tensor, bucket: str) -> Handle:
-        """All-gather a ``bucket``'s equal slices after a step; ``piece`` may lie in ``output``.
+    def all_gather_parameters(self, output: Tensor, input: Tensor, bucket: str) -> Handle:
+        """All-gather the equal slices of an optimizer's ``bucket`` after a step.
 
-        Does not block unless ``overlap`` is off.
+        ``input`` may lie in ``output``. Does not block unless ``overlap`` is off.
         """
-        nbytes = (self.size - 1) * piece.nbytes
+        nbytes = (self.size - 1) * input.nbytes
         self.counters.gathered_bytes += nbytes
         self.counters.gathers += self.size > 1
-        if self.size == 1 and output.data_ptr() != piece.data_ptr():
-            output.copy_(piece)
+        if self.size == 1 and output.data_ptr() != input.data_ptr():
+            output.copy_(input)
         send, weights = self._send_all_gather, {"": nbytes}
-        return self.launch(send, (output, piece), "PUBLISH", bucket, weights, "step", "publish")
+        return self.launch(send, (output, input), "PUBLISH", bucket, weights, "step", "publish")
 
     def exchange_parts(
         self,
         output: Tensor,
-        pieces: Tensor,
+        input: Tensor,
         received: Sequence[int],
         sent: Sequence[int],
         unit: str,
         weight: str,
         total: int,
     ) -> Handle:
-        """Send ``sent[p]`` elements of ``pieces`` to rank ``p``, and receive ``received[p]``.
+        """All-to-all: send ``sent[p]`` elements of ``input`` to rank ``p``, get ``received[p]``.
 
-        Both tensors hold the ranks' parts one after another; a part may be empty. In a group of one
-        nothing is done. Does not block unless ``overlap`` is off.
+        Both tensors hold the parts of the ranks one after another; a part may be empty. No effect
+        in a group of one. Does not block unless ``overlap`` is off.
 
         Args:
             total: bytes that all ranks send together, own parts included: the same on all ranks.
@@ -223,11 +221,11 @@ class Collectives:
         nbytes = (sum(received) - received[self.rank]) * output.itemsize
         self.counters.gathered_bytes += nbytes if self.size > 1 else 0
         self.counters.gathers += self.size > 1
-        tensors = output, pieces, received, sent
+        tensors = output, input, received, sent
         return self.launch(self._send_parts, tensors, "MATRIX", unit, {weight: total}, "step")
 
     def all_reduce(self, tensor: Tensor, unit: str, weight: str = "") -> Handle:
-        """Sum ``tensor`` over the group in place. Does not block unless ``overlap`` is off."""
+        """All-reduce ``tensor`` in place (sum). Does not block unless ``overlap`` is off."""
         if self.size == 1:
             return Handle(None)
         nbytes = 2 * (self.size - 1) * tensor.nbytes // self.size
@@ -248,9 +246,9 @@ class Collectives:
 
         Args:
             tensors: kept until the wait, since the collective reads and writes them (WP-6).
-            kind, unit, phase: of its events in the trace, one for each weight.
-            weights: names, and the bytes that others send of each.
-            waits: phase of its wait, where it is another.
+            kind, unit, phase: those of its events in the trace, one event for each weight.
+            weights: names, and the bytes that other ranks send of each.
+            waits: the phase of its wait, if it is not ``phase``.
         """
         first = next(iter(weights))
         self._count(first or unit, sum(weights.values()))
@@ -265,18 +263,19 @@ class Collectives:
             for event in events:
                 trace.finish(event)
             return Handle(None)
-        ledger = self.ledger
-        if ledger.launched is not None:
-            ledger.launched(kind, first or unit, phase)
+        comm_context = self.comm_context
+        if comm_context.on_launch is not None:
+            comm_context.on_launch(kind, first or unit, phase)
         try:
             work = send(*tensors)
         except RuntimeError as error:  # another rank has closed the connection
-            raise ledger.failed(f"{first or unit} ({waits or phase})", error) from error
+            where = f"{first or unit} ({waits or phase})"
+            raise comm_context.record_failure(where, error) from error
         assert work is not None, "several ranks"
         if trace.enabled:
             work = self._stamped(work, events)
-        number = ledger.counts[self._index]
-        launched = Wait(self._names, self._index, number, self._tag)
+        number = comm_context.counts[self._index]
+        launched = WaitedCollective(self._names, self._index, number, self._tag)
         handle = Handle(work, events, tensors, launch=launched)
         if self._current is not None:
             handle.stream = self._current()
@@ -285,22 +284,22 @@ class Collectives:
         return handle
 
     def _count(self, weight: str, nbytes: int) -> None:
-        """Count a launch; ``_tag`` is that of its messages, the same on all ranks in step.
+        """Count a launch, and set the tag of its messages, which is the same on all ranks.
 
-        It tells models, weights, sizes and launches apart: a message of another one is never
-        taken for this one's, whatever a rank out of step sends (it waits in vain instead).
+        The tag differs between models, weights, sizes and launches: a rank that is out of step
+        waits until the timeout, and never takes a message of another launch for this one's.
         """
-        ledger, index = self.ledger, self._index
-        count = ledger.counts[index] = ledger.counts[index] + 1
+        comm_context, index = self.comm_context, self._index
+        count = comm_context.counts[index] = comm_context.counts[index] + 1
         base = self._bases.get((weight, nbytes))
         if base is None:
-            text = f"{ledger.model} {index} {weight} {nbytes}"
+            text = f"{comm_context.model} {index} {weight} {nbytes}"
             base = self._bases[weight, nbytes] = crc32(text.encode())
         self._tag = (base ^ count * _SPREAD) & _TAG_BITS
-        ledger.recent[index].append(self._tag)
+        comm_context.recent_tags[index].append(self._tag)
 
-    def sum_received(
-        self, received: Tensor, pieces: Tensor, dtype: torch.dtype | None = None
+    def sum_output(
+        self, received: Tensor, input: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
         """The sum of what :meth:`reduce_scatter` has brought, ``[piece]`` in ``dtype``, else in
         fp32 or wider (DESIGN 8).
@@ -312,7 +311,7 @@ class Collectives:
         if not self._direct:
             return rows.sum(0, dtype=dtype)
         parts = [*rows.unbind()]
-        parts[self.rank] = pieces.view(self.size, -1)[self.rank]  # it has not traveled
+        parts[self.rank] = input.view(self.size, -1)[self.rank]  # was not sent to itself
         first, *others = parts
         if others and first.dtype == dtype:
             total = first + others.pop(0)
@@ -331,17 +330,17 @@ class Collectives:
         if handle.work is None:
             return
         work, handle.work = handle.work, None
-        ledger, trace = self.ledger, self.trace
+        comm_context, trace = self.comm_context, self.trace
         start = trace.now()
-        ledger.waiting = handle.launch or UNCOUNTED, unit, weight, phase
+        comm_context.waiting = handle.launch or UNCOUNTED, unit, weight, phase
         try:
             work.wait()
         except RuntimeError as error:
-            raise ledger.failed(f"{weight or unit} ({phase})", error) from error
+            raise comm_context.record_failure(f"{weight or unit} ({phase})", error) from error
         finally:
-            ledger.waiting = None
+            comm_context.waiting = None
         end = trace.now()
-        if trace.clock is None:  # at every wait of a step: no call
+        if trace.clock is None:  # without a call, since this is done at every wait
             trace.exposed += end - start
         else:
             trace.waited(start, end)
@@ -352,50 +351,48 @@ class Collectives:
             for event in handle.events:
                 trace.finish(event, end)
 
-    # What really sends: another link overrides the first three. They do not block; the transfer
-    # begins behind what the current stream has queued, and so does a stream that waits for it.
+    # The functions that send; an emulated link overrides the first three. They do not block. A
+    # transfer starts after what the current stream has queued, and a wait orders streams alike.
 
     def _send_all_gather(self, output: Tensor, shard: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, *shard.shape).unbind()
-            if places[self.rank].data_ptr() != shard.data_ptr():  # a slice may lie in its place
+            if places[self.rank].data_ptr() != shard.data_ptr():  # it may lie there already
                 places[self.rank].copy_(shard)
             return send_pairs(self.group, places, [shard] * self.size, self._tag)
         return self._gather(output, shard, self._gather_options)
 
     def _send_all_gathers(self, outputs: list[Tensor], shards: list[Tensor]) -> Work:
-        if self._blocking_waits:  # gloo's coalesced form reads from the host what is on the device
+        if self._blocking_waits:  # gloo's coalesced form would read device memory from the host
             pairs = zip(outputs, shards, strict=True)
-            return Works([self._send_all_gather(output, shard) for output, shard in pairs])
+            return WorkHandles([self._send_all_gather(output, shard) for output, shard in pairs])
         return self.group.allgather_into_tensor_coalesced(outputs, shards, self._gather_options)
 
-    def _send_all_to_all(self, output: Tensor, pieces: Tensor) -> Work:
+    def _send_all_to_all(self, output: Tensor, input: Tensor) -> Work:
         if self._direct:
             places = output.view(self.size, -1).unbind()
-            sent = pieces.view(self.size, -1).unbind()
+            sent = input.view(self.size, -1).unbind()
             return send_pairs(self.group, places, sent, self._tag)
-        return self._exchange(output, pieces, [], [], self._exchange_options)
+        return self._exchange(output, input, [], [], self._exchange_options)
 
     def _send_parts(
-        self, output: Tensor, pieces: Tensor, received: Sequence[int], sent: Sequence[int]
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         if not self._direct:
             return self._exchange(
-                output, pieces, list(received), list(sent), self._exchange_options
+                output, input, list(received), list(sent), self._exchange_options
             )
-        places, parts = output.split(list(received)), pieces.split(list(sent))
+        places, parts = output.split(list(received)), input.split(list(sent))
         places[self.rank].copy_(parts[self.rank])
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         group, tag = self.group, self._tag
         works: list[Work] = [group.recv([places[p]], p, tag) for p in others[::-1] if received[p]]
         works += [group.send([parts[p]], p, tag) for p in others if sent[p]]
-        return Works(works, group)
+        return WorkHandles(works, group)
 
     def _outlive(self, handle: Handle) -> None:
-        """Waited for on another stream than it was launched from: memory must not go back early.
-
-        The allocator gives freed memory to the stream that it was taken on, and that one does not
-        stand behind the collective.
+        """Keep the memory of a collective that another stream waited for than the one that launched
+        it: the allocator would give freed memory to the launching stream, which has not waited.
         """
         if handle.stream is None or self._current is None:
             return
@@ -405,7 +402,7 @@ class Collectives:
                 tensor.record_stream(here)
 
     def _stamped(self, work: Work, events: list[int]) -> Work:
-        """``work``, noted when it ends by itself, without polling (DESIGN 8)."""
+        """``work``, which records its end in the trace by itself, without polling (DESIGN 8)."""
 
         def stamp(end: Any) -> None:
             for event in events:
@@ -414,25 +411,25 @@ class Collectives:
         if self._current is not None and not self._blocking_waits:
             if self._observer is None:
                 self._observer = torch.Stream(self._device)
-            with self._observer:  # stands behind it, and no other behind this
+            with self._observer:  # waits for the collective; no other stream waits for this one
                 work.wait()
                 stamp(self.trace.now())
-        elif self._direct and isinstance(work, Works):
-            return self._watcher.watch(work, stamp)
+        elif self._direct and isinstance(work, WorkHandles):
+            return self._completion_thread.watch(work, stamp)
         elif isinstance(work, dist.Work):
-            when_over(work, stamp)
+            call_when_done(work, stamp)
         return work
 
 
 @dataclass(frozen=True)
 class ReplicaCollectives:
-    """Of one weight axis, between replicas: each kind of launch has a count of its own (WP-10).
+    """Collectives between the replicas of one weight axis; each counts its launches (WP-10).
 
     Attributes:
-        replica: of all replicas (a plain loop).
-        zero, zero_replica: of the ranks among which a ``ZeroOptimizer`` cuts a shard's sums, and of
-            those that hold the same slice.
-        publication: the same ranks as ``zero``, for new values.
+        replica: between all replicas (a plain loop).
+        zero: between the ranks over which a ``ZeroOptimizer`` shards the gradients of a shard.
+        zero_replica: between the ranks that hold the same such slice.
+        publication: of the same ranks as ``zero``, for the all-gather of new parameters.
     """
 
     replica: Collectives
@@ -442,8 +439,8 @@ class ReplicaCollectives:
 
 
 def send_pairs(
-    group: dist.ProcessGroup, places: Sequence[Tensor], pieces: Sequence[Tensor], tag: int
-) -> Works:
+    group: dist.ProcessGroup, places: Sequence[Tensor], input: Sequence[Tensor], tag: int
+) -> WorkHandles:
     """Send ``pieces[p]`` to rank ``p`` and receive what it sends into ``places[p]`` (gloo, host).
 
     This rank's own piece stays where it is.
@@ -455,8 +452,8 @@ def send_pairs(
     rank, size = group.rank(), group.size()
     others = [(rank + i) % size for i in range(1, size)]
     works: list[Work] = [group.recv([places[p]], p, tag) for p in reversed(others)]
-    works += [group.send([pieces[p]], p, tag) for p in others]
-    return Works(works, group)
+    works += [group.send([input[p]], p, tag) for p in others]
+    return WorkHandles(works, group)
 
 
 def all_reduce(
@@ -472,15 +469,15 @@ def all_reduce(
     return dist.all_reduce(tensor, group=group, async_op=True)
 
 
-def gather_slices(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def gather_slices(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """All-gather equal 1-D slices, asynchronously (the optimizer publishes with it)."""
     if dist.get_world_size(group) == 1:
-        if output.data_ptr() != piece.data_ptr():
-            output.copy_(piece)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
         return None
     # torch 2.13 renames the call; 2.11 and 2.12 have only the old name.
     gather: Callable[..., dist.Work]
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return gather(output, piece, group=group, async_op=True)
+    return gather(output, input, group=group, async_op=True)
 
 

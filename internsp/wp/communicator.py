@@ -1,10 +1,10 @@
-"""How weights travel: the interface that layers see, and its three implementations.
+"""How weights travel: the interface that layers call, and its three implementations.
 
-:class:`WPCommunicator` (InternEvo's interface) is what a parallel layer asks: unshard a weight for
-use, release it, prepare its backward, take its ready gradient. The blocks of a chunk, its embedding
-and its head implement it over the same parts, which a :class:`Chunk` holds: the gather queue says
-what to do (:mod:`internsp.wp.schedule`), slots and reducer do it. *When* an event happens is
-:mod:`internsp.wp.hooks`' business.
+Layers call :class:`WPCommunicator` (InternEvo's interface) to unshard a weight, to release it, to
+prepare its backward, and to hand over its ready gradient. The blocks of a chunk, its embedding and
+its head implement the interface over the same parts, which :class:`internsp.wp.perform.Chunk`
+holds: the gather queue decides (:mod:`internsp.wp.queue`), slots and reducer carry it out. The
+hooks that report events are in :mod:`internsp.wp.hooks`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from internsp.autograd import NO_TASK, graph_task
 from internsp.errors import OrderError, StaleWeightError, StructureError
-from internsp.failure.last_words import EndOfBackward
+from internsp.failure.detection import PostBackwardCallback
 from internsp.failure.recovery import Recovery
 from internsp.mesh import ParallelMesh
-from internsp.plan.chunk import ChunkPlan
+from internsp.plan.chunk import ChunkLayout
 from internsp.wp.autocast import Autocast, follow
 from internsp.wp.contents import Contents
 from internsp.wp.enclosing import Enclosing, EnclosingBlocks
@@ -35,10 +35,10 @@ from internsp.wp.slots import Unit
 
 
 class WPCommunicator(ABC):
-    """Gathers weights and reduces their gradients on behalf of layers.
+    """Gathers weights and reduces their gradients for layers.
 
-    Four methods are what an implementation needs (``docs/own_communicator.md`` has one of sixty
-    lines, for :func:`internsp.parallelize`); the others have answers that are right for any.
+    An implementation needs the four abstract methods (``docs/own_communicator.md`` has one of sixty
+    lines, for :func:`internsp.parallelize`); the defaults of the others are right for any.
 
     Attributes:
         weight_part: the weight part of a split backward runs, which needs no unsharded weight.
@@ -50,31 +50,32 @@ class WPCommunicator(ABC):
     def unshard(self, weight: ShardedParameter) -> Tensor:
         """The unsharded weight, for use now, in forward or in a recompute.
 
-        Waits for this weight's gather only. Its memory must have the same address each time as long
-        as a graph is alive that was made with it.
+        Waits for this weight's gather only. While a graph that was made with the weight is alive,
+        the tensor must have the same address in every call.
         """
 
     @abstractmethod
     def release(self, weight: ShardedParameter) -> None:
-        """The layer's forward is over: nothing reads the unsharded weight until its backward."""
+        """The layer's forward is over; the unsharded weight is not read until its backward."""
 
     @abstractmethod
-    def before_backward(self, weight: ShardedParameter) -> None:
-        """The layer's backward is about to run: what :meth:`unshard` gave must be there again."""
+    def pre_backward(self, weight: ShardedParameter) -> None:
+        """The layer's backward is about to run: the values that :meth:`unshard` gave must be at the
+        same address again."""
 
     @abstractmethod
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
-        """The unsharded gradient of one use is ready: start its reduction; do not wait for it."""
+        """The unsharded gradient of one use is ready: start its reduction, without waiting."""
 
-    def before_nodes(self, weight: ShardedParameter) -> None:
-        """:meth:`before_backward` of functions of any kind, which may run before a recompute."""
-        self.before_backward(weight)
+    def pre_backward_of_function(self, weight: ShardedParameter) -> None:
+        """:meth:`pre_backward` for functions that may run before the block's recompute."""
+        self.pre_backward(weight)
 
-    def at_hand(self, weight: ShardedParameter) -> bool:
-        """In backward: whether all ranks use ``weight`` here, so that it may be unsharded."""
+    def may_unshard_in_backward(self, weight: ShardedParameter) -> bool:
+        """In backward: whether ``weight`` may be unsharded here, because all ranks use it here."""
         return True
 
-    # a block that takes all its weights at its entry
+    # for a block that unshards all its weights at its entry
 
     def unshard_all(self, weights: Sequence[ShardedParameter]) -> list[Tensor]:
         """:meth:`unshard` of each."""
@@ -85,22 +86,22 @@ class WPCommunicator(ABC):
         for weight in weights:
             self.release(weight)
 
-    def before_all(self, weights: Sequence[ShardedParameter]) -> None:
-        """:meth:`before_nodes` of each, the last used first."""
+    def pre_backward_all(self, weights: Sequence[ShardedParameter]) -> None:
+        """:meth:`pre_backward_of_function` of each, the last used first."""
         for weight in reversed(weights):
-            self.before_nodes(weight)
+            self.pre_backward_of_function(weight)
 
     def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
-        """:meth:`on_grad_ready` of each: its last gradient from this pass through the block."""
+        """:meth:`on_grad_ready` of each, with its last gradient from this run of the block."""
         for weight, gradient in ready:
             self.on_grad_ready(weight, gradient)
 
 
 class UsersCommunicator(WPCommunicator):
-    """A user's own implementation, and what the library does around it.
+    """Wraps a user's own implementation.
 
-    What it reduces it hands to :meth:`ShardedParameter.add_reduced_grad`; replicas, ``.grad`` and
-    optimizers go on from there.
+    That implementation hands reduced gradients to :meth:`ShardedParameter.add_reduced_grad`;
+    exchange between replicas, ``.grad`` and optimizers go on from there.
     """
 
     def __init__(self, chunk: Chunk, own: WPCommunicator) -> None:
@@ -110,7 +111,7 @@ class UsersCommunicator(WPCommunicator):
         """See :meth:`WPCommunicator.unshard`."""
         if weight.autocasts:
             follow(weight)
-        weight.shown = weight.tag()
+        weight.used_version = weight.current_version()
         return self.own.unshard(weight)
 
     def release(self, weight: ShardedParameter) -> None:
@@ -118,19 +119,20 @@ class UsersCommunicator(WPCommunicator):
         if graph_task() == NO_TASK:
             self.own.release(weight)
 
-    def before_backward(self, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.before_backward`."""
-        self.own.before_backward(weight)
+    def pre_backward(self, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.pre_backward`."""
+        self.own.pre_backward(weight)
 
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`."""
         self._chunk.began()
-        self._chunk.reducer.touched[weight] = True
+        self._chunk.reducer.had_gradient[weight] = True
         self.own.on_grad_ready(weight, gradient)
 
 
 class ChunkWeights(WPCommunicator):
-    """A chunk's cut weights, in its blocks and beside them: what the gather queue says is done.
+    """Sharded weights of a chunk: reports each call of a layer to the gather queue, and performs
+    the actions that the queue returns.
 
     Attributes:
         state: the parts that all communicators of the chunk share.
@@ -145,8 +147,8 @@ class ChunkWeights(WPCommunicator):
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         if weight.autocasts:
             follow(weight)
-        if unit.block < 0 and not state.inside and phase == FORWARD:  # no entry has looked
-            state.forget_older(unit)
+        if unit.block < 0 and not state.inside and phase == FORWARD:  # no pre-forward did
+            state.invalidate_older(unit)
         actions = self.queue.use(unit, weight, phase, state.trace.enabled or state.streams)
         if actions:
             state.perform(actions)
@@ -158,7 +160,7 @@ class ChunkWeights(WPCommunicator):
         phase = RECOMPUTE if graph_task() != NO_TASK else FORWARD
         follow(*weights)
         self.state.perform(self.queue.use_all(unit, phase, self.state.trace.enabled))
-        self._read(*unit.weights)
+        self._read_slot(*unit.weights)
         return [self.state.pool.view(weight) for weight in weights]
 
     def release(self, weight: ShardedParameter) -> None:
@@ -169,53 +171,53 @@ class ChunkWeights(WPCommunicator):
                 self.state.perform(actions)
 
     def release_all(self, weights: Sequence[ShardedParameter]) -> None:
-        """Its bytes are released when the block is left; with rolling gathers, here."""
+        """Only with rolling gathers: else the block's post-forward releases the bytes."""
         if self.queue.policy.rolling or self.state.trace.enabled:
             super().release_all(weights)
 
-    def before_backward(self, weight: ShardedParameter) -> None:
-        """See :meth:`WPCommunicator.before_backward`."""
+    def pre_backward(self, weight: ShardedParameter) -> None:
+        """See :meth:`WPCommunicator.pre_backward`."""
         state = self.state
-        told = state.trace.enabled or state.streams
-        actions = self.queue.before_backward(weight.unit, weight, told)
+        record = state.trace.enabled or state.streams
+        actions = self.queue.use_in_backward(weight.unit, weight, record)
         if actions:
             state.perform(actions)
 
-    def before_nodes(self, weight: ShardedParameter) -> None:
-        """:meth:`before_backward` for a function that keeps a weight by itself.
+    def pre_backward_of_function(self, weight: ShardedParameter) -> None:
+        """:meth:`pre_backward` for a function that keeps the weight without saving it in autograd.
 
-        torch's non-reentrant form would recompute only when it is asked for a saved tensor, and
-        such a function may ask for none.
+        torch's non-reentrant checkpointing recomputes when a saved tensor is read, and such a
+        function may read none.
         """
-        self.before_backward(weight)
+        self.pre_backward(weight)
         unit = weight.unit
-        if not unit.recomputed or not weight.moves or weight in self.queue.reduced:
+        if not unit.recomputed or not weight.needs_gather or weight in self.queue.reduced:
             return
-        if not self.queue.holds(weight):
+        if not self.queue.is_gathered(weight):
             self.state.perform(self.queue.use(unit, weight, BACKWARD))
         else:  # a gather in flight is the recompute's, which uses it next
-            self.state.perform(self.queue.arrive(unit, weight, RECOMPUTE))
-        self._read(weight)
+            self.state.perform(self.queue.wait_for(unit, weight, RECOMPUTE))
+        self._read_slot(weight)
 
-    def before_all(self, weights: Sequence[ShardedParameter]) -> None:
-        """:meth:`before_nodes` for a block that took all its weights at its entry."""
+    def pre_backward_all(self, weights: Sequence[ShardedParameter]) -> None:
+        """:meth:`pre_backward_of_function` for a block that unsharded its weights at its entry."""
         unit = weights[0].unit
         if unit.recomputed or self.queue.split:
             for weight in weights if unit.recomputed else reversed(weights):
-                self.before_nodes(weight)
+                self.pre_backward_of_function(weight)
             return
         self.state.perform(self.queue.use_all(unit, BACKWARD, self.state.trace.enabled))
-        self._read(*unit.weights)
+        self._read_slot(*unit.weights)
 
-    def at_hand(self, weight: ShardedParameter) -> bool:
-        """See :meth:`WPCommunicator.at_hand`."""
+    def may_unshard_in_backward(self, weight: ShardedParameter) -> bool:
+        """See :meth:`WPCommunicator.may_unshard_in_backward`."""
         if weight.unit.block < 0:  # its slot is not shared
-            return self.queue.holds(weight)
-        return not weight.moves or weight.unit is self.queue.open
+            return self.queue.is_gathered(weight)
+        return not weight.needs_gather or weight.unit is self.queue.open
 
     def on_grad_ready(self, weight: ShardedParameter, gradient: Tensor) -> None:
         """See :meth:`WPCommunicator.on_grad_ready`; reduced in the declared order (WP-2)."""
-        self._ready(weight.unit, ((weight, gradient),))
+        self._keep_gradients(weight.unit, ((weight, gradient),))
         actions = self.queue.grad_ready(weight.unit, weight)
         if actions:
             self.state.perform(actions)
@@ -223,13 +225,13 @@ class ChunkWeights(WPCommunicator):
     def on_grads_ready(self, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
         """See :meth:`WPCommunicator.on_grads_ready`."""
         unit = ready[0][0].unit
-        self._ready(unit, ready)
+        self._keep_gradients(unit, ready)
         self.state.perform(self.queue.grads_ready(unit, [weight for weight, _ in ready]))
 
-    def _ready(self, unit: Unit, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
-        """Keep gradients until their reduction; those of several uses are summed."""
+    def _keep_gradients(self, unit: Unit, ready: Sequence[tuple[ShardedParameter, Tensor]]) -> None:
+        """Keep gradients until their reduction; the gradients of several uses are summed."""
         self.state.began()
-        if unit.at_entry and unit is not self.queue.open and not self.queue.split:
+        if unit.unshard_at_entry and unit is not self.queue.open and not self.queue.split:
             raise StaleWeightError(
                 f"backward entered block {unit.name} on rank {dist.get_rank()} through a tensor "
                 "that left it by another way than its output, so that its weights may not have "
@@ -243,16 +245,16 @@ class ChunkWeights(WPCommunicator):
             before = kept.get(weight)
             kept[weight] = gradient if before is None else before + gradient
 
-    def _read(self, *weights: ShardedParameter) -> None:
+    def _read_slot(self, *weights: ShardedParameter) -> None:
         self.state.pool.slots[weights[0].unit.slot].streams.read(*weights)
 
 
 class EmbeddingWeightParallelCommunicator(ChunkWeights):
-    """A unit beside the blocks: the embedding, or any large weight that no block owns.
+    """A unit outside of the blocks: the embedding, or any large weight that no block owns.
 
-    It is gathered at the model's entry, used or not, and reduced at the end of backward, with zeros
-    where this rank has no gradient, so that all ranks send the same messages (WP-2). The backward
-    of a lookup needs the indices, not the table, so nothing is gathered for it.
+    It is gathered at the model's pre-forward, used or not, and reduced at the end of backward, with
+    zeros if this rank has no gradient, so that all ranks launch the same collectives (WP-2). The
+    backward of a lookup needs the indices, not the table, so nothing is gathered for it.
     """
 
     def __init__(self, state: Chunk, unit: Unit) -> None:
@@ -263,11 +265,10 @@ class EmbeddingWeightParallelCommunicator(ChunkWeights):
 class HeadWeightParallelCommunicator(EmbeddingWeightParallelCommunicator):
     """The output projection: its weight has a slot of its own, gathered after the last block.
 
-    Its gradient is reduced where backward comes to the blocks: once, however often a rank used it.
-    When that is, the gather queue knows (``head``); else it is a unit beside the blocks as any, and
-    the embedding's where the two are tied. What becomes of the logits
-    (``weight_parallel.head_output``) is the model's business, which exchanges them
-    (:mod:`internsp.sp.vocabulary`).
+    Its gradient is reduced once, when backward comes to the blocks, however often a rank used the
+    weight; the gather queue (its ``head``) knows when that is. A head that is tied to the embedding
+    is part of the embedding's unit. The logits are exchanged by the model
+    (``weight_parallel.head_output``, :mod:`internsp.sp.vocabulary`).
     """
 
 
@@ -281,26 +282,26 @@ class ISPCommunicator(ChunkWeights):
             have none of their own.
         enclosing: blocks that hold units of their own.
         recovery: what happens after an exception.
-        contents: whether what is in the slots may be used again.
-        places: which parameter each module holds under which name.
+        contents: whether the contents of slots may be used again.
+        parameters_of: the parameter that each module holds under each name.
         plain: completes ``.grad`` at the end of backward
             (:class:`internsp.optim.plain_loop.PlainLoop`); ``None``: a ``ZeroOptimizer`` does so
             later (WP-9).
-        more_to_come: whether replicas exchange sums after a later backward, not after this one;
-            ``None``: the program has said nothing.
-        expects_exchange: asked as a backward begins of which nothing is known: whether it is
-            expected to be the last before replicas exchange their sums.
-        sums_wait: asked between two steps of a pipeline: whether sums of earlier backwards wait
+        more_to_come: replicas exchange sums after a later backward, not after this one; ``None``:
+            the program has not said which.
+        expects_exchange: called at the begin of a backward where ``more_to_come`` is ``None``:
+            whether this backward is expected to be the last before replicas exchange their sums.
+        sums_wait: called between two steps of a pipeline: whether sums of earlier backwards wait
             for an exchange or an optimizer's step.
-        confirm: called as the outermost backward returns; raises where the ranks' batches differ,
-            before anything of its gradients is complete.
-        learning: records the order in the first step (``unexpected_order = "learn"``); ``None``
-            where none is learned, and once it is (``learned``).
-        meeting: where the ranks of the stage agree on what is done at rest.
-        step_gradients: what a pipeline's step adds to gradients of weights that other stages have,
-            too (:class:`internsp.pipeline.tied.StepGradients`); ``None``: there are none.
-        whole_in: what has made parameters whole outside of training
-            (:mod:`internsp.whole`), so that no pass may begin; empty: nothing.
+        confirm: called as the outermost backward returns, before any gradient is complete; raises
+            if the ranks' batches differ.
+        learning: records the order of blocks in the first step (``unexpected_order = "learn"``);
+            ``None`` if no order is learned, or once one is (``learned``).
+        meeting: lets the ranks of the stage agree on collectives between two passes.
+        step_gradients: what a pipeline's step adds to gradients of weights that other stages hold,
+            too (:class:`internsp.pipeline.tied.StepGradients`); ``None`` if there are none.
+        full_params_in: name of the context that holds parameters unsharded outside of training
+            (:mod:`internsp.whole`), during which no pass may begin; empty if none does.
     """
 
     def __init__(
@@ -319,58 +320,59 @@ class ISPCommunicator(ChunkWeights):
         self.head: HeadWeightParallelCommunicator | None = None
         self.embedding: EmbeddingWeightParallelCommunicator | None = None
         self.enclosing: EnclosingBlocks[Unit, ShardedParameter] = EnclosingBlocks(self.queue, ())
-        self.meeting: Any = None
-        self.whole_in = ""
+        self.store_group: Any = None
+        self.full_params_in = ""
         self.step_gradients: Any = None
-        self.plan: ChunkPlan | None = None
-        self.places: dict[tuple[nn.Module, str], Member] = {}
+        self.plan: ChunkLayout | None = None
+        self.parameters_of: dict[tuple[nn.Module, str], Member] = {}
         self.plain: Any = None
         self.more_to_come: bool | None = None
         self.expects_exchange: Callable[[], bool] = lambda: True
         self.sums_wait: Callable[[], bool] = lambda: False  # a pipeline's step completes .grad
-        self._completed = False  # .grad, since a pipeline's step has begun
+        self._completed = False  # .grad was completed since a pipeline's step began
         self.confirm: Callable[[], None] = lambda: None
         self.after_backward: list[Callable[[], None]] = []
-        # Who holds sums of its own forgets them; told whether earlier ones are missed.
-        self.after_rest: list[Callable[[bool], None]] = []
-        self.recovery = Recovery(mesh, state.collectives.ledger)
+        # Called after a reset, so that other holders of sums drop theirs; the argument says whether
+        # sums of earlier backwards are lost by it.
+        self.after_reset: list[Callable[[bool], None]] = []
+        self.recovery = Recovery(mesh, state.collectives.comm_context)
         self._autocast = Autocast(replicated.sharded, blocks, mesh.device.type)
         self.contents = Contents(self)
         state.began = replicated.began = self._ensure_callback
         self._has_replicas = any(axis.replicas > 1 for axis in mesh.axes)
         self._next = 0  # the block that a forward must run next
-        self.forwards = 0  # that have begun; one backward may go through the graphs of several
-        self._graphs = 0  # made by forwards since a backward ended
-        self._forward: int | None = None  # in whose graph the backward that runs is, if known
-        self._forward_open = False  # begun, and not come to its end
-        self._nested = False  # that task may be an inner one
+        self.forwards = 0  # forwards that have begun; a backward may go through several graphs
+        self._graphs = 0  # graphs made by forwards since the last backward ended
+        self._forward: int | None = None  # the forward whose graph the backward is in, if known
+        self._forward_open = False  # a forward has begun and not reached its end
+        self._nested = False  # the graph task of the backward that runs may be an inner one
 
-    def beside(self) -> list[Unit]:
-        """Units beside blocks and head; of enclosing blocks what lies in none of their units."""
+    def root_units(self) -> list[Unit]:
+        """Units outside of blocks and head; of enclosing blocks what none of their units has."""
         rests = [block.rest for block in self.enclosing.blocks if block.rest.weights]
         return [*self.queue.root, *rests]
 
     def units(self) -> list[Unit]:
-        """All of the chunk: blocks, embedding, others, head."""
+        """All units of the chunk: blocks, embedding, others, head."""
         head = [self.queue.head] if self.queue.head is not None else []
-        return list(dict.fromkeys([*self.blocks, *self.beside(), *head]))
+        return list(dict.fromkeys([*self.blocks, *self.root_units(), *head]))
 
     # weights of blocks, for layers
 
     def unshard(self, weight: ShardedParameter | nn.Module) -> Any:
-        """See :meth:`WPCommunicator.unshard`; of a module, for programs, before a forward.
+        """Unshard a weight, for layers; or start the all-gathers of a module, for programs.
 
-        Of a module: start the all-gathers of its units, as :meth:`prefetch_all` of all. In a
-        module's place stand the block in which it lies, the embedding, the head.
+        For a module, called between two passes: start the all-gathers of the units in which its
+        weights lie (its block, the embedding, the head), as :meth:`prefetch_all` does for all.
 
         Raises:
-            OrderError: a pass runs, or what runs before would take the slot.
-            StructureError: no cut weight lies in the module.
+            OrderError: a pass runs, or blocks that run before would overwrite the slot.
+            StructureError: the module has no sharded weight.
         """
         if isinstance(weight, ShardedParameter):
             return super().unshard(weight)
         units = self._units_of(weight, "unshard")
-        room = self.queue.with_room()
+        room = self.queue.prefetchable()
         for unit in units:
             if unit not in room:
                 raise OrderError(
@@ -378,29 +380,29 @@ class ISPCommunicator(ChunkWeights):
                     f"would take it: those with room are {', '.join(u.name for u in room)}; raise "
                     "weight_parallel.prefetch_depth, or set keep_unsharded for it"
                 )
-        self._gather_early(units)
+        self._prefetch(units)
         return None
 
     # forward
 
-    def begin_forward(self) -> None:
-        """The model is entered: recover from a failed pass, launch the first gathers."""
+    def root_pre_forward(self) -> None:
+        """The model's pre-forward: recover from a failed pass, launch the first gathers."""
         self.recover()
-        self.recovery.lookout.begin()
+        self.recovery.guard.begin_pass()
         if self.learning is not None:
-            self.learning.begin_forward()
+            self.learning.root_pre_forward()
         self._forward_open = self.state.inside = True
         self._next = 0
         self._count_forward()
         self._autocast.enter_model()
         keep = self.contents.begin_pass()
-        self.state.perform(self.queue.begin_forward(keep, head=self.learning is not None))
+        self.state.perform(self.queue.root_pre_forward(keep, head=self.learning is not None))
 
     @property
     def busy(self) -> str:
-        """What runs now, in words; empty at rest."""
-        if self.whole_in:
-            return f"inside {self.whole_in}"
+        """What runs now, in words for errors; empty between two passes."""
+        if self.full_params_in:
+            return f"inside {self.full_params_in}"
         if self.state.inside:
             return "in the model's forward"
         if graph_task() != NO_TASK:
@@ -408,40 +410,48 @@ class ISPCommunicator(ChunkWeights):
         return "within unchanged(), which a step opens" if self.contents.promised else ""
 
     def require_shards(self) -> None:
-        """Before a pass, a step or the like.
+        """Check before a pass or a step that parameters are sharded.
 
         Raises:
-            OrderError: parameters are whole outside of training.
+            OrderError: a context such as ``full_params`` holds them unsharded.
         """
-        if self.whole_in:
+        if self.full_params_in:
             raise OrderError(
                 f"a forward, a step or zero_grad() of this model was called on rank "
-                f"{self.mesh.rank} inside {self.whole_in}, where its parameters are whole plain "
-                "tensors without communication: leave the context first"
+                f"{self.mesh.rank} inside {self.full_params_in}, where its parameters are whole "
+                "plain tensors without communication: leave the context first"
             )
 
     def recover(self) -> None:
-        """No effect unless a pass has failed: then rest, or raise the first cause (WP-10)."""
+        """After a failed pass: reset, or raise the first cause (WP-10). Otherwise no effect."""
         self.require_shards()
         self.recovery.check()
-        ledger, doom = self.state.collectives.ledger, self.recovery.lookout.doom
-        if ledger.failure or doom or self._forward_open or self.replicated.backward >= 0:
-            self.recovery.agree()
+        comm_context, fatal_cause = (
+            self.state.collectives.comm_context,
+            self.recovery.guard.fatal_cause,
+        )
+        if (
+            comm_context.failure
+            or fatal_cause
+            or self._forward_open
+            or self.replicated.backward >= 0
+        ):
+            self.recovery.reach_consensus()
             self.rest()
 
     def forward_failed(self, error: BaseException) -> None:
-        """The model's forward has raised: tell the ranks that will wait for this one (WP-10)."""
+        """The model's forward has raised: report it to the ranks that wait for this one (WP-10)."""
         if self._forward_open:
-            self.recovery.failed(f"{type(error).__name__} in forward: {error}")
+            self.recovery.report_failure(f"{type(error).__name__} in forward: {error}")
         else:
-            self.recovery.refused(error)
-        self.recovery.annotate(error)
+            self.recovery.report_refusal(error)
+        self.recovery.add_cause_note(error)
 
-    def end_forward(self) -> None:
-        """The model's forward is over."""
+    def root_post_forward(self) -> None:
+        """The model's post-forward: check that all blocks ran."""
         order = self.queue.blocks
         if self.learning is not None:
-            self.learning.come_to(None)
+            self.learning.pre_forward(None)
         if self.queue.strict and self._next < len(order) and not self._may_differ():
             raise OrderError(  # the forward stays open: all ranks recover together
                 f"only {self._next} of {len(order)} blocks ran in this forward on rank "
@@ -451,80 +461,84 @@ class ISPCommunicator(ChunkWeights):
             )
         self._forward_open = False
         if self.state.link is not None:
-            self.state.link.rest()  # from here on a program may write weights
+            self.state.link.synchronize()  # from here on a program may write weights
 
-    def enter_block(self, unit: Unit) -> None:
-        """A block's forward or recompute begins."""
+    def block_pre_forward(self, unit: Unit) -> None:
+        """A block's pre-forward, in forward or in a recompute."""
         if graph_task() != NO_TASK:
-            if unit.around >= 0:  # of a recompute that may go around several units
+            if unit.around >= 0:  # the recompute may go around several units
                 self.state.perform(self.enclosing.recompute(unit))
             else:
-                self.enter_backward(unit)
+                self.block_pre_backward(unit)
         else:
             self._check_order(unit)
-            changed = self._autocast.enter_block(unit)
-            self.state.perform(self.queue.enter(unit))
+            changed = self._autocast.pre_forward(unit)
+            self.state.perform(self.queue.pre_forward(unit))
             if changed:
-                self.state.perform(self.queue.renew(unit))
+                self.state.perform(self.queue.gather_again(unit))
 
-    def enter_enclosing(self, block: Enclosing[Unit]) -> None:
-        """The forward of a block that holds units of its own begins, or its recompute."""
+    def pre_forward_of_enclosing(self, block: Enclosing[Unit]) -> None:
+        """The pre-forward of a block that holds units of its own."""
         if graph_task() == NO_TASK:
-            self.state.perform(self.enclosing.enter(block))
+            self.state.perform(self.enclosing.pre_forward(block))
 
-    def enclosing_backward(self, block: Enclosing[Unit]) -> None:
-        """The gradient of such a block's output has arrived."""
+    def pre_backward_of_enclosing(self, block: Enclosing[Unit]) -> None:
+        """The pre-backward of a block that holds units of its own."""
         if not self.weight_part:
-            self.state.perform(self.enclosing.enter_backward(block, self._everywhere()))
+            self.state.perform(self.enclosing.pre_backward(block, self._all_ranks_take_part()))
 
     # backward
 
-    def begin_backward(self, forward: int) -> None:
-        """A gradient entered the graph of ``forward``; idempotent within one backward.
+    def root_pre_backward(self, forward: int) -> None:
+        """The model's pre-backward: a gradient entered the graph of ``forward``.
 
-        Queues the end-of-backward callback, from the outermost graph task (WP-9).
+        Idempotent within one backward. Queues the callback for its end, from the outermost graph
+        task (WP-9).
         """
         task = torch._C._current_graph_task_id()
         if self.weight_part:
             return
         if task == self.replicated.backward:
-            self._come_to(forward)
+            self._enter_graph(forward)
             return
         self.recovery.check()
         if self.replicated.backward >= 0 and not self._nested:  # the one before this never ended
-            self.recovery.agree()
+            self.recovery.reach_consensus()
             self.rest()
         self.replicated.backward, self._forward = task, forward
         self._nested = False
-        self._look()
-        self._autocast.begin_backward()
-        self.queue.begin_backward(self._exchanges())
+        self._note_frozen()
+        self._autocast.root_pre_backward()
+        self.queue.root_pre_backward(self._exchanges_early())
         self.contents.check()
-        self._queue_end()
+        self._queue_post_backward_callback()
 
-    def enter_backward(self, unit: Unit, run: int | None = None) -> None:
-        """The gradient of a block's output has arrived (or its recompute begins).
+    def block_pre_backward(self, unit: Unit, run: int | None = None) -> None:
+        """A block's pre-backward: the gradient of its output has arrived, or its recompute begins.
 
         Args:
-            run: see :meth:`GatherQueue.enter_backward`.
+            run: see :meth:`GatherQueue.pre_backward`.
         """
         if not self.weight_part:
-            self.state.perform(self.queue.enter_backward(unit, self._everywhere(), run))
+            self.state.perform(self.queue.pre_backward(unit, self._all_ranks_take_part(), run))
 
-    def end_backward(self) -> None:
-        """The outermost backward returns: every ready gradient is launched; finish them (WP-9)."""
+    def root_post_backward(self) -> None:
+        """The end of the outermost backward: launch the last reductions, finish them (WP-9)."""
         self.confirm()
-        self.state.perform(self.queue.end_backward(self._everywhere(), self._last_trained()))
+        self.state.perform(
+            self.queue.root_post_backward(self._all_ranks_take_part(), self._last_trained())
+        )
         if self.queue.split:  # an input backward: no weight has a gradient
             self.queue.end_pass()
             self.replicated.backward = -1
             return
-        self.finish_backward()
+        self.finalize_backward()
 
-    def finish_backward(self) -> None:
-        """Every gradient is ready: reduce the rest, complete ``.grad`` unless an optimizer does."""
+    def finalize_backward(self) -> None:
+        """All gradients are ready: reduce what was accumulated; complete ``.grad``, unless a
+        ``ZeroOptimizer`` does so."""
         if not self.queue.reductions.accumulating:
-            self.state.reduce_accumulated()  # of what this backward has passed over
+            self.state.reduce_accumulated()  # sums that this backward has not reduced
         self.queue.end_pass()
         if self.plain is not None:
             more = self.queue.reductions.accumulating or self.more_to_come
@@ -532,7 +546,7 @@ class ISPCommunicator(ChunkWeights):
             self._completed |= not more
         self.replicated.backward, self._graphs = -1, 0
         if self.state.link is not None:
-            self.state.link.rest()
+            self.state.link.synchronize()
         for callback in self.after_backward:
             callback()
 
@@ -579,54 +593,54 @@ class ISPCommunicator(ChunkWeights):
             self.more_to_come = before
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """A promise that nothing writes weights inside: forwards use again what is in slots.
+        """Context in which nothing writes weights, so that forwards reuse the contents of slots.
 
         For evaluations, micro-batches and generation in a row: the last blocks of a pass, kept
-        ones, embedding and head are not gathered again by the next. Outside of it a forward takes
-        over nothing from the pass before. A forward raises ``StaleWeightError`` where the promise
-        was broken. All ranks enter and leave it together; no message.
+        blocks, embedding and head are not gathered again by the next one. Outside of the context a
+        forward reuses nothing from the pass before. A forward raises ``StaleWeightError`` if a
+        weight was written all the same. All ranks enter and leave it together; no message.
         """
         return self.contents.unchanged()
 
     def prefetch_all(self) -> None:
-        """Start the all-gathers of the next forward: of every unit that has room in the slots.
+        """Start the first all-gathers of the next forward, of every unit that fits into the slots.
 
-        Between two passes, after whatever writes weights: the forward raises ``StaleWeightError``
-        where one was written since. Collective: all ranks call it. Does not block.
+        Called between two passes, after the last write of weights: the forward raises
+        ``StaleWeightError`` if one was written since. Collective, does not block.
 
         Raises:
             OrderError: a pass runs.
         """
-        self._gather_early(self.queue.with_room())
+        self._prefetch(self.queue.prefetchable())
 
     def reshard(self, module: nn.Module) -> None:
-        """Forget the unsharded weights of ``module``'s units: their next use gathers them.
+        """Drop the unsharded weights of ``module``'s units: their next use gathers them again.
 
-        Between two passes, also between a forward and its backward. Frees their memory where
-        ``memory_pool`` is off; slots stay. Collective: all ranks call it. Waits for what is in
+        Called between two passes, also between a forward and its backward. Frees their memory if
+        ``memory_pool`` is off; slots stay. Collective: all ranks call it. Waits for gathers in
         flight.
 
         Raises:
             OrderError: a pass runs.
-            StructureError: no cut weight lies in ``module``.
+            StructureError: ``module`` has no sharded weight.
         """
         for unit in self._units_of(module, "reshard"):
-            self.state.perform(self.queue.forget(unit))
+            self.state.perform(self.queue.reshard(unit))
             self.state.pool.slots[unit.slot].free(unit)
 
-    def _gather_early(self, units: Sequence[Unit]) -> None:
+    def _prefetch(self, units: Sequence[Unit]) -> None:
         self._require_rest("prefetch_all")
         self.contents.prefetched()
-        self.state.perform(self.queue.gather_early(units))
+        self.state.perform(self.queue.prefetch(units))
 
     def _units_of(self, module: nn.Module, what: str) -> list[Unit]:
-        """Those in which weights of ``module`` lie, in the order of the queue."""
+        """The units in which weights of ``module`` lie, in the order of the queue."""
         self._require_rest(what)
         inside = {
             member.unit
             for part in module.modules()
             for name in part._parameters
-            if isinstance(member := self.places.get((part, name)), ShardedParameter)
+            if isinstance(member := self.parameters_of.get((part, name)), ShardedParameter)
         }
         if not inside:
             raise StructureError(
@@ -647,82 +661,83 @@ class ISPCommunicator(ChunkWeights):
         """A step of all micro-batches begins.
 
         Returns:
-            Whether sums of steps before wait for the optimizer.
+            Whether sums of earlier steps wait for the optimizer.
         """
         self._completed = False
         return self.sums_wait()
 
     def step_failed(self, earlier: bool) -> None:
-        """On all ranks: back to rest.
+        """Reset after a step that failed on all ranks.
 
         Args:
-            earlier: what :meth:`begin_step` has returned.
+            earlier: what :meth:`begin_step` returned.
         """
         if self._completed:  # what the step has added to .grad cannot be taken out again
-            members = self.replicated.everyone()
+            members = self.replicated.all_parameters()
             added = [member for member in members if member.parameter.grad is not None]
-            self.plain.unfinished.show(added, failed=True)
+            self.plain.unfinished.set_placeholders(added, failed=True)
         self.rest(earlier or self._completed)
 
-    def expect(self, phase: str) -> None:
-        """A schedule runs this chunk's forward or backward next: start its first gathers."""
-        self.state.perform(self.queue.expect(phase))
+    def prefetch_pass(self, phase: str) -> None:
+        """Start the first gathers of the forward or backward that a schedule runs next."""
+        self.state.perform(self.queue.prefetch_pass(phase))
 
-    def begin_part(self, weights: bool) -> None:
-        """One part of a backward that is computed in two begins.
+    def begin_backward_part(self, weights: bool) -> None:
+        """Begin one part of a split backward.
 
         Args:
-            weights: the weight gradients; else those of the chunk's inputs.
+            weights: the weight backward; else the input backward.
         """
         self.recovery.check()
-        self.queue.begin_part(weights, self._exchanges())
+        self.queue.begin_backward_part(weights, self._exchanges_early())
         self._set_weight_part(weights)
 
-    def end_part(self) -> None:
-        """It is over; after the weights' own, gradients are as after any backward."""
+    def end_backward_part(self) -> None:
+        """End it; after the weight backward, gradients are as after any backward."""
         weights = self.weight_part
-        self.state.perform(self.queue.end_part())
+        self.state.perform(self.queue.end_backward_part())
         self._set_weight_part(False)
         if weights:
-            self.finish_backward()
+            self.finalize_backward()
 
-    # at rest
+    # between two passes
 
     def invalidate(self) -> None:
-        """Weights were written where nothing can see it: gather them anew (WP-11).
+        """Gather all weights anew, which were written in a way that no counter shows (WP-11).
 
-        Between two passes this is not needed. Between a forward and its backward it makes the
-        backward an error.
+        Not needed between two passes. Between a forward and its backward it makes the backward an
+        error.
         """
-        for member in self.replicated.everyone():
+        for member in self.replicated.all_parameters():
             member.invalidate()
 
-    def publish(self) -> None:
-        """Wait until every shard is what the optimizer made of it (WP-3)."""
-        for member in self.replicated.everyone():
-            member.publish()
+    def wait_until_ready(self) -> None:
+        """Wait until every shard holds the values of the last optimizer step (WP-3)."""
+        for member in self.replicated.all_parameters():
+            member.wait_until_ready()
 
-    def settle_gathers(self) -> None:
-        """Let gathers that were not used arrive: the shards they read are about to be written."""
-        self.state.perform(self.queue.settle())
+    def wait_for_gathers(self) -> None:
+        """Wait for all gathers in flight: the shards that they read are about to be written."""
+        self.state.perform(self.queue.wait_for_gathers())
 
-    def forget_slots(self) -> None:
-        """Let gathers in flight arrive; nothing that is unsharded now will be reused."""
-        self.settle_gathers()
-        self.queue.forget_contents()
+    def invalidate_slots(self) -> None:
+        """Wait for gathers in flight, and drop the contents of all slots."""
+        self.wait_for_gathers()
+        self.queue.invalidate_contents()
         self.queue.end_pass()
 
     def rest(self, earlier: bool = True) -> None:
-        """Let everything in flight arrive and forget it: no bytes held, no reduced gradient.
+        """Wait for everything in flight, then drop it: no bytes are held, no gradient is reduced.
 
         Args:
-            earlier: sums may be among it that a repetition of what has failed does not bring back.
+            earlier: this also drops sums of backwards before the one that failed, which repeating
+                that one does not bring back.
         """
-        self.settle_gathers()
+        self.wait_for_gathers()
         self.queue.reset()
         self.state.reducer.discard()
         if self.state.near is not None:
-            self.state.near.discard()
+            self.state.near.reset()
         self.state.replicas.discard()
         self._set_weight_part(False)
         for weight in self.replicated.sharded:
@@ -730,22 +745,24 @@ class ISPCommunicator(ChunkWeights):
         self.replicated.reset()
         if self.plain is not None:
             if earlier:
-                self.plain.unfinished.lose()
+                self.plain.unfinished.mark_lost()
             else:
-                self.plain.unfinished.take()
+                self.plain.unfinished.restore_grad()
         self._forward_open, self.replicated.backward, self._nested = False, -1, False
         self._next = self._graphs = 0
         if self.state.link is not None:
-            self.state.link.rest()
-        for callback in self.after_rest:
+            self.state.link.synchronize()
+        for callback in self.after_reset:
             callback(earlier)
 
     # inside
 
-    def _come_to(self, forward: int) -> None:
-        """Backward is in the graph of ``forward``. If it was in another's, that is over."""
+    def _enter_graph(self, forward: int) -> None:
+        """Backward is in the graph of ``forward`` now; if it was in another one, that has ended."""
         if self._forward not in (None, forward):
-            self.state.perform(self.queue.come_to_earlier(self._everywhere(), self._last_trained()))
+            self.state.perform(
+                self.queue.begin_earlier_graph(self._all_ranks_take_part(), self._last_trained())
+            )
         self._forward = forward
 
     def _count_forward(self) -> None:
@@ -755,36 +772,36 @@ class ISPCommunicator(ChunkWeights):
         for weight, now in zip(weights, trained(weights), strict=True):
             weight.trained = now
 
-    def _exchanges(self) -> bool:
-        """Whether replicas exchange what the backward that begins completes, while it runs.
+    def _exchanges_early(self) -> bool:
+        """Whether replicas exchange gradients while the backward that begins still runs.
 
-        It must be the last before the exchange, every weight must have its last reduction at the
-        place that the queue knows, and the queue must be every rank's.
+        It must be the last backward before the exchange, the queue must know which reduction of
+        each weight is the last, and all ranks must have the same queue.
         """
         if self.queue.reductions.accumulating or self.more_to_come or not self.queue.strict:
             return False
-        if not self._has_replicas or self.queue.recurs:  # twice reduced: its last is not known
+        if not self._has_replicas or self.queue.recurs:  # reduced twice; the last is not known
             return False
-        if not all(weight.trained for _, weight in self.state.reducer.whole):
-            return False  # their sums are reduced when the backward is over
+        if not all(weight.trained for _, weight in self.state.reducer.unsharded_sums):
+            return False  # sums of frozen weights are reduced at the end of backward
         if self.more_to_come is None:  # a loss may be a sum over several forwards
             return self._graphs == 1 and self.expects_exchange()
         return True
 
-    def _everywhere(self) -> bool:
-        """Whether all ranks go through all blocks, those whose data skip some as if they did."""
+    def _all_ranks_take_part(self) -> bool:
+        """Whether every rank acts for every block, also for blocks without a gradient there."""
         return self.queue.strict and not self._nested and not self.queue.split
 
     def _set_weight_part(self, runs: bool) -> None:
-        for weight in self.replicated.everyone():
+        for weight in self.replicated.all_parameters():
             weight.communicator.weight_part = runs
         self.weight_part = runs
 
     def _last_trained(self) -> int:
-        """The block at which every rank's backward ends: a frozen one below is nowhere entered."""
+        """Number of the block at which every rank's backward ends: all blocks below are frozen."""
         if not self.queue.lowest:
             return 0
-        if any(weight.trained for unit in self.beside() for weight in unit.weights):
+        if any(weight.trained for unit in self.root_units() for weight in unit.weights):
             return 0
         names = [m.name for m in self.replicated.members if m.requires_grad]
         for number, unit in enumerate(self.queue.blocks):
@@ -795,18 +812,18 @@ class ISPCommunicator(ChunkWeights):
 
     def _check_order(self, unit: Unit) -> None:
         order = self.queue.blocks
-        if not self.state.inside:  # blocks run by themselves, without the model's forward
+        if not self.state.inside:  # the program calls blocks without the model's forward
             self.recover()
             self._next %= len(order)
             if unit.block < self._next or not self._next:
-                self.recovery.lookout.begin()
+                self.recovery.guard.begin_pass()
                 self._count_forward()
                 self.queue.begin_blocks(self.contents.begin_pass())
-            self.state.forget_older(unit)
-            for beside in self.beside():  # where weights lie that blocks share
-                self.state.forget_older(beside)
+            self.state.invalidate_older(unit)
+            for shared in self.root_units():  # they hold the weights that blocks share
+                self.state.invalidate_older(shared)
         elif self.learning is not None:
-            self.learning.come_to(unit)
+            self.learning.pre_forward(unit)
         expected = order[self._next] if self._next < len(order) else None
         if expected is unit:
             self._next += 1
@@ -819,12 +836,12 @@ class ISPCommunicator(ChunkWeights):
         return self.learned and not torch.is_grad_enabled()
 
     def _out_of_order(self, unit: Unit, expected: Unit | None) -> None:
-        """A block runs that is not the next of the order."""
+        """A block runs that is not the next one in the order."""
         before = self.queue.blocks[self._next - 1] if self._next else None
-        if self.learned and (self.queue.astray or unit is before):
-            return  # several times in a row are one place
+        if self.learned and (self.queue.out_of_order or unit is before):
+            return  # several runs in a row count as one
         if self._may_differ():
-            self.queue.stray()
+            self.queue.leave_order()
             return
         which = "which the first step has shown" if self.learned else "as declared"
         raise OrderError(
@@ -836,20 +853,21 @@ class ISPCommunicator(ChunkWeights):
         )
 
     def _ensure_callback(self) -> None:
-        """A gradient is ready though no output of the model was hooked: finish at this task's end.
+        """Queue the callback for the end of backward at a ready gradient, if no output's hook did.
 
-        Under reentrant checkpointing that task is an inner one: early, but complete.
+        Under reentrant checkpointing the graph task is an inner one; the callback then comes early,
+        but every gradient of that task is complete.
         """
         if self.replicated.backward < 0 and not self.queue.split:
             self.replicated.backward = torch._C._current_graph_task_id()
             self._nested, self._forward = True, None
-            self._look()
-            self._queue_end()
+            self._note_frozen()
+            self._queue_post_backward_callback()
 
-    def _look(self) -> None:
-        """A backward begins: a user may have dropped gradients that are not complete.
+    def _note_frozen(self) -> None:
+        """Note at the begin of a backward which parameters were frozen since the forward.
 
-        Or frozen, since the forward, parameters that will then have none, as under autograd.
+        They get no gradient, as under autograd. Also notes gradients that the user dropped.
         """
         replicated, sharded = self.replicated, self.replicated.sharded
         small = zip(replicated.members, trained(replicated.members), strict=True)
@@ -857,8 +875,8 @@ class ISPCommunicator(ChunkWeights):
         large = zip(sharded, trained(sharded), strict=True)
         self.state.reducer.frozen = {weight for weight, now in large if not now}
         if self.plain is not None:
-            self.plain.unfinished.look()
+            self.plain.unfinished.drop_removed()
 
-    def _queue_end(self) -> None:
-        end = EndOfBackward(self.end_backward, self.recovery.backward_failed)
+    def _queue_post_backward_callback(self) -> None:
+        end = PostBackwardCallback(self.root_post_backward, self.recovery.report_backward_failure)
         torch.autograd.Variable._execution_engine.queue_callback(end)

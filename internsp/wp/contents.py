@@ -1,12 +1,12 @@
-"""Whether what is in the slots is still what the shards hold, where no version counter says so.
+"""Whether the contents of slots still equal the shards, also where no version counter shows it.
 
-Between two passes a user's program runs and may have written weights by any way (``.data``, foreach
-operations, numpy, on one rank only), so a forward takes nothing over from the pass before it, and
-all ranks gather the same. Within a pass, from the start of a forward to the end of its backward,
-and within :meth:`internsp.wp.communicator.ISPCommunicator.unchanged`, contents are used again by
-their version (WP-11). What raises no version is found there by comparing this rank's own rows with
-those in the slot, on the host's memory only: on a device the host would have to wait for the
-answer.
+Between two passes a user's program runs and may write weights in any way (``.data``, foreach
+operations, numpy, on one rank only). So a forward reuses nothing from the pass before it, and all
+ranks gather the same weights. Within a pass, from the start of a forward to the end of its
+backward, and within :meth:`internsp.wp.communicator.ISPCommunicator.unchanged`, contents are reused
+by their version (WP-11). Writes that raise no version are found there by comparing this rank's own
+rows with those in the slot; in host memory only, since on a device the host would have to wait for
+the answer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class Contents:
-    """What is in the slots of one communicator's chunk, from pass to pass."""
+    """Decides whether a pass may reuse what is in the slots of one chunk."""
 
     def __init__(self, communicator: ISPCommunicator) -> None:
         self._communicator = communicator
         self._state, self._rank = communicator.state, communicator.mesh.rank
-        self._promised: list[tuple[Member, int]] | None = None  # not to be written: versions
-        self.promised = False  # within unchanged(); else until the next pass, which was prefetched
+        # Versions of parameters that the program has promised not to write.
+        self._promised: list[tuple[Member, int]] | None = None
+        self.promised = False  # by unchanged(); otherwise by a prefetch, until the next pass
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -45,25 +46,29 @@ class Contents:
             self._promised, self.promised = None, False
 
     def renew(self) -> None:
-        """The library itself has raised versions as a pass begins: no values were written."""
+        """The library itself has raised versions at the begin of a pass, without writing values."""
         self._promised = self._versions() if self.promised else None
 
     def prefetched(self) -> None:
-        """Weights are gathered before the next pass, which takes them over: none may be written."""
+        """Weights are prefetched for the next pass: until then none may be written."""
         if self._promised is None:
             self._promise()
 
     def _promise(self) -> None:
-        self._state.queue.forget_contents()
+        self._state.queue.invalidate_contents()
         self._promised = self._versions()
 
     def _versions(self) -> list[tuple[Member, int]]:
-        return [(member, member.version()) for member in self._communicator.replicated.everyone()]
+        return [
+            (member, member.version()) for member in self._communicator.replicated.all_parameters()
+        ]
 
     def begin_pass(self) -> bool:
-        """Whether this pass may use what the slots hold.
+        """Whether the pass that begins may reuse contents: only if the program has promised not
+        to write weights (WP-11).
 
-        A user's program may have run since the last one: only where it has promised (WP-11).
+        Raises:
+            StaleWeightError: it has promised so, and a weight was written.
         """
         promised = self._promised
         if promised is None:
@@ -85,10 +90,10 @@ class Contents:
         return True
 
     def check(self) -> None:
-        """Before contents are used again: the shards in memory are those that were gathered.
+        """Check, before contents are reused, that the shards are those that were gathered.
 
         Raises:
-            StaleWeightError: one was written by a way that no version counter shows.
+            StaleWeightError: a shard was written in a way that no version counter shows.
         """
         if self._state.pool.device.type != "cpu":
             return

@@ -1,14 +1,13 @@
-"""Pure: blocks that hold units of their own, and what is left of such a block (WP-1, WP-2).
+"""Pure: blocks that hold units of their own, and the rest of such a block (WP-1, WP-2).
 
-A unit below a block takes the block's place in the gather queue. What lies in the block and in
-none of its units, its *rest*, is gathered when the block is entered and may be overwritten when the
-block after the next one is: rests have slots of their own, two by turns (one where no block gathers
-ahead).
-Its gradients are reduced together when the block's backward is over. A block whose rest is empty or
-replicated costs nothing of that.
+The units of a block stand in the gather queue in place of the block. The *rest* of the block, its
+weights outside of these units, is gathered at the block's pre-forward. Rests have two slots of
+their own, used in turn (one if no block is prefetched), so that a rest may be overwritten at the
+pre-forward of the block after the next one. The gradients of a rest are reduced together at the
+block's post-backward. An empty or replicated rest costs nothing.
 
-A recompute of the whole block, around several units, runs their forwards once more before their
-backwards: :meth:`GatherQueue.recompute` gathers them, and no turn of theirs begins by it.
+A recompute of the whole block runs the forwards of its units once more before their backwards:
+:meth:`GatherQueue.recompute` gathers them; it does not begin their reductions.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from internsp.wp.schedule import BACKWARD, FORWARD, Action, U, W
 
 @dataclass(frozen=True, eq=False)
 class Enclosing(Generic[U]):
-    """One such block.
+    """A block that holds units of its own.
 
     Attributes:
-        number: its place among them, in the order of the forward.
-        rest: what none of its units has; its slot is shared by turns.
-        first, last: its units' places among the queue's blocks.
-        recomputed: activation checkpointing goes around it as a whole.
+        number: its index among such blocks, in the order of the forward.
+        rest: a unit of its weights outside of its units; rests share slots.
+        first, last: indices of its first and last unit among the queue's blocks.
+        recomputed: activation checkpointing recomputes it as a whole.
     """
 
     name: str
@@ -41,11 +40,11 @@ class Enclosing(Generic[U]):
 
 
 class EnclosingBlocks(Generic[U, W]):
-    """The enclosing blocks of one chunk, for its gather queue, which passes its events on.
+    """The enclosing blocks of one chunk. Its gather queue passes events on to this.
 
     Attributes:
         blocks: in the order of the forward.
-        open: the one whose backward runs.
+        open: the block whose backward runs.
     """
 
     def __init__(self, queue: GatherQueue[U, W], blocks: Sequence[Enclosing[U]]) -> None:
@@ -56,35 +55,35 @@ class EnclosingBlocks(Generic[U, W]):
             queue.add(block.rest)
         self.slots = len({block.rest.slot for block in blocks if block.rest.groups})
         self.open: Enclosing[U] | None = None
-        self._lowest = len(blocks)  # the one that this backward has come to
-        self._again = False  # the open one's units have run once more, in its recompute
-        self._reduced: set[int] = set()  # those whose rest was, in the graph that backward is in
+        self._lowest = len(blocks)  # number of the last block that this backward has come to
+        self._again = False  # units of the open block have run in its recompute
+        self._reduced: set[int] = set()  # blocks whose rest was reduced, in the present graph
 
-    def begin_forward(self, out: list[Action]) -> None:
-        """The model is entered: after what else is gathered then."""
+    def root_pre_forward(self, out: list[Action]) -> None:
+        """The model's pre-forward, after the queue's own gathers: gather the first rest."""
         self._gather(0, FORWARD, out)
 
-    def enter(self, block: Enclosing[U]) -> list[Action]:
-        """A block's forward begins: gather its rest, and the next one's."""
+    def pre_forward(self, block: Enclosing[U]) -> list[Action]:
+        """A block's pre-forward: gather its rest, and prefetch the next one."""
         out: list[Action] = []
         self._gather(block.number, FORWARD, out)
         if self.slots > 1:
             self._gather(block.number + 1, FORWARD, out)
         return out
 
-    def enter_backward(self, block: Enclosing[U], everywhere: bool) -> list[Action]:
-        """The gradient of a block's output has arrived.
+    def pre_backward(self, block: Enclosing[U], all_ranks: bool) -> list[Action]:
+        """A block's pre-backward: the gradient of its output has arrived.
 
         Args:
-            everywhere: as in :meth:`GatherQueue.enter_backward`.
+            all_ranks: as in :meth:`GatherQueue.pre_backward`.
         """
         out: list[Action] = []
         if self.open is not block:
-            self.come_to(block.last, everywhere, out)
+            self.pre_backward_of_unit(block.last, all_ranks, out)
         return out
 
     def recompute(self, unit: U) -> list[Action]:
-        """In backward the forward of a unit begins: that of a recompute around several."""
+        """The pre-forward of a unit within the recompute of its block."""
         self._again = True
         following = unit.block + 1
         alike = following < len(self.queue.blocks) and (
@@ -92,12 +91,12 @@ class EnclosingBlocks(Generic[U, W]):
         )
         return self.queue.recompute(unit, self.queue.blocks[following] if alike else None)
 
-    def end(self, everywhere: bool, lowest: int, out: list[Action]) -> None:
-        """Backward is over, or leaves one forward's graph for another's: before the queue's."""
-        if everywhere:
-            self.come_to(lowest, everywhere, out)
+    def end(self, all_ranks: bool, lowest: int, out: list[Action]) -> None:
+        """Backward ends, or goes on to another forward's graph. Called before the queue's own."""
+        if all_ranks:
+            self.pre_backward_of_unit(lowest, all_ranks, out)
         if self.open is not None:
-            self._finish(max(self.open.first, lowest) if everywhere else None, out)
+            self._finish(max(self.open.first, lowest) if all_ranks else None, out)
         for block in reversed(self.blocks):  # in one order on all ranks, zeros where there is none
             self._reduce(block, out)
         self.reset()
@@ -107,54 +106,54 @@ class EnclosingBlocks(Generic[U, W]):
         self.open, self._lowest = None, len(self.blocks)
         self._reduced.clear()
 
-    def with_room(self) -> list[U]:
-        """Rests that may be gathered before a forward and are still there when it comes to them."""
+    def prefetchable(self) -> list[U]:
+        """Rests that can be gathered before a forward and stay there until it uses them."""
         return [block.rest for block in self.blocks[: self.slots]]
 
-    def come_to(self, unit: int, everywhere: bool, out: list[Action]) -> None:
-        """Backward comes to the queue's ``unit``: blocks above are over, that around it is open."""
+    def pre_backward_of_unit(self, unit: int, all_ranks: bool, out: list[Action]) -> None:
+        """Backward comes to the queue's ``unit``: close the blocks above it, open its own."""
         while self._lowest and self.blocks[self._lowest - 1].last >= unit:
             block = self.blocks[self._lowest - 1]
-            if everywhere or block.first <= unit:
-                self._over(everywhere, out)
-                if everywhere:  # units between the two blocks, without a gradient on this rank
-                    self.queue.pass_over(block.last, out)
-                self._begin(block, everywhere, out)
+            if all_ranks or block.first <= unit:
+                self._over(all_ranks, out)
+                if all_ranks:  # units between the two blocks that got no gradient on this rank
+                    self.queue.pass_over_blocks(block.last, out)
+                self._begin(block, all_ranks, out)
             self._lowest = block.number
         if self.open is not None and unit < self.open.first:
-            self._over(everywhere, out)
+            self._over(all_ranks, out)
 
     # inside
 
-    def _begin(self, block: Enclosing[U], everywhere: bool, out: list[Action]) -> None:
-        self.queue.close(out)
+    def _begin(self, block: Enclosing[U], all_ranks: bool, out: list[Action]) -> None:
+        self.queue.post_backward(out)
         self.open, self._again = block, False
         self._gather(block.number, BACKWARD, out)
         if self.slots > 1:
             self._gather(block.number - 1, BACKWARD, out)
-        if block.recomputed:  # whether its recompute comes before its last unit's gradient or after
-            self.queue.come_to(self.queue.blocks[block.last], everywhere, None, out)
+        if block.recomputed:  # its recompute may come before its last unit's gradient or after
+            self.queue.pre_backward_of_unit(self.queue.blocks[block.last], all_ranks, None, out)
 
-    def _over(self, everywhere: bool, out: list[Action]) -> None:
+    def _over(self, all_ranks: bool, out: list[Action]) -> None:
         if self.open is not None:
-            self._finish(self.open.first if everywhere else None, out)
+            self._finish(self.open.first if all_ranks else None, out)
 
     def _finish(self, first: int | None, out: list[Action]) -> None:
-        """The open block's backward is over.
+        """The open block's post-backward.
 
         Args:
-            first: the first unit of it through which all ranks go; ``None``: they do not.
+            first: its first unit, if every rank acts for every block down to it; else ``None``.
         """
         block = self.open
         assert block is not None, "the caller has looked"
         if first is not None:
             if block.recomputed and not self._again:
-                # Its data send no gradient through it: what its recompute would gather.
+                # It got no gradient on this rank: gather what its recompute would have gathered.
                 for unit in self.queue.blocks[block.first : block.last + 1]:
                     out += self.recompute(unit)
                     self.queue.leave_recompute(unit)
-            self.queue.pass_over(first - 1, out)
-        self.queue.close(out)
+            self.queue.pass_over_blocks(first - 1, out)
+        self.queue.post_backward(out)
         self.open = None
         self._reduce(block, out)
 

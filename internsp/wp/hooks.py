@@ -1,8 +1,8 @@
 """Every hook of a parallel model, registered by one function (:func:`register_hooks`).
 
-Nothing here decides what is gathered; every hook says where the model is, and
-:class:`internsp.wp.communicator.ISPCommunicator` acts. The phase is found from where a hook fires
-(WP-9).
+Hooks report where the model is (pre-forward, prefetch trigger, post-forward, pre-backward, ready
+gradients, post-backward); :class:`internsp.wp.communicator.ISPCommunicator` acts. The phase
+(forward, recompute, backward) follows from where a hook fires (WP-9).
 """
 
 from __future__ import annotations
@@ -25,24 +25,30 @@ from torch.utils._pytree import tree_map_only
 
 from internsp.autograd import (
     NO_TASK,
-    Given,
-    given,
+    InputTensors,
     graph_task,
+    input_tensors,
+    new_tensors,
     no_second_derivatives,
-    on_gradient,
-    own,
     refuse_traced,
     refuse_transformed,
+    register_gradient_hook,
     tensors,
     transforming,
 )
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import GradientError, StructureError
-from internsp.layers.entry import compile_block, take_at_entry
+from internsp.layers.entry import compile_block, unshard_at_block_entry
 from internsp.layers.offload import ActivationOffload
-from internsp.layers.parameters import Scope, enclose, weights_of, wrap
+from internsp.layers.parameters import Scope, weights_of, wrap_forward, wrap_scope
 from internsp.layers.recompute import ContextFn, checkpoint_block
-from internsp.layers.watch import loaded, loading, require_no_gradient_hooks, stepped, stepping
+from internsp.layers.watch import (
+    after_load,
+    after_step,
+    before_load,
+    before_step,
+    require_no_gradient_hooks,
+)
 from internsp.wp.communicator import ISPCommunicator
 from internsp.wp.enclosing import Enclosing
 from internsp.wp.parameter import not_to_be_copied
@@ -50,18 +56,19 @@ from internsp.wp.slots import Unit
 
 Entered = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
-
 Block = Unit | Enclosing[Unit]
 
 
 @dataclass
 class BlockHooks:
-    """What the hooks of a unit's modules, or of a block that holds units of its own, need.
+    """Modules to register hooks on: those of one unit, or a block that holds units of its own.
 
     Attributes:
-        modules: all that are one unit; such a block is one.
-        trigger: the module inside whose forward is the prefetch trigger; ``None``: a unit's entry.
-        checkpoint: it recomputes its activations, in this form.
+        block: the unit, or the block that holds units.
+        modules: the modules that form the unit; usually one.
+        scope: in which the block's weights may be read.
+        trigger: the module inside that is the prefetch trigger; ``None`` if the unit's entry is.
+        checkpoint: how the block recomputes its activations; ``None`` if it does not.
     """
 
     block: Block
@@ -72,18 +79,19 @@ class BlockHooks:
 
     @property
     def place(self) -> tuple[int, bool]:
-        """Among the model's blocks; one with units comes behind its first unit."""
+        """Sort key among the model's blocks; a block with units comes after its first unit."""
         block = self.block
         return (block.first, True) if isinstance(block, Enclosing) else (block.block, False)
 
 
 @dataclass
-class Together:
-    """Several modules that are one unit, in a forward.
+class ModuleGroup:
+    """State, in a forward, of several modules that form one unit.
 
     Attributes:
-        left: which of them have been left, from the first one's entry until all have; else
-            ``None``.
+        count: number of the modules.
+        left: ids of the modules whose forward has ended, while some are still to run; ``None``
+            before the first one begins and after the last one has ended.
     """
 
     count: int
@@ -101,58 +109,63 @@ def register_hooks(
     context_fn: ContextFn | None = None,
     offload: ActivationOffload | None = None,
 ) -> None:
-    """Register all of them, outermost first, in the order in which they fire.
+    """Register all hooks, outermost first, in the order in which they fire.
 
-    Those of backward stand on tensors and nodes of a graph, and so are registered in each forward:
-    ``Tensor.register_hook`` on the outputs of the model and of each block
-    (:meth:`Hooks._leave_root`, :meth:`Hooks._leave_block`: backward enters here, gather),
-    ``Node.register_prehook`` on what a module made with its weights
-    (:func:`internsp.layers.parameters.leave`: the values must be there again), the weights' own
-    nodes (:class:`internsp.layers.parameters.Views`: a gradient is ready), and
-    ``Variable._execution_engine.queue_callback`` for the end of the outermost backward
-    (:meth:`ISPCommunicator._queue_end`).
+    Those of backward are registered on tensors and nodes of the graph, and so in each forward:
+
+    - pre-backward of the model and of each block: ``Tensor.register_hook`` on their outputs
+      (:meth:`Hooks._root_post_forward`, :meth:`Hooks._post_forward`);
+    - pre-backward of a module with weights: ``Node.register_prehook`` on its outputs
+      (:func:`internsp.layers.parameters.end_forward`);
+    - gradient ready: backward of the nodes that gave out the weights
+      (:class:`internsp.layers.parameters.Views`);
+    - post-backward: ``Variable._execution_engine.queue_callback``, at the end of the outermost
+      backward (:meth:`ISPCommunicator._queue_post_backward_callback`). A block's post-backward has
+      no hook: it is the pre-backward of the block before it, or the end.
 
     Args:
-        blocks: of units, and those that hold units.
+        root: the model.
+        root_scope: in which weights outside of the blocks may be read.
+        blocks: the units, and the blocks that hold units.
         entered: called with the root's arguments at each outermost forward.
-        compute_dtype: of the weights, where it is not their own; the root's floating inputs are
+        compute_dtype: dtype of the weights, if it is not their own; the root's floating inputs are
             cast to it.
-        compiles: ``torch.compile`` takes each block as a whole.
-        context_fn: what selective checkpointing keeps.
-        offload: takes what recomputing blocks keep.
+        compiles: ``torch.compile`` compiles each block as a whole.
+        context_fn: says what selective checkpointing keeps.
+        offload: offloads the activations that recomputed blocks keep.
     """
     hooks = Hooks(communicator, entered, compute_dtype)
-    members = communicator.replicated.everyone()
+    members = communicator.replicated.all_parameters()
 
-    # The model. First of all hooks, so that a user's own find the weights' state of this pass.
-    root.register_forward_pre_hook(hooks._enter_root, prepend=True, with_kwargs=True)
-    # After the user's own hooks of the model: a gradient hook on a parameter may be theirs.
+    # The model. Before all other hooks, so that a user's hooks find the state of this pass.
+    root.register_forward_pre_hook(hooks._root_pre_forward, prepend=True, with_kwargs=True)
+    # After the user's hooks of the model, which may register a gradient hook on a parameter.
     root.register_forward_pre_hook(require_no_gradient_hooks(root, members))
-    # Called after an exception too: the ranks that will wait for this one are told.
-    root.register_forward_hook(hooks._leave_root, always_call=True)
+    # Called after an exception, too, to report it to the ranks that will wait for this one.
+    root.register_forward_hook(hooks._root_post_forward, always_call=True)
 
     for each in blocks:
-        hooks.of_block(each)
+        hooks.register_block(each)
 
     # Inside the calls: forwards of modules with weights of their own, ...
     scopes = {id(root), *(id(module) for each in blocks for module in each.modules)}
     for module in root.modules():
         if weights_of(module):
-            module.register_load_state_dict_pre_hook(partial(loading, communicator))
-            # ``assign=True`` puts other parameters in place of ours: their values are taken.
-            module.register_load_state_dict_post_hook(partial(loaded, communicator))
-            if id(module) not in scopes:  # those of blocks and of the model are wrapped below
-                wrap(module)
-    # ... of blocks, which hold weights that are read past their modules, ...
+            module.register_load_state_dict_pre_hook(partial(before_load, communicator))
+            # ``assign=True`` replaces our parameters by others: copy their values.
+            module.register_load_state_dict_post_hook(partial(after_load, communicator))
+            if id(module) not in scopes:  # blocks and the model are wrapped below
+                wrap_forward(module)
+    # ... of blocks, where weights may be read outside of the module that owns them, ...
     for each in blocks:
         for module in each.modules:
-            if isinstance(each.block, Enclosing) or not (compiles or each.block.at_entry):
-                enclose(module, each.scope)
+            if isinstance(each.block, Enclosing) or not (compiles or each.block.unshard_at_entry):
+                wrap_scope(module, each.scope)
             elif compiles:
                 compile_block(module)
             else:
-                take_at_entry(module)
-    # ... in checkpoints around that, so that the recompute finds the weights, ...
+                unshard_at_block_entry(module)
+    # ... then checkpoints around that, so that the recompute finds the weights, ...
     recomputing = sorted(
         (each for each in blocks if each.checkpoint is not None), key=lambda each: each.place
     )
@@ -162,20 +175,20 @@ def register_hooks(
         group = None if offload is None else partial(offload.group, number)
         for module in each.modules:
             checkpoint_block(module, each.checkpoint.reentrant, context_fn, record, group)
-    # ... and of the model, for weights beside the blocks.
-    enclose(root, root_scope)
+    # ... and of the model, for weights outside of the blocks.
+    wrap_scope(root, root_scope)
 
-    # Between two passes: what an optimizer writes, no version counter shows (foreach, fused), and
-    # what it is still publishing must be there before a state_dict reads it (WP-3, WP-11).
-    root.register_state_dict_pre_hook(lambda *_: communicator.publish())
+    # Between two passes: no version counter shows what an optimizer writes (foreach, fused), and
+    # its all-gathers must have ended before a state_dict reads the shards (WP-3, WP-11).
+    root.register_state_dict_pre_hook(lambda *_: communicator.wait_until_ready())
     alive = weakref.ref(communicator)
     # Never removed: a finalizer could run while torch iterates over its hooks.
-    register_optimizer_step_pre_hook(partial(stepping, alive))
-    register_optimizer_step_post_hook(partial(stepped, alive))
+    register_optimizer_step_pre_hook(partial(before_step, alive))
+    register_optimizer_step_post_hook(partial(after_step, alive))
 
 
 class Hooks:
-    """What the hooks of one chunk do."""
+    """The hooks of one chunk."""
 
     def __init__(
         self,
@@ -186,68 +199,68 @@ class Hooks:
         self.communicator = communicator
         self._compute_dtype = compute_dtype
         self._entered = entered
-        self._given: dict[Block, Given] = {}
-        self.together: dict[Unit, Together] = {}
+        self._inputs: dict[Block, InputTensors] = {}
+        self.module_groups: dict[Unit, ModuleGroup] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise not_to_be_copied()
 
-    def of_block(self, hooked: BlockHooks) -> None:
-        """Register those of a block's calls.
+    def register_block(self, hooked: BlockHooks) -> None:
+        """Register the pre-forward and post-forward hooks of a block, and its prefetch trigger.
 
-        A checkpoint lies inside, so that they fire once in forward, and the recompute is seen by
-        the gradient of the output.
+        A checkpoint wraps what is inside of them, so that they fire once in forward; a recompute
+        shows by the gradient of the block's output.
         """
         block, modules = hooked.block, hooked.modules
-        enter: Callable[..., None] = self._enter_block
-        leave: Callable[..., None] = self._leave_block
+        enter: Callable[..., None] = self._pre_forward
+        leave: Callable[..., None] = self._post_forward
         if isinstance(block, Unit) and len(modules) > 1:
-            enter, leave = self._enter_one, self._leave_one
-            self.together[block] = Together(len(modules))
+            enter, leave = self._group_pre_forward, self._group_post_forward
+            self.module_groups[block] = ModuleGroup(len(modules))
         for module in modules:
             before, after = partial(enter, block), partial(leave, block)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after)
         if isinstance(block, Unit):
             trigger = hooked.trigger if hooked.trigger is not None else modules[0]
-            trigger.register_forward_pre_hook(partial(self._on_trigger, block))
+            trigger.register_forward_pre_hook(partial(self._at_prefetch_trigger, block))
 
-    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         compiled = module._compiled_call_impl is not None  # module.compile()
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed("the model", compiled)
         refuse_traced("the model")
         if graph_task() != NO_TASK:
             return None
-        for together in self.together.values():
-            together.left = None  # of a forward that has failed
+        for group in self.module_groups.values():
+            group.left = None  # it was set by a forward that failed
         if self._entered is not None:
             self._entered(args, kwargs)
-        self.communicator.begin_forward()
+        self.communicator.root_pre_forward()
         if self._compute_dtype is None:
             return None
         return tree_map_only(Tensor, self._cast, (args, kwargs))
 
-    def _cast(self, given: Tensor) -> Tensor:
-        return given.to(self._compute_dtype) if given.is_floating_point() else given
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self._compute_dtype) if value.is_floating_point() else value
 
-    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task() != NO_TASK:
             return
-        self.communicator.state.inside = False  # by an exception, too: then it stays open
+        self.communicator.state.inside = False  # after an exception, too
         error = sys.exc_info()[1]
-        if output is None and error is not None:  # a failed forward: begin_forward will recover
+        if output is None and error is not None:  # the next root_pre_forward will recover
             self.communicator.forward_failed(error)
             return
-        self._leave_unfinished()
-        self.communicator.end_forward()
+        self._end_unfinished_groups()
+        self.communicator.root_post_forward()
         for tensor in tensors(output):
             if tensor.requires_grad:
                 forward = self.communicator.forwards
                 plain = not isinstance(tensor, DTensor)
-                on_gradient(tensor, partial(self._backward_begins, forward, plain), {})
+                register_gradient_hook(tensor, partial(self._root_pre_backward, forward, plain), {})
 
-    def _backward_begins(self, forward: int, plain: bool, gradient: Tensor) -> None:
+    def _root_pre_backward(self, forward: int, plain: bool, gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             no_second_derivatives()
         if plain and isinstance(gradient, DTensor):
@@ -256,34 +269,34 @@ class Hooks:
                 "DTensor: let each have a backward of its own (loss.backward(), then "
                 "penalty.backward()), or use the optimizer's weight_decay"
             )
-        self.communicator.begin_backward(forward)
+        self.communicator.root_pre_backward(forward)
         if not self.communicator.weight_part:  # the last block comes first (usually there)
-            self.communicator.state.perform(self.communicator.queue.at_output())
+            self.communicator.state.perform(self.communicator.queue.prefetch_at_output())
 
-    def _enter_block(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, block: Block, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiled = module._compiled_call_impl is not None
         if compiled or transforming() or torch.compiler.is_compiling():
             refuse_transformed(f"block {block.name}", compiled)
         if isinstance(block, Enclosing):
-            self.communicator.enter_enclosing(block)
+            self.communicator.pre_forward_of_enclosing(block)
         else:
-            if self.together and graph_task() == NO_TASK:
-                self._leave_unfinished()
-            self.communicator.enter_block(block)
-        self._given[block] = given((args, kwargs))
+            if self.module_groups and graph_task() == NO_TASK:
+                self._end_unfinished_groups()
+            self.communicator.block_pre_forward(block)
+        self._inputs[block] = input_tensors((args, kwargs))
 
-    def _leave_block(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(block, Unit):
             if graph_task() == NO_TASK:
-                self.communicator.state.perform(self.communicator.queue.leave(block))
+                self.communicator.state.perform(self.communicator.queue.post_forward(block))
             elif block.around >= 0:
                 self.communicator.queue.leave_recompute(block)
-        self._await_gradient(block, output)
+        self._register_pre_backward(block, output)
 
-    def _await_gradient(self, unit: Block, output: Any) -> None:
-        """Have backward noticed when a gradient of a block's ``output`` arrives."""
+    def _register_pre_backward(self, unit: Block, output: Any) -> None:
+        """Register a block's pre-backward hook, on the tensors of its ``output``."""
         recompute = graph_task() != NO_TASK
-        before = self._given.pop(unit, {})
+        before = self._inputs.pop(unit, {})
         if not torch.is_grad_enabled():
             return
         if not isinstance(output, Tensor) and not tensors(output):
@@ -292,14 +305,16 @@ class Hooks:
                 "found, so that its backward could not be prefetched: return tensors, or tuples, "
                 "lists, mappings or dataclasses of them"
             )
-        for tensor in own(output, before):
+        for tensor in new_tensors(output, before):
             if tensor.requires_grad:
-                # An inner graph of a reentrant recompute must not queue the end of backward.
+                # The inner graph of a reentrant recompute must not queue the final callback.
                 forward = None if recompute else self.communicator.forwards
                 run = None if recompute else self.communicator.queue.run_of(unit)
-                on_gradient(tensor, partial(self._gradient_arrives, unit, forward, run), before)
+                register_gradient_hook(
+                    tensor, partial(self._pre_backward, unit, forward, run), before
+                )
 
-    def _gradient_arrives(
+    def _pre_backward(
         self,
         unit: Block,
         forward: int | None,
@@ -309,42 +324,42 @@ class Hooks:
         if torch.is_grad_enabled():
             no_second_derivatives()
         if forward is not None:
-            self.communicator.begin_backward(forward)
+            self.communicator.root_pre_backward(forward)
         if isinstance(unit, Enclosing):
-            self.communicator.enclosing_backward(unit)
+            self.communicator.pre_backward_of_enclosing(unit)
         else:
-            self.communicator.enter_backward(unit, run)
+            self.communicator.block_pre_backward(unit, run)
 
-    # several modules that are one unit
+    # several modules that form one unit
 
-    def _enter_one(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The unit is entered with the first of them, in a recompute with each."""
-        together = self.together[unit]
-        if together.left is not None and graph_task() == NO_TASK:
-            self._given[unit] = given((args, kwargs))
+    def _group_pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The unit's pre-forward is that of its first module; in a recompute, of each."""
+        group = self.module_groups[unit]
+        if group.left is not None and graph_task() == NO_TASK:
+            self._inputs[unit] = input_tensors((args, kwargs))
             return
-        self._enter_block(unit, module, args, kwargs)
+        self._pre_forward(unit, module, args, kwargs)
         if graph_task() == NO_TASK:
-            together.left = set()
+            group.left = set()
 
-    def _leave_one(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """It is left when all of them have run."""
-        together = self.together[unit]
-        if graph_task() == NO_TASK and together.left is not None:
-            together.left.add(id(module))
-            if len(together.left) < together.count:
-                self._await_gradient(unit, output)
+    def _group_post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """The unit's post-forward is that of the last of its modules to run."""
+        group = self.module_groups[unit]
+        if graph_task() == NO_TASK and group.left is not None:
+            group.left.add(id(module))
+            if len(group.left) < group.count:
+                self._register_pre_backward(unit, output)
                 return
-            together.left = None
-        self._leave_block(unit, module, args, output)
+            group.left = None
+        self._post_forward(unit, module, args, output)
 
-    def _leave_unfinished(self) -> None:
-        """Another unit runs, or the model's end: what of a unit has not run until now does not."""
-        for unit, together in self.together.items():
-            if together.left is not None:
-                together.left = None
-                self.communicator.state.perform(self.communicator.queue.leave(unit))
+    def _end_unfinished_groups(self) -> None:
+        """End units of which a module has not run, as another unit begins or the model ends."""
+        for unit, group in self.module_groups.items():
+            if group.left is not None:
+                group.left = None
+                self.communicator.state.perform(self.communicator.queue.post_forward(unit))
 
-    def _on_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _at_prefetch_trigger(self, unit: Unit, module: nn.Module, args: Any) -> None:
         queue, recompute = self.communicator.queue, graph_task() != NO_TASK
         self.communicator.state.perform(queue.trigger(unit, recompute))

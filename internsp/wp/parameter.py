@@ -1,4 +1,4 @@
-"""One sharded weight: its shard, its DTensor parameter, its reduced gradient (DESIGN 4)."""
+"""One parameter of a parallel model: its shard, its DTensor, its reduced gradient (DESIGN 4)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from internsp.dtensor.mixed import each, plainly
-from internsp.dtensor.parameter import Aliases, own, part
-from internsp.dtensor.placed import dtensor_like, local_of, strides
+from internsp.dtensor.mixed import read_each, without_torch_function
+from internsp.dtensor.parameter import Aliases, detach_aliases, make_shard_parameter
+from internsp.dtensor.placed import dtensor_like, local_values, strides
 from internsp.dtensor.tensor_parallel import TensorPart, own_part
 from internsp.errors import LayoutError, StaleWeightError, StructureError
 from internsp.host import GRADIENTS, WEIGHTS, HostLink, HostSum
@@ -21,35 +21,35 @@ from internsp.mesh import ParallelMesh, WeightAxis
 from internsp.trace import Work
 from internsp.wp.layout import ShardLayout
 
-Tag = tuple[int, torch.dtype]
+VersionAndDtype = tuple[int, torch.dtype]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class ModelParameter:
-    """A parameter of a parallel model, at rest: a :class:`ShardedParameter`, or a replicated one.
+    """A parameter of a parallel model: base of the sharded and of the replicated one.
 
-    The module's parameter is a ``DTensor`` over ``storage``, or over what of it is not padding.
+    The module's parameter is a ``DTensor`` whose local tensor is ``storage`` without its padding.
 
     Attributes:
-        name: fully qualified, of the first owner when several modules share the weight.
-        shape: of what this rank has of it while it is unsharded.
-        device: where it computes.
-        axis: over whose ranks it is cut, or replicated; dense weights and experts may have
-            different ones.
-        tensor: where it lies on the tensor ranks; ``None``: its layer is not tensor parallel.
-        ready: set by an optimizer that is still publishing: waits until ``storage`` is new (WP-3).
+        name: fully qualified name, in the first module if several share the parameter.
+        shape: shape of the unsharded parameter on this rank.
+        device: the device that computes with it.
+        axis: the mesh axis over which it is sharded or replicated; dense weights and experts may
+            have different ones.
+        tensor: its placement on the tensor ranks; ``None`` if its layer is not tensor parallel.
+        ready: work handle of the optimizer's all-gather of new values into ``storage`` (WP-3).
         offload: what of it lies in host memory (``weight_parallel.offload``).
-        guarded: whether other weights take its bytes between forward and backward.
-        communicator: unshards it and takes its gradient.
-        tied: what the whole model calls a weight of which other stages have copies; else empty.
-        counted: whether it is counted, and saved: of copies the first.
+        shares_slot: whether other weights use its bytes between forward and backward.
+        communicator: unshards it and reduces its gradient.
+        tied: name in the whole model of a weight that other pipeline stages hold, too; else empty.
+        counted: whether this copy is counted and saved; of several copies the first one is.
     """
 
     tied = ""
     counted = True
-    guarded = True
+    shares_slot = True
     offload: frozenset[str] = frozenset()
     shape: torch.Size
     device: torch.device
@@ -63,12 +63,12 @@ class ModelParameter:
         self.ready: Work | None = None
         self.meet: Callable[[str], None] | None = None
         self.aliases: Aliases = {}
-        self._generation = 0
+        self._unseen_writes = 0
 
-    def _hold(
+    def _register(
         self, storage: Tensor, placement: Placement, shape: Sequence[int], trained: bool
     ) -> None:
-        """Its values lie in ``storage``, as ``placement`` says, on the axis' mesh."""
+        """Make the module's parameter: a ``DTensor`` of ``shape`` over ``storage``."""
         self.storage = storage
         whole = DTensor.from_local(
             self.local(storage),
@@ -78,31 +78,31 @@ class ModelParameter:
             shape=torch.Size(shape),
             stride=strides(tuple(shape)),
         )
-        self._counter = whole  # has the parameter's version counter, and is read at once
-        self.parameter = own(nn.Parameter(whole, requires_grad=trained), self)
+        self._counter = whole  # shares the parameter's version counter, and is faster to read
+        self.parameter = make_shard_parameter(nn.Parameter(whole, requires_grad=trained), self)
 
     @property
     def name_in_model(self) -> str:
-        """What the whole model calls it: of a copy the name of the weight."""
+        """Its name in the whole model, of which this may be one pipeline stage."""
         return self.tied or self.name
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained, now: a user may freeze and thaw it."""
-        # Past __torch_function__, by which every read of a parameter's attribute goes.
-        return bool(plainly(_requires_grad, (), (self.parameter,), {}))
+        """Whether it is trained now; a user may freeze it at any time."""
+        # Without __torch_function__, through which each read of an attribute would go.
+        return bool(without_torch_function(_requires_grad, (), (self.parameter,), {}))
 
     def wrap(self, storage: Tensor) -> DTensor:
         """A tensor like ``storage`` as a ``DTensor`` like the parameter (no copy, no message)."""
         return dtensor_like(self.parameter, self.local(storage))
 
     def local(self, storage: Tensor) -> Tensor:
-        """What the parameter's local tensor is of a tensor like ``storage``."""
+        """A tensor like ``storage`` as the parameter's local tensor: without padding (a view)."""
         return storage
 
     def own(self, values: Tensor) -> Tensor:
-        """What this rank has, like the local tensor, of values of the whole parameter."""
-        return values if self.tensor is None else self.tensor.own(values)
+        """This rank's part, like the local tensor, of ``values`` of the whole parameter."""
+        return values if self.tensor is None else self.tensor.local_part(values)
 
     def part_of(self, values: Tensor, what: str = "") -> Tensor:
         """This rank's part of ``values``, like the local tensor.
@@ -137,83 +137,82 @@ class ModelParameter:
         return self.own(values.detach())
 
     def like_storage(self, part: Tensor) -> Tensor:
-        """``part``, like the local tensor, as a tensor like ``storage``."""
+        """A tensor like ``storage`` with ``part`` (like the local tensor) and zeros as padding."""
         made = part.new_zeros(self.storage.shape, device=self.storage.device)
         self.local(made).copy_(part)
         return made
 
     def relocate(self, storage: Tensor) -> None:
-        """Move the values into ``storage`` (same shape): an optimizer packs a unit's."""
+        """Move the values into ``storage`` (same shape), a part of an optimizer's flat bucket."""
         storage.copy_(self.storage)
         self.storage = storage
         # `.data =` on a DTensor leaves its local tensor where it was.
         self.parameter._local_tensor.data = self.local(storage)  # type: ignore[attr-defined]
         self._counter._local_tensor = self.parameter._local_tensor  # type: ignore[attr-defined]
 
-    def publish(self) -> None:
-        """Wait until ``storage`` is what the optimizer has made of it (WP-3)."""
+    def wait_until_ready(self) -> None:
+        """Wait until ``storage`` holds the values of the last optimizer step (WP-3)."""
         if self.ready is not None:
             ready, self.ready = self.ready, None
             ready.wait()
 
-    def take(self, values: Tensor) -> None:
+    def load(self, values: Tensor) -> None:
         """Copy values, whole or a ``DTensor`` placed alike, into the storage.
 
         Raises:
             LayoutError: they have another shape or placement.
         """
-        self.publish()  # what an optimizer still publishes would overwrite them
-        local = local_of(self.name, values, self.parameter)
+        self.wait_until_ready()  # an all-gather in flight would overwrite them
+        local = local_values(self.name, values, self.parameter)
         if local is None:
             local = self.own(values.detach())
-        part(self.parameter, self.aliases, values)
+        detach_aliases(self.parameter, self.aliases, values)
         with torch.no_grad():
             self.local(self.storage).copy_(local.detach())
 
     def version(self) -> int:
-        """A number that changes whenever the values may have.
+        """A number that changes whenever the values may have changed.
 
-        Operations on the ``DTensor`` raise its own version counter, operations on its local tensor
-        that one's. What raises neither (``foreach`` and fused operations, numpy) must be told by
-        :meth:`invalidate`.
+        The sum of the version counters of the ``DTensor`` and of its local tensor. After writes
+        that raise neither (``foreach`` and fused operations, numpy), call :meth:`invalidate`.
         """
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
-        return self._counter._version + local._version + self._generation
+        return self._counter._version + local._version + self._unseen_writes
 
     def invalidate(self) -> None:
-        """The values were written behind autograd's back."""
-        self._generation += 1
+        """Raise the version: the values were written in a way that no version counter shows."""
+        self._unseen_writes += 1
 
 
 class ShardedParameter(ModelParameter):
-    """A parameter at rest as this rank's rows.
+    """A parameter of which this rank holds a shard.
 
-    ``storage`` is the padded shard ``[rows, ...]``, contiguous, cut dimension first; the module's
-    parameter is a ``DTensor`` whose local tensor is a view of its valid rows.
+    ``storage`` is the padded shard ``[rows, ...]``, contiguous, sharded dimension first; the
+    module's parameter is a ``DTensor`` whose local tensor is a view of the valid rows.
 
-    Where ranks own different experts, ``layout`` is of this rank's unsharded weight, and the
-    ``DTensor`` is of all ranks' weights of that name, one after another on dimension 0. Where the
-    layer is tensor parallel, ``layout`` is of this tensor rank's part.
+    If ranks own different experts, ``layout`` describes this rank's unsharded weight, and the
+    ``DTensor`` has the weights of all ranks one after another on dimension 0. If the layer is
+    tensor parallel, ``layout`` describes this tensor rank's part.
 
     Attributes:
         reduced_grad: the gradient summed from finished reductions so far in this backward, like
             ``storage`` but fp32 or wider (unless ``borrowed``); ``None`` before the first reduction
             is finished. In host memory where gradients are offloaded: read :meth:`reduced`.
         borrowed: ``reduced_grad`` is autograd's own tensor; see :meth:`own_reduced_grad`.
-        compute_dtype: what a gather moves; the shard is cast before it travels (WP-1).
-        sent_as: what its gradient is reduced in; ``None``: in the compute dtype, as in a group of
-            one always.
-        trained: whether it was when the last forward began: all ranks have agreed on that.
-        reduce_dtype, gradient_bytes: what a reduction moves, and the bytes of it, padded.
-        slot_nbytes: bytes of the padded whole in the configured compute dtype.
-        link: copies what is offloaded of it; ``None``: nothing is, of the whole chunk.
-        hosted: whether the shard does, and so ``storage`` and the parameter.
-        travels: whether it comes from elsewhere, other ranks or the host, and is waited for.
-        moves: whether it is gathered: false where the shard is the unsharded weight already.
+        compute_dtype: dtype in which it is gathered; the shard is cast before (WP-1).
+        sent_as: configured dtype of its reductions; ``None`` for the compute dtype, and in a group
+            of one.
+        trained: whether it required a gradient when the last forward began, on all ranks.
+        reduce_dtype, gradient_bytes: dtype of its reductions, and bytes of the padded gradient.
+        slot_nbytes: bytes of the padded unsharded weight in the configured compute dtype.
+        link: copies its offloaded tensors; ``None`` if the chunk offloads nothing.
+        hosted: whether the shard (``storage`` and the parameter) lies in host memory.
+        needs_wait: whether its gather comes from other ranks or the host, and is waited for.
+        needs_gather: false if the shard already is the unsharded weight.
         autocasts: whether an active autocast decides the compute dtype (a linear layer's weight).
-        unit: its block, or what it is beside the blocks; decides when it is gathered.
-        slices: near ranks that keep slices of it after its first gather of a step; 0: none do.
-        shown: version and dtype of what its bytes in the slot hold; ``None``: of nothing.
+        unit: the unit in which it is gathered: its block, or one outside of the blocks.
+        slices: number of near ranks that keep slices of it after a step's first gather, or 0.
+        used_version: version and dtype of its contents in the slot; ``None`` if there are none.
     """
 
     slices = 0
@@ -242,15 +241,15 @@ class ShardedParameter(ModelParameter):
         self.slot_nbytes = layout.padded_numel * self.compute_dtype.itemsize
         self.link, self.offload = link, frozenset(offload)
         self.hosted = WEIGHTS in self.offload
-        self.travels = layout.size > 1 or self.hosted
-        self.moves = self.travels or self.compute_dtype != self.dtype
+        self.needs_wait = layout.size > 1 or self.hosted
+        self.needs_gather = self.needs_wait or self.compute_dtype != self.dtype
         # A weight that is whole at rest is autocast by torch itself, as on one process.
-        self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.moves
+        self.autocasts = autocasts and self.compute_dtype == torch.float32 and self.needs_gather
         self.device = device
         self._sum: HostSum | None = None
         self.reduced_grad: Tensor | None = None
         self.borrowed = False
-        self.shown: Tag | None = None
+        self.used_version: VersionAndDtype | None = None
         if self.hosted and link is not None:
             storage = link.zeros(WEIGHTS, layout.shard_shape, self.dtype)
         else:
@@ -264,10 +263,10 @@ class ShardedParameter(ModelParameter):
         if self.tensor is not None:
             shape = self.tensor.shape
         self.trained = parameter.requires_grad
-        self._hold(storage, Shard(layout.dim), shape, self.trained)
+        self._register(storage, Shard(layout.dim), shape, self.trained)
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
-        """Zeros like the padded shard, where it computes."""
+        """Zeros like the padded shard, on the device that computes."""
         return torch.zeros(self.layout.shard_shape, dtype=dtype, device=self.device)
 
     def local(self, storage: Tensor) -> Tensor:
@@ -278,7 +277,7 @@ class ShardedParameter(ModelParameter):
     def own(self, values: Tensor) -> Tensor:
         """See :class:`ModelParameter`."""
         values = super().own(values)
-        if self.tensor is None:  # those of experts of other ranks lie before and behind
+        if self.tensor is None:  # other ranks' experts lie before and behind this rank's
             count = self.layout.shape[0]
             values = values.narrow(0, self.axis.expert_rank * count, count)
         return self.layout.cut(values, self.rank).movedim(0, self.layout.dim)
@@ -294,47 +293,48 @@ class ShardedParameter(ModelParameter):
         self.reduce_dtype = self.sent_as or dtype
         self.gradient_bytes = self.layout.padded_numel * self.reduce_dtype.itemsize
 
-    def tag(self) -> Tag:
-        """What a slot with this weight holds: the same values in two dtypes differ (WP-11)."""
+    def current_version(self) -> VersionAndDtype:
+        """Version and dtype that contents of a slot must have to be this weight's (WP-11)."""
         return self.version(), self.compute_dtype
 
-    def show_again(self, shown: Tag) -> None:
-        """Backward needs what a view of ``shown`` had: check that it is still to be had (WP-14).
+    def require_version(self, used_version: VersionAndDtype) -> None:
+        """Check that the values are still those of ``used_version``, which a view of this weight
+        was made from: its backward computes with them (WP-14).
 
         Raises:
             StaleWeightError: the values have changed since.
         """
-        version, dtype = shown
-        if dtype is not self.compute_dtype:  # autocast was another there
+        version, dtype = used_version
+        if dtype is not self.compute_dtype:  # autocast had another dtype in that forward
             self.use_dtype(dtype)
         if version != self.version():
             raise stale(self.name, dist.get_rank())
 
     def agrees_with(self, gathered: Tensor) -> bool:
-        """Whether this rank's rows of ``gathered`` (flat, padded) still are those of the shard.
+        """Whether this rank's rows of ``gathered`` (flat, padded) still have the bits of the shard.
 
-        True also where the version tells that they are not: that is found where they are used.
+        Also true if the versions differ: this is noticed when the weight is used.
         """
-        if self.shown != self.tag():
+        if self.used_version != self.current_version():
             return True
         count = self.layout.shard_numel
         own, shard = gathered.narrow(0, self.rank * count, count), self.fresh()
         return same_bits(own, shard if shard.dtype == own.dtype else shard.to(own.dtype))
 
     def to_send(self) -> Tensor:
-        """The padded shard, flat, in the compute dtype, fresh (WP-3): what a gather reads."""
+        """Input of an all-gather: the padded shard, flat, in the compute dtype, fresh (WP-3)."""
         fresh = self.fresh()
-        # In a group of one the copy into the slot casts.
+        # In a group of one, the copy into the slot does the cast.
         alone = self.layout.size == 1
         return fresh if alone or self.dtype == self.compute_dtype else fresh.to(self.compute_dtype)
 
     def fresh(self) -> Tensor:
-        """The padded shard, flat, in its own dtype, once an optimizer has published it (WP-3)."""
+        """The padded shard, flat, in its own dtype, after the optimizer's all-gather (WP-3)."""
         if self.ready is not None:
-            self.publish()
+            self.wait_until_ready()
         local = self.parameter._local_tensor  # type: ignore[attr-defined]
         if local.data_ptr() != self.storage.data_ptr():
-            # The parameter's local tensor was given other storage (`.data =`, `to_empty`).
+            # A program gave the parameter's local tensor other storage (`.data =`, `to_empty`).
             if local.dtype != self.dtype:
                 raise StructureError(
                     f"{self.name} was cast from {self.dtype} to {local.dtype} after parallelize(): "
@@ -344,7 +344,7 @@ class ShardedParameter(ModelParameter):
         return self._flat
 
     def add_reduced_grad(self, total: Tensor) -> None:
-        """Add ``total`` (like ``storage``, fp32 or wider), which is given away."""
+        """Add ``total`` (like ``storage``, fp32 or wider); the caller must not use it again."""
         if self.link is not None and GRADIENTS in self.offload:
             if self._sum is None:
                 self._sum = HostSum(self.link, total.numel(), total.dtype)
@@ -355,7 +355,7 @@ class ShardedParameter(ModelParameter):
         self.reduced_grad = total if before is None else self.own_reduced_grad().add_(total)
 
     def borrow_grad(self, gradient: Tensor) -> None:
-        """:meth:`add_reduced_grad` of autograd's own tensor, not copied until it is changed."""
+        """:meth:`add_reduced_grad` of a tensor that autograd owns; copied when it is written to."""
         if GRADIENTS in self.offload:
             wide = torch.promote_types(gradient.dtype, torch.float32)
             self.add_reduced_grad(gradient.to(wide, copy=True))
@@ -369,42 +369,42 @@ class ShardedParameter(ModelParameter):
         """``reduced_grad`` on the device."""
         if self._sum is None or self.reduced_grad is None:
             return self.reduced_grad
-        return self._sum.fetch().view(self.layout.shard_shape)
+        return self._sum.to_device().view(self.layout.shard_shape)
 
     def own_reduced_grad(self) -> Tensor:
-        """:meth:`reduced`, to be changed in place: fp32 or wider, and memory of its own."""
+        """:meth:`reduced` in fp32 or wider and in memory of its own, to be changed in place."""
         assert self.reduced_grad is not None, "the caller has looked"
         if self._sum is not None:
-            return self._sum.fetch().view(self.layout.shard_shape)
+            return self._sum.to_device().view(self.layout.shard_shape)
         if self.borrowed:
             wide = torch.promote_types(self.reduced_grad.dtype, torch.float32)
             self.reduced_grad, self.borrowed = self.reduced_grad.to(wide, copy=True), False
         return self.reduced_grad
 
     def drop_reduced_grad(self) -> None:
-        """Forget the sum."""
+        """Drop the reduced gradient."""
         self.reduced_grad, self.borrowed = None, False
         if self._sum is not None:
             self._sum.clear()
 
 
 class ReplicatedParameter(ModelParameter):
-    """A whole parameter on every rank, as a ``DTensor`` on the same mesh as the cut ones.
+    """A parameter of which every rank holds a replica, a ``DTensor`` on the mesh of sharded ones.
 
-    To layers it is its own communicator (:class:`internsp.wp.communicator.WPCommunicator` names the
-    methods): there is nothing to gather.
+    There is nothing to gather, so that it is its own communicator to layers (the methods are those
+    of :class:`internsp.wp.communicator.WPCommunicator`).
 
     Args:
-        compute_dtype: what its module computes with (``None``: its own).
+        compute_dtype: the dtype that its module computes in; ``None`` for its own.
 
     Attributes:
-        axis: the dense one, over whose ZeRO group an optimizer cuts it.
-        shown: the version that was last computed with.
-        sums: takes its gradient, as that of its ``index``
+        axis: the axis of dense weights, over whose ZeRO group an optimizer shards its state.
+        used_version: the version that was last used.
+        sums: adds up the gradients of replicated parameters, this one's at ``index``
             (:class:`internsp.wp.replicated.ReplicatedParameters`).
     """
 
-    guarded = False  # nothing overwrites it but a user, who is caught when its gradient is ready
+    shares_slot = False  # a write by the user is noticed when its gradient is ready
     weight_part = False
     sums: Any
     index: int
@@ -419,41 +419,41 @@ class ReplicatedParameter(ModelParameter):
         super().__init__(name, parameter, mesh.dense)
         self.communicator = self
         self.compute_dtype = compute_dtype or parameter.dtype
-        self.shown = -1
+        self.used_version = -1
         mine = own_part(parameter)
         self.shape = mine.shape
         storage = torch.zeros(mine.shape, dtype=parameter.dtype, device=mesh.device)
         if parameter.device.type != "meta":
             storage.copy_(mine)
         self.device = storage.device
-        self._hold(storage, Replicate(), parameter.shape, parameter.requires_grad)
+        self._register(storage, Replicate(), parameter.shape, parameter.requires_grad)
 
-    def show_again(self, shown: int) -> None:
-        """The gradient of what was ``shown`` is ready: check that the values are the same (WP-14).
+    def require_version(self, used_version: int) -> None:
+        """Check that the values are still those of ``used_version`` (WP-14).
 
         Raises:
             StaleWeightError: they have changed since.
         """
-        if shown != self.version():
+        if used_version != self.version():
             raise stale(self.name, dist.get_rank())
 
     # as a communicator: ``weight`` is itself
 
     def unshard(self, weight: ReplicatedParameter) -> Tensor:
-        """The local replica, in the compute dtype, published (WP-3)."""
+        """The local replica, in the compute dtype, fresh (WP-3)."""
         if self.ready is not None:
-            self.publish()
+            self.wait_until_ready()
         local: Tensor = self.parameter._local_tensor.data  # type: ignore[attr-defined]
-        self.shown = self.version()
-        # torch, too, would give what it was given, but takes its time to find out.
+        self.used_version = self.version()
+        # `.to()` of the same dtype would return the tensor, too, but takes time to find out.
         return local if local.dtype == self.compute_dtype else local.to(self.compute_dtype)
 
-    def at_hand(self, weight: ReplicatedParameter) -> bool:
-        """Always."""
+    def may_unshard_in_backward(self, weight: ReplicatedParameter) -> bool:
+        """Always true."""
         return True
 
     def on_grad_ready(self, weight: ReplicatedParameter, gradient: Tensor) -> None:
-        """Add this rank's part to the flat sum."""
+        """Add this rank's gradient to the flat gradient."""
         if self.sums.backward < 0:
             self.sums.began()
         if self not in self.sums.frozen:
@@ -465,12 +465,12 @@ Member = ReplicatedParameter | ShardedParameter
 
 
 def trained(members: Iterable[Member]) -> list[bool]:
-    """``requires_grad`` of each, read at once."""
-    return each(_requires_grad, [member.parameter for member in members])
+    """``requires_grad`` of each parameter, read in one call."""
+    return read_each(_requires_grad, [member.parameter for member in members])
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """``values`` as integers of their bits (so that NaN equals NaN)."""
+    """The bits of ``values``, as integers (so that NaN equals NaN)."""
     return values.view(_BITS[math.gcd(values.element_size(), 8)])
 
 
@@ -480,13 +480,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of ``flat`` in the shapes of ``like``, in one call: a split and views take longer."""
+    """Views of ``flat`` in the shapes of ``like``; one call, faster than a split and views."""
     views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
     return views
 
 
 def stale(name: str, rank: int) -> StaleWeightError:
-    """The error for values that changed between their use in forward and its backward (WP-14)."""
+    """The error for a weight that changed between its use in forward and its backward (WP-14)."""
     return StaleWeightError(
         f"{name} changed on rank {rank} between its use in forward and its backward: its gradient "
         "would be computed with other values. Take the optimizer step, load_state_dict or edit "

@@ -1,4 +1,4 @@
-"""Performs what the gather queue says: the one interpreter of actions at run time (WP-2)."""
+"""Performs the actions that the gather queue returns: their only interpreter at run time (WP-2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from internsp.failure.ledger import Counters
-from internsp.host import Copied, HostLink
+from internsp.failure.comm_context import Counters
+from internsp.host import CopyHandle, HostLink
 from internsp.mesh import WeightAxis
 from internsp.near import NearSlices
 from internsp.quantize import Quantizer
@@ -44,20 +44,20 @@ class Chunk:
 
     Attributes:
         collectives: of the dense axis; waits, ledger and trace are the same for every axis.
-        gathers: of each axis, ``collectives`` among them.
-        between: of each axis, between replicas.
-        queue: decides what happens next.
+        gathers: the collectives of each axis, ``collectives`` among them.
+        between: the collectives between replicas, of each axis.
+        queue: decides which actions follow from an event.
         replicas: exchanges reduced gradients between replicas.
-        link: copies what is offloaded to the host; ``None``: nothing is.
-        activations: of recomputing blocks in host memory
-            (:class:`internsp.layers.offload.ActivationOffload`); ``None``: there are none.
-        near: slices of weights of blocks within a near group, where asked for.
-        quantizer: rounds the weights of blocks for their all-gathers, where asked for.
-        began: called at each ready gradient: no output of the model may have shown that a backward
-            runs.
+        link: copies offloaded tensors to and from the host; ``None`` if none are offloaded.
+        activations: offloaded activations of blocks that are recomputed
+            (:class:`internsp.layers.offload.ActivationOffload`); ``None`` if there are none.
+        near: slices of blocks' weights within near groups, if configured.
+        quantizer: quantizes blocks' weights for their all-gathers, if configured.
+        began: called at each ready gradient, since no hook of the model's output may have noticed
+            that a backward runs.
         streams: whether a use must be told to the slot's streams.
-        at_next_pass: called when a pass gathers nothing more: a pipeline prefetches for the next.
-        inside: the chunk's forward runs; what is used outside it is a part run by itself.
+        at_next_pass: called when a pass gathers nothing more, so that a pipeline can prefetch.
+        inside: the model's forward runs; otherwise the program calls a part of the model itself.
     """
 
     collectives: Collectives
@@ -83,11 +83,11 @@ class Chunk:
         self.streams = any(slot.streams.active for slot in self.pool.slots)
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Do what an event has brought about, in order: the only interpreter of actions."""
+        """Perform ``actions`` in order."""
         for action in actions:
             kind, phase, unit, weights, _ = action
             if kind == USE:
-                if weights[0].moves:
+                if weights[0].needs_gather:
                     streams = self.pool.slots[unit.slot].streams
                     if streams.active:
                         streams.read(*weights)
@@ -96,10 +96,10 @@ class Chunk:
             elif kind == WAIT:
                 self._wait(action)
             elif kind == ALL_GATHER and self.link is not None and weights[0].hosted:
-                with self.link.aside():
+                with self.link.on_copy_stream():
                     self._all_gather(action)
-                if not self.queue.overlap:  # it was waited for in that stream alone
-                    self.link.here().wait()
+                if not self.queue.overlap:  # only the stream of the copy has waited for it
+                    self.link.record_event().wait()
             elif kind in (ALL_GATHER, NEAR_GATHER):
                 self._all_gather(action)
             elif kind == FREE:
@@ -110,24 +110,26 @@ class Chunk:
             else:
                 self._reduce(action)
 
-    def forget_older(self, unit: Unit) -> None:
-        """Of a part that runs by itself: what has changed since it was gathered is gathered anew.
+    def invalidate_older(self, unit: Unit) -> None:
+        """Drop the contents of weights of ``unit`` that were written since they were gathered.
 
-        Decided by the versions of this rank, as all that a plain loop over parts can be.
+        For a part of the model that the program calls itself. Decided by the versions of this rank.
         """
-        self.queue.lose(weight for weight in unit.weights if weight.shown != weight.tag())
+        self.queue.invalidate(
+            weight for weight in unit.weights if weight.used_version != weight.current_version()
+        )
 
     def finish_reductions(self, last: bool = False) -> None:
         """Wait for every reduction in flight; ``last``: see :meth:`Reductions.finish`."""
         self.perform(self.queue.reductions.finish(last))
 
     def complete_gradients(self) -> None:
-        """Wait for every reduction in flight, and for the exchange of all between replicas."""
+        """Wait for every reduction in flight, and for all exchanges between replicas."""
         self.perform(self.queue.reductions.complete())
 
     def reduce_accumulated(self) -> None:
-        """Reduce the sums that no backward has taken along, in the order of their accumulation."""
-        for unit, weight in self.reducer.whole:
+        """Reduce accumulated sums that no backward has reduced, in the order of accumulation."""
+        for unit, weight in self.reducer.unsharded_sums:
             self.perform(self.queue.reduce(unit, weight))
 
     def _record(
@@ -152,7 +154,7 @@ class Chunk:
     def _all_gather(self, action: Action) -> None:
         kind, phase, unit, weights, evicted = action
         slot = self.pool.slots[unit.slot]
-        slot.take(unit, weights, evicted, self.pool.poison)
+        slot.acquire(unit, weights, evicted, self.pool.poison)
         runs = runs_of(weights, attrgetter("compute_dtype")) if len(weights) > 1 else [weights]
         for run in runs:
             collectives, copied, near = self.gathers[run[0].axis], None, None
@@ -164,13 +166,13 @@ class Chunk:
             for weight in run:
                 output = slot.flat(unit, weight)
                 if near is not None:
-                    shard = near.slice(weight)
+                    shard = near.slice_of(weight)
                 else:
-                    weight.shown = weight.tag()
+                    weight.used_version = weight.current_version()
                     if self.quantizer is not None and weight in self.quantizer.weights:
                         shard = weight.fresh()
                         if self.link is not None and weight.hosted:
-                            shard = self.link.staged(shard)
+                            shard = self.link.copy_to_staging(shard)
                         output, shard = self.quantizer.quantize(weight, shard, output, slot.streams)
                     elif self.link is not None and weight.hosted:
                         shard, copied = self._from_host(self.link, weight, output)
@@ -180,23 +182,23 @@ class Chunk:
                 shards.append(shard)
                 names.append(weight.name)
             if self.near is not None and near is None:
-                self.near.expect(run)
+                self.near.add_in_flight(run)
             handle = collectives.all_gather(outputs, shards, unit.name, names, phase)
             if copied is not None and collectives.size == 1:
-                handle.work = copied  # all that is to be waited for
+                handle.work = copied  # only the copy is to be waited for
             self._launched(run, handle)
 
     def _from_host(
         self, link: HostLink, weight: ShardedParameter, output: Tensor
-    ) -> tuple[Tensor, Copied]:
-        """Bring an offloaded shard to its place in ``output``, a slot: a gather sends it there."""
+    ) -> tuple[Tensor, CopyHandle]:
+        """Copy an offloaded shard to its position in ``output``, from where a gather sends it."""
         size, shard = weight.layout.size, weight.fresh()
         place = output.view(size, -1)[weight.rank] if size > 1 else output
         if shard.dtype == place.dtype:
-            copied = link.fetch([(place, shard)])
+            copied = link.copy_to_device([(place, shard)])
         else:
-            place.copy_(link.staged(shard))
-            copied = link.here()
+            place.copy_(link.copy_to_staging(shard))
+            copied = link.record_event()
         if size > 1:
             copied.wait()
         return place, copied
@@ -221,9 +223,9 @@ class Chunk:
                     self._arrived(handle.carries)
 
     def _arrived(self, weights: Sequence[ShardedParameter]) -> None:
-        """A gather was waited for: what came quantized fills its slot."""
-        far = self.near is None or self.near.comes(weights[0])
+        """After the wait for a gather: dequantize into the slot; keep slices for near groups."""
+        far = self.near is None or self.near.from_whole_group(weights[0])
         if far and self.quantizer is not None and weights[0] in self.quantizer.weights:
             self.quantizer.dequantize(weights[0])
         if self.near is not None:
-            self.near.keep(weights)
+            self.near.save_slices(weights)

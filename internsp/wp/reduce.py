@@ -1,10 +1,10 @@
-"""Where a gradient goes: summed on this rank, reduced over the group, finished into the shard.
+"""Where a gradient goes: summed on this rank, reduce-scattered, added to the shard's gradient.
 
-When a reduction is launched, and when the oldest is finished, is decided in
-:mod:`internsp.wp.reductions`; here it is done. Two forms of accumulation over micro-batches:
-sharded (each is reduced, sums have the size of a shard) and full (unsharded gradients are summed
-and reduced once, as within ``no_sync`` of torch's DDP: as many times less to send, for the memory
-of every unsharded gradient in fp32 or wider).
+:mod:`internsp.wp.reductions` decides when a reduction is launched and when the oldest is finished;
+this file does it. Gradients of several micro-batches accumulate in one of two forms: sharded (each
+is reduced, and the sums have the size of a shard) or full (unsharded gradients are summed and
+reduced once, as within ``no_sync`` of torch's DDP, which sends less and needs memory for every
+unsharded gradient in fp32 or wider).
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ from internsp.wp.slots import Unit
 
 @dataclass
 class PendingGradient:
-    """A reduction in flight: weights, buffers and work handle."""
+    """A reduce-scatter in flight: its weights, its buffers and its work handle."""
 
     unit: Unit
     weights: Sequence[ShardedParameter]
-    """One large weight, or small ones of one dtype, whose shards lie in a row in every piece."""
-    received: Tensor
-    """``[size * piece]``, flat: one piece from every rank."""
+    """One large weight, or small ones of one dtype; their shards lie one after another in the
+    part of each rank."""
+    output: Tensor
+    """``[size * part]``, flat: this rank's part of the input of every rank."""
     packed: Tensor | None
-    pieces: Tensor
-    """What was sent; this rank's own piece is in it."""
+    input: Tensor
+    """``[size * part]``, flat: the unsharded gradients, the part of each rank one after another."""
     handle: Handle
 
 
 class Buffers:
-    """Pooled flat buffers for reductions: each serves again and again (WP-6).
+    """Pool of flat buffers for reductions (WP-6).
 
     Args:
-        reuse: ``weight_parallel.memory_pool``; without it what is given back is freed.
+        reuse: keep released buffers for later (``weight_parallel.memory_pool``); else free them.
 
     Attributes:
-        nbytes: of all that exist.
-        allocations: ever made.
+        nbytes: bytes of all buffers that exist.
+        allocations: number of buffers that were ever made.
     """
 
     def __init__(self, device: torch.device, reuse: bool = True) -> None:
@@ -61,22 +62,22 @@ class Buffers:
         self._current = current_stream(device)
         self.nbytes = self.allocations = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer with undefined contents; give it back with :meth:`give`."""
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer with undefined contents; return it with :meth:`release`."""
         free = self._free[(numel, dtype)]
         if free:
             buffer, stream = free.pop()
             if stream is not None and self._current is not None:
                 here = self._current()
-                if here != stream:  # what was queued there may still read it
+                if here != stream:  # kernels queued there may still read it
                     here.wait_stream(stream)
             return buffer
         self.allocations += 1
         self.nbytes += numel * dtype.itemsize
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer of :meth:`take` that no collective uses any more."""
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer of :meth:`acquire` to the pool, once no collective uses it."""
         if self._reuse:
             stream = None if self._current is None else self._current()
             self._free[(buffer.numel(), buffer.dtype)].append((buffer, stream))
@@ -88,16 +89,16 @@ class GradientReducer:
     """The gradients of a chunk's sharded parameters, from ready to reduced (WP-6).
 
     Args:
-        collectives: of the gradient group of each axis.
-        buffers: where received and packed pieces lie.
+        collectives: for each axis, those of its gradient group.
+        buffers: pool for inputs and outputs of reduce-scatters.
 
     Attributes:
-        ready: unsharded gradients that no reduction has taken yet; several uses' are summed.
-        touched: weights with a reduction in this backward, in launch order; whether this rank had
-            a gradient.
-        whole: sums of unsharded gradients that no reduction has taken yet.
-        frozen: weights whose gradients are dropped, since their parameters were frozen behind the
-            forward; they take their places in the order, with zeros.
+        ready: unsharded gradients that are not reduced yet; those of several uses are summed.
+        had_gradient: for each weight with a reduction in this backward, in launch order, whether
+            this rank had a gradient of it.
+        unsharded_sums: accumulated sums of unsharded gradients that are not reduced yet.
+        frozen: weights whose parameters were frozen after the forward. Their gradients are
+            dropped; their reductions are launched with zeros, in the declared order.
     """
 
     def __init__(
@@ -108,35 +109,37 @@ class GradientReducer:
         self.buffers = buffers
         self._queue: deque[list[PendingGradient]] = deque()
         self.ready: dict[ShardedParameter, Tensor] = {}
-        self.touched: dict[ShardedParameter, bool] = {}
-        self.whole = UnshardedSums(buffers)
+        self.had_gradient: dict[ShardedParameter, bool] = {}
+        self.unsharded_sums = UnshardedSums(buffers)
         self.frozen: set[ShardedParameter] = set()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def accumulate(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
-        """Add what is ready of ``weights`` to their sums. No message."""
+        """Add the ready gradients of ``weights`` to their unsharded sums. No message."""
         for weight in weights:
-            gradient = self._taken(weight)
-            self.whole.add(unit, weight, gradient)
+            gradient = self._pop_ready(weight)
+            self.unsharded_sums.add(unit, weight, gradient)
 
     def reduce_scatter(self, unit: Unit, weights: Sequence[ShardedParameter]) -> None:
-        """Start the reduction of what is ready of ``weights``, zeros where nothing is (WP-2)."""
+        """Start the reduction of the ready gradients of ``weights``, of zeros for others (WP-2)."""
         runs = runs_of(weights, attrgetter("reduce_dtype")) if len(weights) > 1 else (weights,)
         self._queue.append([self._start(unit, run) for run in runs])
 
     def _start(self, unit: Unit, weights: Sequence[ShardedParameter]) -> PendingGradient:
         shares = {weight.name: weight.layout.shard_numel for weight in weights}
         if len(weights) == 1:
-            pieces, packed = self._pieces(weights[0], self._taken(weights[0]))
+            input, packed = self._input(weights[0], self._pop_ready(weights[0]))
         else:
-            pieces = packed = self._packed(weights, [self._taken(weight) for weight in weights])
+            input = packed = self._coalesced_input(
+                weights, [self._pop_ready(weight) for weight in weights]
+            )
         size = weights[0].layout.size
-        received = pieces if size == 1 else self.buffers.take(pieces.numel(), pieces.dtype)
+        output = input if size == 1 else self.buffers.acquire(input.numel(), input.dtype)
         collectives = self._collectives[weights[0].axis]
-        handle = collectives.reduce_scatter(received, pieces, unit.name, shares, "backward")
-        return PendingGradient(unit, weights, received, packed, pieces, handle)
+        handle = collectives.reduce_scatter(output, input, unit.name, shares, "backward")
+        return PendingGradient(unit, weights, output, packed, input, handle)
 
     def finish_oldest(self) -> None:
         """Wait for the oldest reduction and add it to its shards' reduced gradients."""
@@ -148,11 +151,11 @@ class GradientReducer:
         collectives = self._collectives[weights[0].axis]
         collectives.wait(pending.handle, unit.name, weights[0].name, "finish")
         pending.handle.keep = ()
-        received = pending.received
+        output = pending.output
         if weights[0].layout.size == 1 and pending.packed is None:
-            weights[0].borrow_grad(received)  # no other rank has a part: the gradient is the sum
+            weights[0].borrow_grad(output)  # a group of one: the gradient is the sum
         else:
-            total = collectives.sum_received(received, pending.pieces)
+            total = collectives.sum_output(output, pending.input)
             if len(weights) == 1:
                 weights[0].add_reduced_grad(total.view(weights[0].layout.shard_shape))
             else:
@@ -160,65 +163,64 @@ class GradientReducer:
                 for weight, part in zip(weights, parts, strict=True):
                     weight.add_reduced_grad(part)
             if weights[0].layout.size > 1:
-                self.buffers.give(received)
+                self.buffers.release(output)
             if pending.packed is not None:
-                self.buffers.give(pending.packed)
+                self.buffers.release(pending.packed)
         if self._trace.enabled:
             for weight in weights:
                 self._trace.record("FINISH", unit.name, weight.name, "finish")
 
     def discard(self) -> None:
-        """After a failure that all ranks met: let everything arrive (WP-10).
+        """After a failure that all ranks met: wait for everything in flight, drop the rest (WP-10).
 
-        What has arrived lies in the shards' reduced gradients, to be dropped with them.
+        What arrives is added to the shards' reduced gradients, which the caller drops.
         """
         while self._queue:
             self.finish_oldest()
         self.ready.clear()
-        self.touched.clear()
-        self.whole.discard()
+        self.had_gradient.clear()
+        self.unsharded_sums.discard()
 
-    def _taken(self, weight: ShardedParameter) -> Tensor | None:
+    def _pop_ready(self, weight: ShardedParameter) -> Tensor | None:
         gradient = self.ready.pop(weight, None)
-        self.touched[weight] = gradient is not None or self.touched.get(weight, False)
+        self.had_gradient[weight] = gradient is not None or self.had_gradient.get(weight, False)
         return gradient
 
-    def _packed(
+    def _coalesced_input(
         self, weights: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]
     ) -> Tensor:
-        """Gradients that travel together, flat: in the piece of each rank one after another."""
+        """The input of one reduce-scatter of several gradients, flat: in the part of each rank,
+        the rows of one weight after another."""
         size, dtype = weights[0].layout.size, weights[0].reduce_dtype
         shard = sum([weight.layout.shard_numel for weight in weights])
-        packed = self.buffers.take(size * shard, dtype)
+        packed = self.buffers.acquire(size * shard, dtype)
         out = packed.view(size, shard)
         pairs = list(zip(weights, gradients, strict=True))
         ready = [g for w, g in pairs if g is not None and w.layout.in_rows(g) and g.dtype == dtype]
-        if len(ready) == len(pairs) and not len(self.whole):
-            torch._chunk_cat(ready, 0, size, out=out)  # as FSDP2 packs: one call for all
+        if len(ready) == len(pairs) and not len(self.unsharded_sums):
+            torch._chunk_cat(ready, 0, size, out=out)  # one call for all, as in FSDP2
             return packed
-        parts = [self._pieces(weight, gradient) for weight, gradient in pairs]
-        torch.cat([pieces.view(size, -1) for pieces, _ in parts], 1, out=out)
+        parts = [self._input(weight, gradient) for weight, gradient in pairs]
+        torch.cat([input.view(size, -1) for input, _ in parts], 1, out=out)
         for _, temporary in parts:
             if temporary is not None:
-                self.buffers.give(temporary)
+                self.buffers.release(temporary)
         return packed
 
-    def _pieces(
+    def _input(
         self, weight: ShardedParameter, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """An unsharded gradient as it travels, flat.
-
-        And the pooled buffer where it needed a copy.
-        """
-        if weight in self.whole:
-            total = self.whole.take(weight, gradient)
+        """The input of the reduce-scatter of one gradient, flat; and the pooled buffer that it was
+        copied to, if it needed a copy."""
+        if weight in self.unsharded_sums:
+            total = self.unsharded_sums.pop(weight, gradient)
             if total is not None:
                 return total, total
         if gradient is not None and gradient.dtype == weight.reduce_dtype:
-            pieces = packed_as_is(weight.layout, gradient)
-            if pieces is not None:
-                return pieces, None
-        packed = self.buffers.take(weight.layout.padded_numel, weight.reduce_dtype)
+            input = input_without_copy(weight.layout, gradient)
+            if input is not None:
+                return input, None
+        packed = self.buffers.acquire(weight.layout.padded_numel, weight.reduce_dtype)
         if gradient is None:
             packed.zero_()
         else:
@@ -226,8 +228,8 @@ class GradientReducer:
         return packed, packed
 
 
-def packed_as_is(layout: ShardLayout, gradient: Tensor) -> Tensor | None:
-    """``gradient`` flat, as it travels, without a copy, or ``None`` if it needs one."""
+def input_without_copy(layout: ShardLayout, gradient: Tensor) -> Tensor | None:
+    """``gradient`` as a flat reduce-scatter input, without a copy; ``None`` if it needs one."""
     if layout.padded:
         return None
     front = gradient.movedim(layout.dim, 0) if layout.dim else gradient
@@ -235,14 +237,13 @@ def packed_as_is(layout: ShardLayout, gradient: Tensor) -> Tensor | None:
 
 
 class UnshardedSums:
-    """Sums of unsharded gradients that no reduction has taken yet, in the order in which they were
-    first ready.
+    """Accumulated unsharded gradients that are not reduced yet, in the order of first accumulation.
 
-    That order is the declared one on every rank (WP-2), since a weight without a gradient takes
-    its place too.
+    That is the declared order on every rank (WP-2), since weights without a gradient are added,
+    too.
 
     Args:
-        buffers: where the sums lie; they serve every step anew.
+        buffers: the pool in which the sums lie.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -273,7 +274,7 @@ class UnshardedSums:
                 weight.layout.add(gradient, total)
             else:
                 wide = torch.promote_types(weight.compute_dtype, torch.float32)
-                part = self.buffers.take(weight.layout.padded_numel, wide)
+                part = self.buffers.acquire(weight.layout.padded_numel, wide)
                 weight.layout.pack(gradient, part)
                 total = self._offloaded(weight, total, part) or part
         self._sums[weight] = (unit, total)
@@ -281,7 +282,11 @@ class UnshardedSums:
     def _offloaded(
         self, weight: ShardedParameter, total: HostSum | None, part: Tensor
     ) -> HostSum | None:
-        """``part`` added to ``weight``'s sum in host memory, where its gradients lie there."""
+        """Add ``part`` to ``weight``'s sum in host memory, if its gradients are offloaded.
+
+        Returns:
+            That sum; ``None`` if they are not offloaded.
+        """
         if weight.link is None or GRADIENTS not in weight.offload:
             return None
         if total is None:
@@ -289,40 +294,40 @@ class UnshardedSums:
                 self._hosted[weight] = HostSum(weight.link, part.numel(), part.dtype)
             total = self._hosted[weight]
             total.clear()
-        total.add(part, self.buffers.give)
+        total.add(part, self.buffers.release)
         return total
 
-    def take(self, weight: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
-        """The sum with ``gradient`` added, as it travels: flat, padded, as it is sent.
+    def pop(self, weight: ShardedParameter, gradient: Tensor | None) -> Tensor | None:
+        """Remove and return the sum with ``gradient`` added: flat, padded, in the reduce dtype.
 
-        A pooled buffer, which the caller gives back; ``None``: there was no gradient.
+        A pooled buffer, which the caller releases; ``None`` if there was no gradient.
         """
         unit, total = self._sums[weight]
         if isinstance(total, HostSum):
-            there = self.buffers.take(total.values.numel(), total.values.dtype)
-            self._sums[weight] = unit, total.fetch(there)
+            there = self.buffers.acquire(total.values.numel(), total.values.dtype)
+            self._sums[weight] = unit, total.to_device(there)
         self.add(unit, weight, gradient)
         total = self._sums.pop(weight)[1]
-        if isinstance(total, HostSum):  # the first gradient of all, after zeros
-            total = total.fetch(self.buffers.take(total.values.numel(), total.values.dtype))
+        if isinstance(total, HostSum):  # `gradient` was the first one that is not zero
+            total = total.to_device(self.buffers.acquire(total.values.numel(), total.values.dtype))
         if total is None or total.dtype == weight.reduce_dtype:
             return total
-        packed = self.buffers.take(total.numel(), weight.reduce_dtype)
+        packed = self.buffers.acquire(total.numel(), weight.reduce_dtype)
         packed.copy_(total)  # rounded once, as a gradient of one micro-batch is
-        self.buffers.give(total)
+        self.buffers.release(total)
         return packed
 
     def drop(self, weight: ShardedParameter) -> None:
-        """Make ``weight``'s sum zeros: its place in the order stays (WP-2)."""
+        """Set ``weight``'s sum to zero; it keeps its position in the order (WP-2)."""
         if weight in self._sums:
             unit, total = self._sums[weight]
             if isinstance(total, Tensor):
-                self.buffers.give(total)
+                self.buffers.release(total)
             self._sums[weight] = (unit, None)
 
     def discard(self) -> None:
-        """Forget every sum."""
+        """Drop every sum."""
         for _, total in self._sums.values():
             if isinstance(total, Tensor):
-                self.buffers.give(total)
+                self.buffers.release(total)
         self._sums.clear()

@@ -1,4 +1,4 @@
-"""Pure: reductions in flight, and what replicas exchange of them, in one order (WP-2, WP-6)."""
+"""Pure: the order of reductions in flight, and of exchanges between replicas (WP-2, WP-6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from internsp.wp.schedule import (
 
 
 class Reductions(Generic[W]):
-    """The reductions of a chunk's backwards that are in flight; the queue says whose turn it is.
+    """The reductions of a chunk that are in flight; the gather queue decides which is next.
 
     Args:
         limit: bytes of unsharded gradients in flight; the oldest are finished first.
@@ -31,7 +31,7 @@ class Reductions(Generic[W]):
 
     Attributes:
         accumulating: unsharded gradients are summed instead of being reduced.
-        exchanges: of what was reduced, between replicas.
+        exchanges: exchanges of reduced gradients between replicas.
     """
 
     def __init__(self, limit: int = 0, overlap: bool = True) -> None:
@@ -40,7 +40,7 @@ class Reductions(Generic[W]):
         self._limit, self._overlap = limit, overlap
         self._flying: deque[tuple[Any, Sequence[W], int]] = deque()
         self._flying_bytes = 0
-        self._unit: Any = None  # whose reduction was launched last
+        self._unit: Any = None  # the unit of the last reduction that was launched
 
     def launch(
         self,
@@ -50,13 +50,13 @@ class Reductions(Generic[W]):
         last: bool = False,
         sums: bool = False,
     ) -> None:
-        """Launch one reduction; the oldest are finished where too many bytes would be in flight.
+        """Launch one reduction; first finish the oldest while too many bytes would be in flight.
 
-        No more of them than that: a whole unit finished at once would leave the link idle.
+        Only as many as needed: to finish a whole unit at once would leave the link idle.
 
         Args:
-            last: ``weights`` have no other in this backward.
-            sums: of what was accumulated, also while more is.
+            last: ``weights`` have no other reduction in this backward.
+            sums: reduce accumulated sums, also where this backward accumulates.
         """
         if self.accumulating and not sums:
             out.append(Action(ACCUMULATE, BACKWARD, unit, weights))
@@ -70,7 +70,7 @@ class Reductions(Generic[W]):
             if self.exchanges.active:
                 self.exchanges.reduced(weights, last)
             out.append(Action(REDUCE_SCATTER, BACKWARD, unit, weights))
-            if weights[0].travels and not self._overlap:
+            if weights[0].needs_wait and not self._overlap:
                 out.append(Action(WAIT, BACKWARD, unit, weights[:1]))
         out.append(Action(FREE, BACKWARD, unit, weights))
 
@@ -78,7 +78,7 @@ class Reductions(Generic[W]):
         """Wait for every reduction in flight, in launch order.
 
         Args:
-            last: no gradient comes before replicas exchange: start that, too.
+            last: no more gradients come before replicas exchange: start the exchanges, too.
         """
         out: list[Action] = []
         while self._flying:
@@ -88,7 +88,7 @@ class Reductions(Generic[W]):
         return out
 
     def complete(self) -> list[Action]:
-        """:meth:`finish`, and the exchange between replicas of all that is reduced by then."""
+        """:meth:`finish`, then exchange everything between replicas and wait for it."""
         out = self.finish(last=True)
         self.exchanges.complete(out)
         return out
@@ -107,10 +107,10 @@ class Reductions(Generic[W]):
         out.append(Action(FINISH_OLDEST, FINISH, None, weights))
 
     def _next_unit(self, unit: Any, out: list[Action]) -> None:
-        """Where replicas exchange early: finish what was launched before the unit before.
+        """The first reduction of another unit: where replicas exchange early, finish older ones.
 
-        That unit's backward has left it time to arrive, and on all ranks this is one point of the
-        order, between the same two reductions (WP-2).
+        Reductions launched before the previous unit's had that unit's backward to arrive in. On all
+        ranks this is the same point of the order, between the same two reductions (WP-2).
         """
         if unit is self._unit:
             return
@@ -126,8 +126,8 @@ class Parcel(Generic[W]):
     """Reduced gradients that replicas exchange in one collective.
 
     Attributes:
-        name: for the trace and errors.
-        nbytes: of the buffers that are held while it is in flight.
+        name: name for the trace and errors.
+        nbytes: bytes of the buffers that are held while it is in flight.
     """
 
     name: str
@@ -136,31 +136,33 @@ class Parcel(Generic[W]):
 
 
 class ReplicaExchange(Protocol):
-    """Does what :class:`Exchanges` says: a plain loop's, or a ``ZeroOptimizer``'s."""
+    """Carries out the actions of :class:`Exchanges`, for a plain loop or a ``ZeroOptimizer``."""
 
     def start(self, parcel: Any) -> None:
-        """Launch the exchange of a parcel's reduced gradients, which are complete. Does not block
-        with overlap."""
+        """Launch the exchange of a parcel, whose reduced gradients are complete.
+
+        Does not block, unless ``overlap`` is off.
+        """
 
     def finish_oldest(self) -> None:
         """Wait for the exchange that was launched first."""
 
     def discard(self) -> None:
-        """Let what is in flight arrive, and keep nothing. No message."""
+        """Wait for exchanges in flight, and drop their results. No message."""
 
 
 class Exchanges(Generic[W]):
     """The exchanges of a chunk's reduced gradients between replicas, once between two steps.
 
-    Parcels have one declared order, in which a backward completes them, whether they are exchanged
-    while it runs or when it is over: how early is each rank's own affair, the order is all ranks'.
-    A parcel is exchanged in a backward that is ``early``, as soon as the last reduction of each of
-    its weights is finished; what is left, and what got a gradient after its exchange, is exchanged
-    at the end. A backward is early where it is known, or expected, to be the last before the
-    exchange is needed. An expectation that was wrong costs a second exchange, no number.
+    All ranks exchange the parcels in one declared order, that in which a backward completes them.
+    When a rank exchanges a parcel may differ between ranks. In an ``early`` backward, a parcel is
+    exchanged as soon as the last reduction of each of its weights is finished; the other parcels,
+    and those that got a gradient after their exchange, are exchanged at the end. A backward is
+    early if it is known or expected to be the last one before the exchange is needed. Where it is
+    not, a second exchange is needed, and the sums are right all the same.
 
     Attributes:
-        parcels: what is exchanged, in the declared order.
+        parcels: the parcels in the declared order.
         active: whether anything is exchanged at all.
         early: whether the backward that runs, or ran last, exchanges while it runs.
     """
@@ -169,10 +171,10 @@ class Exchanges(Generic[W]):
         self.declare((), 0)
 
     def declare(self, parcels: Sequence[Parcel[W]], limit: int) -> None:
-        """What is exchanged, in which order.
+        """Set the parcels and their order.
 
         Args:
-            limit: bytes in flight, at least one parcel; the oldest are finished first.
+            limit: bytes in flight (one parcel may exceed it); the oldest are finished first.
         """
         self.parcels, self._limit = list(parcels), limit
         self.active = bool(parcels)
@@ -181,15 +183,15 @@ class Exchanges(Generic[W]):
         self.reset()
 
     def reorder(self, parcels: Sequence[Parcel[W]]) -> None:
-        """Between two steps: the same parcels in another order."""
+        """Set another order of the same parcels, between two steps."""
         self.declare(parcels, self._limit)
 
     def reset(self) -> None:
-        """Nothing is complete, nothing exchanged, nothing in flight."""
+        """Begin anew: no parcel is complete, exchanged or in flight."""
         self.early = False
         self._at = 0  # the next parcel
-        self._again: set[int] = set()  # exchanged, and reduced since
-        self._settled: set[W] = set()  # had their last reduction of the backward launched
+        self._again: set[int] = set()  # parcels with a reduction after their exchange
+        self._settled: set[W] = set()  # weights whose last reduction was launched
         self._flying: deque[int] = deque()
 
     def begin(self, early: bool) -> None:
@@ -201,7 +203,7 @@ class Exchanges(Generic[W]):
         """A reduction was launched.
 
         Args:
-            last: ``weights`` have no other in this backward.
+            last: ``weights`` have no other reduction in this backward.
         """
         self._reducing.update(weights)
         if last:
@@ -215,10 +217,10 @@ class Exchanges(Generic[W]):
         self._reducing.subtract(weights)
 
     def advance(self, out: list[Action], over: bool = False) -> None:
-        """Exchange what is complete, in its turn.
+        """Exchange the next parcels, as long as they are complete.
 
         Args:
-            over: no gradient comes before the exchange is needed.
+            over: no more gradients come before the exchange is needed.
         """
         while (self.early or over) and self._at < len(self.parcels):
             weights = self.parcels[self._at].weights
@@ -230,7 +232,7 @@ class Exchanges(Generic[W]):
             self._start(self._at - 1, out)
 
     def complete(self, out: list[Action]) -> None:
-        """When every reduction is finished: exchange the rest, and wait for all."""
+        """Exchange all other parcels and wait for all; every reduction is finished."""
         self.advance(out, over=True)
         for index in sorted(self._again):
             self._start(index, out)
@@ -239,7 +241,7 @@ class Exchanges(Generic[W]):
         self.reset()
 
     def forget(self) -> None:
-        """After a failure: :meth:`reset`, and no reduction is in flight either."""
+        """After a failure: :meth:`reset`; no reduction is in flight, either."""
         self._reducing.clear()
         self.reset()
 

@@ -16,16 +16,16 @@ SMALL = "gradients of replicated parameters"  # in errors
 
 
 class ReplicatedParameters:
-    """All replicated parameters of a chunk and one flat gradient for them.
+    """All replicated parameters of a chunk, and one flat gradient for them.
 
-    The flat vector ends with one flag a gradient (small and sharded ones), so that after the
-    reduction every rank knows which parameters were used by some rank: an unused one keeps
-    ``grad = None``, as on one process.
+    The flat gradient ends with one flag for each parameter, replicated or sharded. After the
+    all-reduce the flags tell every rank which parameters some rank has used: an unused parameter
+    keeps ``grad = None``, as on one process.
 
     Attributes:
-        backward: the graph task of the backward that is known to run; -1: none.
-        frozen: what had ``requires_grad = False`` when that began.
-        began: called at a ready gradient where it is not.
+        backward: the graph task of the backward that is known to run, or -1.
+        frozen: parameters with ``requires_grad = False`` when that backward began.
+        began: called at a ready gradient if no backward is known to run.
     """
 
     def __init__(self, mesh: ParallelMesh, sharded: list[ShardedParameter]) -> None:
@@ -38,16 +38,16 @@ class ReplicatedParameters:
         self.sharded = sharded
         self.flat: Tensor | None = None
         self.numel = 0
-        self._values: Sequence[Tensor] = ()  # views of the flat sum
+        self._values: Sequence[Tensor] = ()  # views of the flat gradient, one a parameter
         self._with_gradient: set[int] = set()
-        self._mine: list[bool] = []  # what this rank used, as last flagged
+        self._mine: list[bool] = []  # this rank's flags in the last reduction
 
-    def everyone(self) -> list[Member]:
-        """All parameters of the chunk, small and sharded."""
+    def all_parameters(self) -> list[Member]:
+        """All parameters of the chunk, replicated and sharded."""
         return [*self.members, *self.sharded]
 
     def append(self, member: ReplicatedParameter) -> None:
-        """Take in a parameter; the flat gradient is made at the first ready gradient."""
+        """Add a parameter; the flat gradient is allocated at the first ready gradient."""
         member.sums, member.index = self, len(self.members)
         self.members.append(member)
         self.numel += member.shape.numel()
@@ -55,7 +55,7 @@ class ReplicatedParameters:
     # the flat sum
 
     def gradient(self) -> Tensor:
-        """The flat sum, fp32 or wider: values, then flags. Made when first needed."""
+        """The flat gradient, fp32 or wider: values, then flags. Allocated when first needed."""
         if self.flat is None:
             dtype = torch.float32
             for member in self.members:
@@ -68,26 +68,26 @@ class ReplicatedParameters:
         return self.flat
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add a ready gradient to the flat sum (no message)."""
+        """Add a ready gradient to the flat gradient (no message)."""
         self.value(index).add_(gradient)
         self._with_gradient.add(index)
 
     def with_gradient(self) -> list[ReplicatedParameter]:
-        """Those of which this rank has a sum."""
+        """The parameters of which this rank has a gradient."""
         return [self.members[index] for index in self._with_gradient]
 
     def discard(self, member: ReplicatedParameter, used: bool) -> None:
-        """Forget one parameter's sum on this rank, but not, if ``used``, that there was one."""
+        """Drop one parameter's gradient on this rank; if ``used``, it still counts as used."""
         index = member.index
         if index in self._with_gradient:
             self.value(index).zero_()
             if not used:
                 self._with_gradient.remove(index)
 
-    def _flag(self, touched: dict[ShardedParameter, bool]) -> None:
-        """Note which parameters had a gradient on this rank (the sharded ones: ``touched``)."""
+    def _flag(self, had_gradient: dict[ShardedParameter, bool]) -> None:
+        """Write this rank's flags: which parameters had a gradient (sharded: ``had_gradient``)."""
         flags = [i in self._with_gradient for i in range(len(self.members))]
-        flags += [touched.get(weight, False) for weight in self.sharded]
+        flags += [had_gradient.get(weight, False) for weight in self.sharded]
         self._mine = flags
         place = self.gradient()[self.numel :]
         if all(flags):
@@ -98,54 +98,55 @@ class ReplicatedParameters:
         place.copy_(host, non_blocking=True)
 
     def reduce(
-        self, touched: dict[ShardedParameter, bool], collectives: Collectives
+        self, had_gradient: dict[ShardedParameter, bool], collectives: Collectives
     ) -> dist.Work | None:
         """Start the one flat all-reduce over all ranks that hold these parameters.
 
         Args:
-            touched: sharded ones with a reduction, and whether this rank had a gradient.
-            collectives: any of the chunk's, for its counters and its ledger.
+            had_gradient: for each sharded parameter with a reduction, whether this rank had a
+                gradient.
+            collectives: any collectives of the chunk.
         """
-        self._flag(touched)
+        self._flag(had_gradient)
         try:
             return all_reduce(self.gradient(), self._mesh.stage_group, collectives.counters)
         except RuntimeError as error:  # another rank has closed the connection
-            raise collectives.ledger.failed(SMALL, error) from error
+            raise collectives.comm_context.record_failure(SMALL, error) from error
 
     def value(self, index: int) -> Tensor:
-        """Parameter ``index``'s part of the flat sum, in its shape (a view)."""
+        """The gradient of parameter ``index``, in its shape: a view of the flat gradient."""
         self.gradient()
         return self._values[index]
 
     def values(self) -> Sequence[Tensor]:
-        """A copy of every parameter's part of the flat sum, in its shape."""
+        """A copy of the gradient of every parameter, in its shape."""
         return self._shaped(self.gradient().clone())
 
     def _shaped(self, flat: Tensor) -> Sequence[Tensor]:
         return unflatten(flat[: self.numel], [member.storage for member in self.members])
 
     def used(self, settled: Callable[[Member], bool | None]) -> tuple[list[bool], list[bool]]:
-        """After the reduction: which small and which sharded parameters some rank used.
+        """After the reduction: which replicated and which sharded parameters some rank used.
 
-        What this rank used is known. Of the rest other ranks' flags tell, and reading them is the
-        one moment at which the host waits for the device: only where the answer matters.
+        For parameters that this rank has not used, the flags of other ranks tell. Reading them
+        makes the host wait for the device, so they are read only if the answer matters.
 
         Args:
-            settled: what to say of a parameter that this rank did not use, where the truth makes
+            settled: the answer for a parameter that this rank did not use, if the true one makes
                 no difference; else ``None``.
         """
-        pairs = zip(self.everyone(), self._mine, strict=True)
+        pairs = zip(self.all_parameters(), self._mine, strict=True)
         known = [mine or settled(member) for member, mine in pairs]
         flags = self._everyones() if None in known else [bool(flag) for flag in known]
         return flags[: len(self.members)], flags[len(self.members) :]
 
     def _everyones(self) -> list[bool]:
-        """Every rank's flags, read from the device."""
+        """The flags of all ranks, read from the device (the host waits)."""
         flags: list[bool] = (self.gradient()[self.numel :] != 0).tolist()
         return flags
 
     def reset(self) -> None:
-        """Forget the sum."""
+        """Set the flat gradient to zero."""
         self._with_gradient.clear()
         if self.flat is not None:
             self.flat.zero_()

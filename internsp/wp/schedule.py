@@ -1,13 +1,13 @@
-"""Pure: the words of a schedule, and its limits (WP-1, WP-2).
+"""Pure: the terms of a schedule, and its limits (WP-1, WP-2).
 
-Three orders make up a pass. Forward gathers by first use: what lies beside the blocks, the blocks,
-the head. Backward gathers by reverse last use, a block that recomputes in its forward order.
-Reductions go by the reverse of use. All ranks keep them, whatever their data leave unused.
-:class:`internsp.wp.queue.GatherQueue` follows gathers through a pass,
+A pass has three orders. Forward gathers by first use: the units outside of the blocks, the blocks,
+the head. Backward gathers by reverse last use; a block that is recomputed, in forward order.
+Reductions go by reverse first use. The orders are the same on all ranks, whichever weights their
+data leave unused. :class:`internsp.wp.queue.GatherQueue` follows the gathers of a pass,
 :class:`internsp.wp.reductions.Reductions` the gradients; both answer events with :class:`Action`.
 
-Nothing here imports torch: weights and units are what has the attributes of :class:`Weight` and
-:class:`Unit`, in a plan or at run time.
+Nothing here imports torch: a plan and a run have weights and units of their own, with the
+attributes of :class:`Weight` and :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ class Weight(Protocol):
 
     @property
     def name(self) -> str:
-        """Fully qualified."""
+        """Fully qualified name."""
 
     @property
-    def moves(self) -> bool:
-        """Whether it is gathered at all: false where the shard is the unsharded weight."""
+    def needs_gather(self) -> bool:
+        """Whether it is gathered at all: false if the shard is the unsharded weight."""
 
     @property
-    def travels(self) -> bool:
-        """Whether its collectives take time: false in a weight group of one."""
+    def needs_wait(self) -> bool:
+        """Whether its gathers must be waited for: false in a weight group of one."""
 
     @property
     def slices(self) -> int:
-        """Near ranks that keep slices of it after its first gather of a step; 0: none do."""
+        """Number of near ranks that keep slices of it after a step's first gather, or 0."""
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient, as of the last forward: a user may freeze and thaw it."""
+        """Whether it gets a gradient; noted at each forward, since a user may freeze it."""
 
     @property
     def compute_dtype(self) -> Hashable:
-        """What a slot must hold of it, now: autocast may decide it."""
+        """The dtype that it is gathered in now; autocast may change it."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of its unsharded gradient as it travels, padded."""
+        """Bytes of its padded unsharded gradient, in the dtype in which it is reduced."""
 
 
 W = TypeVar("W", bound=Weight)
 
 
 class Group(Generic[W]):
-    """What travels in one collective: one large weight, or small neighbors of one kind.
+    """A parameter group: what travels in one collective, one large weight or small neighbors.
 
     Attributes:
         weights: in the order of use.
-        start, end: its bytes in the slot of its unit.
+        start, end: its byte range in the slot of its unit.
     """
 
     __slots__ = ("end", "start", "weights")
@@ -76,23 +76,25 @@ class Group(Generic[W]):
 
     @property
     def name(self) -> str:
-        """Its first weight's."""
+        """Name of its first weight."""
         return self.weights[0].name
 
 
 @dataclass(eq=False)
 class Unit(Generic[W]):
-    """Weights that come and go together: a block, the embedding, the head.
+    """Weights that are gathered and released together: a block, the embedding, the head.
 
     Attributes:
-        weights, groups: in the order of use; groups as they travel, with their bytes in the slot.
+        weights, groups: in the order of use; each group has its byte range in the slot.
         slot: index of its slot, fixed by the schedule (DESIGN 4.1).
-        block: index among the chunk's blocks; -1 beside them.
-        recomputed: activation checkpointing recomputes it, so that backward gathers in its order.
-        trigger_at: position of the first weight used after the prefetch trigger; -1: its entry is
-            the trigger.
-        at_entry: the block takes all its weights at its entry (compiled, or all of them small).
-        around: number of the enclosing block that it is a unit of; -1: of none.
+        block: index among the chunk's blocks; -1 for a unit outside of the blocks.
+        recomputed: activation checkpointing recomputes it, so that backward gathers it in forward
+            order.
+        trigger_at: position of the first weight used after the prefetch trigger; -1 if the
+            trigger is the block's entry.
+        unshard_at_entry: the block unshards all its weights at its entry (it is compiled, or all of
+            its weights are small).
+        around: number of the enclosing block that it is a unit of; -1 if it is in none.
     """
 
     name: str
@@ -101,13 +103,13 @@ class Unit(Generic[W]):
     block: int = -1
     recomputed: bool = False
     trigger_at: int = -1
-    at_entry: bool = False
+    unshard_at_entry: bool = False
     around: int = -1
     groups: Sequence[Group[W]] = field(default=(), init=False)
 
     @property
     def has_trigger(self) -> bool:
-        """Whether a module inside it is the prefetch trigger; else its entry is."""
+        """Whether a module inside it is the prefetch trigger; otherwise its entry is."""
         return self.trigger_at >= 0
 
 
@@ -117,14 +119,15 @@ U = TypeVar("U", bound=Unit[Any])
 class Action(NamedTuple):
     """One element of a schedule; ``kind`` as in :mod:`internsp.trace`.
 
-    ``AG``: gather ``weights`` in one launch, into bytes that the ``others`` had; ``AG_NEAR``: from
-    slices within the near group (an ``AG`` of fewer bytes in a trace). ``WAIT``: for the
-    gather that brings ``weights`` and all ``others`` of its launch. ``RS``: reduce their
-    gradients in one launch, zeros where there is none. ``ACCUMULATE``: add their unsharded
-    gradients to their sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange the
-    reduced gradients of ``weights`` between replicas (``unit`` is what they are a
-    :class:`internsp.wp.reductions.Parcel` of); ``FINISH_EXCHANGE``: wait for the oldest of these.
-    ``NEXT``: the pass gathers nothing more, so that a pipeline may begin the next one's gathers.
+    ``AG``: all-gather ``weights`` in one launch, into bytes that held the ``others``. ``AG_NEAR``:
+    the same from slices within the near group (a trace shows it as an ``AG`` of fewer bytes).
+    ``WAIT``: wait for the gather of ``weights``, whose launch also brings ``others``. ``USE``,
+    ``FREE``: ``weights`` are used, or released. ``RS``: reduce-scatter the gradients of ``weights``
+    in one launch, zeros where there is none. ``ACCUMULATE``: add the unsharded gradients to their
+    sums. ``FINISH``: wait for the oldest reduction. ``EX``: exchange reduced gradients between
+    replicas; ``unit`` is their :class:`internsp.wp.reductions.Parcel`. ``FINISH_EXCHANGE``: wait
+    for the oldest exchange. ``NEXT``: the pass gathers nothing more, so that a pipeline may start
+    the gathers of the next pass.
     """
 
     kind: str
@@ -136,59 +139,58 @@ class Action(NamedTuple):
 
 def groups_of(
     weights: Sequence[W],
-    small: Callable[[W], bool],
+    coalesced: Callable[[W], bool],
     alike: Callable[[W], object],
-    extent: Callable[[W], tuple[int, int]],
+    byte_range: Callable[[W], tuple[int, int]],
 ) -> tuple[Group[W], ...]:
-    """``weights`` as they travel: neighbors that are ``small`` and ``alike`` together (DESIGN 8).
-
-    This is the one place that states the rule.
+    """Form parameter groups of ``weights``: small neighbors that are alike share one (DESIGN 8).
 
     Args:
-        small: whether a weight is small.
-        alike: what those that travel together have in common, of a weight.
-        extent: first and last byte (excluded) of a weight in its slot.
+        coalesced: whether a weight is small enough to share a group.
+        alike: a key of a weight; weights of one group have the same.
+        byte_range: first byte of a weight in its slot, and the byte behind its last one.
     """
     found: list[list[W]] = []
     for weight in weights:
-        last = found[-1][-1] if found else None
-        if last is not None and small(last) and small(weight) and alike(last) == alike(weight):
+        last = found[-1][-1] if found and coalesced(weight) else None
+        if last is not None and coalesced(last) and alike(last) == alike(weight):
             found[-1].append(weight)
         else:
             found.append([weight])
-    return tuple(Group(g, extent(g[0])[0], extent(g[-1])[1]) for g in found)
+    return tuple(Group(g, byte_range(g[0])[0], byte_range(g[-1])[1]) for g in found)
 
 
 def runs_of(weights: Sequence[W], alike: Callable[[W], object]) -> list[list[W]]:
-    """``weights`` of one group as their messages have them: neighbors that are ``alike`` together.
+    """Neighbors among the ``weights`` of one group that are ``alike``: each run is one message.
 
-    One run, but where autocast is on for a part of the group only: a message has one dtype.
+    There is one run, unless autocast is on for a part of the group: a message has one dtype.
     """
     return [list(run) for _, run in groupby(weights, alike)]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The limits of a chunk's gathers, and who has which slot.
+    """The limits of a chunk's gathers, and the slot of each block.
 
     Attributes:
-        blocks: transformer blocks of the chunk.
-        depth: blocks gathered ahead, at most; the chunk has ``depth + 1`` slots. With 0 each block
-            is gathered when it is entered, after the one before has left the only slot.
-        depths: of each block, where they differ.
-        named: how many of the blocks that come next a block's trigger gathers, where a rule has
-            said it of one direction: ``(phase, block) -> number``; the head counts as one.
-        per_module: in forward the limit is the next group after each use (InternEvo's prefetch per
-            module). A backward gathers a block at its entry, and the first group of the block
-            before: between a block's reductions, whose moments data decide, no gather is launched.
-        kept: blocks with slots of their own, that stay unsharded until the optimizer step.
-        accumulate_whole: sum unsharded gradients and reduce them in the last micro-batch only.
-        rolling: no limit but the bytes: a group is gathered as soon as those it takes are free.
-        one_order: passes hold exchanges of sequences or tokens, and launches of all groups must
-            have one order on all ranks, whatever data leave idle: on a device, whose groups share
-            its queues, and where each launch is waited for at once. Then no gather and no
-            reduction of a block waits for a weight's use: forward gathers at the block's entry,
-            backward reduces when the block's is over.
+        blocks: number of transformer blocks of the chunk.
+        depth: the most blocks that are gathered ahead; the chunk has ``depth + 1`` slots. With 0
+            each block is gathered at its pre-forward, when the block before has left the only slot.
+        depths: the depth of each block, if they differ.
+        named: ``(phase, block) -> number``: how many of the blocks that follow the block's trigger
+            gathers, where a rule sets this for one direction; the head counts as one.
+        per_module: in forward each use raises the limit by one group (InternEvo's prefetch per
+            module). Backward gathers a block at its pre-backward, and the first group of the block
+            before it: no gather is launched between the reductions of a block, since data decide
+            when these are launched.
+        kept: blocks with slots of their own, which stay unsharded until the optimizer step.
+        accumulate_whole: sum unsharded gradients, and reduce them in the last micro-batch only.
+        rolling: there is no limit: a group is gathered as soon as its bytes are free.
+        one_order: the passes also exchange sequences or tokens, and the launches of all process
+            groups together must have one order on all ranks, whatever data leave unused. This is
+            so on a device, whose process groups share its queues, and if each launch is waited for
+            at once. Then no gather and no reduction depends on the use of a weight: forward gathers
+            a block at its pre-forward, backward reduces it at its post-backward.
     """
 
     blocks: int
@@ -202,24 +204,24 @@ class Policy:
     named: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def one_by_one(self, phase: str) -> bool:
-        """Whether a block's gathers come group by group, each at the use of the one before."""
+        """Whether each group of a block is gathered at the use of the group before it."""
         return self.per_module and phase == FORWARD and not self.one_order
 
     @property
     def slots(self) -> int:
-        """Slots of the chunk's blocks (WP-1)."""
+        """Number of slots of the chunk's blocks (WP-1)."""
         return len(slot_sizes([0] * self.blocks, self.depth, self.kept))
 
     def slot(self, block: int) -> int:
-        """The slot of a block, fixed: saved views alias it (DESIGN 4.1)."""
+        """Index of a block's slot; it is fixed, since saved views alias the slot (DESIGN 4.1)."""
         return slot_of(block, self.blocks, self.depth, self.kept)
 
     def targets(self, block: int, phase: str) -> list[int]:
-        """Blocks to have in flight once ``block``'s trigger fires, nearest first.
+        """Blocks to prefetch when ``block``'s trigger fires, the nearest first.
 
-        ``blocks`` itself stands for what follows the last block in forward: the head, which has a
-        slot of its own. It comes with the last block at the latest: a rank that does not use it
-        gathers it all the same (WP-2).
+        The number ``blocks`` stands for the head, which follows the last block in forward and has a
+        slot of its own. The last block's trigger prefetches it at the latest, also on a rank that
+        does not use it (WP-2).
         """
         if self.per_module or self.rolling:
             return []
@@ -229,17 +231,17 @@ class Policy:
         coming = range(block + 1, self.blocks + 1) if phase == FORWARD else range(block - 1, -1, -1)
         if (phase, block) in self.named:
             return [*coming[: self.named[phase, block]]]
-        return reach(coming, depth, self.kept)
+        return prefetch_targets(coming, depth, self.kept)
 
     @staticmethod
     def order(groups: Sequence[Any], phase: str, recomputed: bool) -> Sequence[Any]:
-        """Order of a unit's gathers: of use in forward and recompute, else its exact reverse."""
+        """``groups`` of a unit in the order of gathers: of use, or in backward its reverse."""
         return groups[::-1] if phase == BACKWARD and not recomputed else groups
 
 
 
 def slot_sizes(sizes: Sequence[int], depth: int, kept: Collection[int]) -> list[int]:
-    """Bytes of each slot of a chunk's blocks: the shared ones first, as large as the largest."""
+    """Bytes of each slot of a chunk's blocks; the shared ones, of the largest size, come first."""
     moving = [size for block, size in enumerate(sizes) if block not in kept]
     shared = [max(moving)] * min(depth + 1, len(moving)) if moving else []
     return [*shared, *(sizes[block] for block in sorted(kept))]
@@ -252,12 +254,12 @@ def slot_of(block: int, blocks: int, depth: int, kept: Collection[int]) -> int:
     return shared + before if block in kept else (block - before) % shared
 
 
-def reach(coming: Iterable[int], depth: int, kept: Collection[int]) -> list[int]:
-    """Of the blocks that come next those to have in flight: ``depth`` that share slots.
+def prefetch_targets(coming: Iterable[int], depth: int, kept: Collection[int]) -> list[int]:
+    """Of the blocks that ``coming`` lists, those to prefetch: ``depth`` blocks that share slots.
 
-    Kept ones on the way need no shared slot, so they do not count; but no more than ``depth``
-    of them are passed, or the first pass would gather a long run of them at once and get in the
-    way of the sequence exchange.
+    Kept blocks among them do not count, since they need no shared slot. At most ``depth`` of these
+    are prefetched, too: otherwise the first pass would gather a long run of kept blocks at once, in
+    the way of the sequence exchange.
     """
     chosen: list[int] = []
     left = {True: depth, False: depth}

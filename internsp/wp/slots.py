@@ -1,9 +1,9 @@
 """Where a weight is unsharded: slots of bytes (WP-1, WP-4).
 
-A slot holds the unsharded weights of one unit, or of several that share it by turns. Which group
-has which bytes, and until when, is decided in :mod:`internsp.wp.queue`; here is the memory. With
-``reuse=False`` each weight has memory of its own, allocated when its bytes are taken and freed when
-another group takes them: the same moments, the same messages.
+A slot holds the unsharded weights of one unit; several units share it, one after another.
+:mod:`internsp.wp.queue` decides which group has which bytes, and until when; the memory is here.
+With ``reuse=False`` each weight has memory of its own, allocated when its bytes are acquired and
+freed when another group acquires them: the moments and the messages are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from internsp.wp import schedule
 from internsp.wp.parameter import ShardedParameter
 from internsp.wp.schedule import Group
 
-ALIGNMENT = 256  # bytes: what allocators and vector loads like
+ALIGNMENT = 256  # bytes, as allocators align and vector loads want it
 
 
 def aligned(nbytes: int) -> int:
@@ -32,8 +32,8 @@ class Unit(schedule.Unit[ShardedParameter]):
     """One unit at run time.
 
     Attributes:
-        within: names of the modules whose parameters are its own, replicated ones too.
-        offsets: of each weight in the slot, in bytes.
+        within: names of the modules whose parameters belong to it, replicated ones included.
+        offsets: byte offset of each weight in the slot.
     """
 
     weights: list[ShardedParameter]
@@ -45,8 +45,8 @@ class Unit(schedule.Unit[ShardedParameter]):
         """Bytes of the unit's unsharded weights in a slot."""
         return max((group.end for group in self.groups), default=0)
 
-    def place(self, groups: Sequence[Group[ShardedParameter]]) -> None:
-        """Give each weight its bytes in the slot."""
+    def assign_bytes(self, groups: Sequence[Group[ShardedParameter]]) -> None:
+        """Assign each weight its byte range in the slot, from the ranges of its ``groups``."""
         self.groups = groups
         for weight in self.weights:
             weight.unit = self
@@ -54,17 +54,18 @@ class Unit(schedule.Unit[ShardedParameter]):
             offset = group.start
             for weight in group.weights:
                 self.offsets[weight] = offset
-                offset += aligned(weight.slot_nbytes) if weight.moves else 0
+                offset += aligned(weight.slot_nbytes) if weight.needs_gather else 0
 
 
 class SlotStreams:
-    """The streams that touch one slot: who still reads it, who has seen its weights arrive (WP-4).
+    """Orders the streams that use one slot: those that read it, and those that its gathers have
+    reached (WP-4).
 
-    A kernel is queued long before it runs, so a hold that has ended on the host says nothing about
-    the device. One stream needs no help: a collective waits, at its launch, for what the launching
-    stream has queued, and a wait makes the waiting stream stand behind the collective. Two or more
-    (a user's own, or autograd's, which runs each node on the stream of its forward) need this. On a
-    device without streams every method does nothing.
+    A kernel runs long after it was queued, so that the host's release of bytes says nothing about
+    the device. One stream needs no help: at its launch a collective waits for what the launching
+    stream has queued, and a wait makes the waiting stream stand behind the collective. Several
+    streams do need it (a user's own, or autograd's, which runs each node on the stream of its
+    forward). On a device without streams every method does nothing.
 
     Attributes:
         active: whether the device has streams.
@@ -80,33 +81,33 @@ class SlotStreams:
         self._arrived: dict[Hashable, set[Stream]] = {}
 
     def before_overwrite(self, *weights: Hashable) -> None:
-        """The current stream stands behind all readers of the slot; the gather behind it (WP-4)."""
+        """Make the current stream, and so the gather, wait for all readers of the slot (WP-4)."""
         if self._current is None:
             return
         here = self._current()
         for stream in self._readers:
             if stream != here:
                 here.wait_stream(stream)
-        self._readers = {here}  # what stands behind this one stands behind them all
+        self._readers = {here}  # to wait for this stream is to wait for all of them
         for weight in weights:
             self._arrived.pop(weight, None)
 
     def read(self, *weights: Hashable) -> None:
-        """The current stream is about to read ``weights``, whose gathers some stream waited for."""
+        """Make the current stream, which reads ``weights`` next, wait for their gathers."""
         if self._current is None:
             return
         here = self._current()
         for weight in weights:
             arrived = self._arrived.setdefault(weight, set())
             if here not in arrived:
-                if arrived:  # a gather is waited for once, by another stream
+                if arrived:  # another stream has waited for the gather
                     here.wait_stream(next(iter(arrived)))
                 arrived.add(here)
         self._readers.add(here)
 
 
 class Slot:
-    """One buffer of bytes, where the weights of a unit lie by their offsets."""
+    """One buffer of bytes, in which the weights of a unit lie at their offsets."""
 
     def __init__(self, index: int, nbytes: int, device: torch.device, reuse: bool) -> None:
         self.index = index
@@ -117,13 +118,13 @@ class Slot:
         self._buffers: dict[ShardedParameter, Tensor] = {}
         self._views: dict[tuple[ShardedParameter, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def take(
+    def acquire(
         self, unit: Unit, weights: Iterable[ShardedParameter], evicted: Sequence[ShardedParameter],
         poison: bool,
     ) -> None:  # fmt: skip
-        """``weights`` are about to be gathered into their bytes, which ``evicted`` lose."""
+        """Prepare the bytes of ``weights`` for their gather; ``evicted`` lie there no longer."""
         for weight in evicted:
-            weight.shown = None
+            weight.used_version = None
             self._free(weight)
         if self.streams.active:
             self.streams.before_overwrite(*weights)
@@ -133,7 +134,7 @@ class Slot:
             self._bytes(unit, weight).fill_(0xFF)  # NaN in every float type
 
     def free(self, unit: Unit) -> None:
-        """Give back memory of ``unit``'s weights, where each has its own; views keep its place."""
+        """Free the memory of ``unit``'s weights if each has its own; views stay valid."""
         for weight in unit.weights:
             self._free(weight)
 
@@ -143,30 +144,30 @@ class Slot:
             self._buffers[weight].untyped_storage().resize_(0)
 
     def flat(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """``weight``'s padded bytes in the slot, flat, in its compute dtype.
+        """``weight``'s padded elements in the slot, flat, in its compute dtype.
 
-        An alias with a version counter of its own: filling the slot must not look to autograd
-        like a change of saved tensors (DESIGN 4.1; WP-14 checks the tag in its stead).
+        An alias with a version counter of its own, so that filling the slot does not look to
+        autograd like a change of saved tensors (DESIGN 4.1; WP-14 compares versions instead).
         """
         return self._view(unit, weight)[0]
 
     def unsharded(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """``weight`` unsharded, a view of its bytes with one more version counter of its own."""
+        """The unsharded ``weight``: a view of its bytes, with a version counter of its own."""
         return self._view(unit, weight)[1].data
 
     def _view(self, unit: Unit, weight: ShardedParameter) -> tuple[Tensor, Tensor]:
-        """Flat and unsharded views, made once: a buffer keeps its storage for ever."""
+        """Flat and unsharded views; made once, since a buffer keeps its storage."""
         key = (weight, weight.compute_dtype)
         found = self._views.get(key)
         if found is None:
             nbytes = weight.layout.padded_numel * weight.compute_dtype.itemsize
-            with torch.inference_mode(False):  # what an evaluation makes, training uses
+            with torch.inference_mode(False):  # training uses views that an evaluation made
                 flat = self._bytes(unit, weight)[:nbytes].view(weight.compute_dtype)
                 found = self._views[key] = flat, weight.layout.unsharded_view(flat)
         return found
 
     def _bytes(self, unit: Unit, weight: ShardedParameter) -> Tensor:
-        """``weight``'s bytes, under a version counter of their own."""
+        """``weight``'s bytes, with a version counter of their own."""
         if self._whole is None:
             return self._buffers[weight].data
         start = unit.offsets[weight]
@@ -183,7 +184,7 @@ class Slot:
             self._buffers[weight].untyped_storage().resize_(nbytes)
 
     def storages(self) -> set[int]:
-        """``data_ptr`` of the storages that the slot is made of now."""
+        """``data_ptr`` of the storages that make up the slot now."""
         return {buffer.untyped_storage().data_ptr() for buffer in self._memory()}
 
     def live_nbytes(self) -> int:
@@ -217,13 +218,13 @@ class MemoryPool:
         return sum(s.nbytes for s in self.slots)
 
     def view(self, weight: ShardedParameter) -> Tensor:
-        """The unsharded weight, aliasing its slot (or its storage where no gather is needed)."""
-        if weight.moves:
+        """The unsharded weight: an alias of its slot, or of its shard if that needs no gather."""
+        if weight.needs_gather:
             return self.slots[weight.unit.slot].unsharded(weight.unit, weight)
-        weight.shown = weight.tag()
-        # Under a version counter of its own, and for autograd no view of anything.
+        weight.used_version = weight.current_version()
+        # ``.data``: a version counter of its own, and for autograd no view of another tensor.
         return weight.layout.unsharded_view(weight.to_send()).data
 
     def live_nbytes(self) -> int:
-        """Bytes of unsharded weights that exist now."""
+        """Bytes that all slots occupy now."""
         return sum(s.live_nbytes() for s in self.slots)

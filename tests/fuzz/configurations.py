@@ -36,7 +36,7 @@ from rich.console import Console
 
 from internsp.cli.environment import launched
 from internsp.cli.preflight import check_before_start
-from internsp.config import Config, collect, load_config
+from internsp.config import Config, load_config, read_config
 from internsp.errors import InternspError
 from internsp.plan.printed import print_plan
 from tests.fuzz.drawing import Drawn, draw
@@ -104,7 +104,7 @@ def judge(drawn: Drawn) -> Outcome:
 
 def _pass(drawn: Drawn) -> Outcome:
     around = launched(drawn.environment, joins=drawn.joins)
-    config, problems = collect(drawn.config, drawn.overrides, world_size=around.world_size)
+    config, problems = read_config(drawn.config, drawn.overrides, world_size=around.world_size)
     found = [*around.problems, *problems]
     if config is None or found:
         if not found:

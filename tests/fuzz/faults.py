@@ -26,7 +26,7 @@ def put_in(name: str, rank: int) -> None:
 
 def scaled_gradient(rank: int) -> None:
     """One weight's gradient is 1.001 times too large, on rank 0 alone."""
-    taken = GradientReducer._taken
+    taken = GradientReducer._pop_ready
 
     def wrong(self: Any, weight: Any) -> Any:
         gradient = taken(self, weight)
@@ -34,7 +34,7 @@ def scaled_gradient(rank: int) -> None:
             gradient = gradient * 1.001
         return gradient
 
-    GradientReducer._taken = wrong  # type: ignore[method-assign]
+    GradientReducer._pop_ready = wrong  # type: ignore[method-assign]
 
 
 def skipped_regather(rank: int) -> None:
@@ -46,7 +46,7 @@ def skipped_regather(rank: int) -> None:
             gather(self, action)
         else:
             for weight in action.weights:  # as if they had come
-                weight.shown = weight.tag()
+                weight.shown = weight.current_version()
 
     Chunk._all_gather = wrong  # type: ignore[method-assign]
 
@@ -55,7 +55,7 @@ def stale_reuse(rank: int) -> None:
     """Unsharded weights are kept although the optimizer has written the shards."""
     Contents.begin_pass = lambda self: True  # type: ignore[method-assign]
     ShardedParameter.version = lambda self: 0  # type: ignore[method-assign]
-    ShardedParameter.tag = lambda self: (0, self.compute_dtype)  # type: ignore[method-assign]
+    ShardedParameter.current_version = lambda self: (0, self.compute_dtype)  # type: ignore[method-assign]
 
 
 def lost_accumulation(rank: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from internsp.sp import AttentionMask, Documents
 from internsp.sp.kernels import KERNELS, SdpaKernel
-from internsp.sp.partial import CudaFlash, Plain, choose
+from internsp.sp.partial import CudaFlash, EagerAttention, choose_lse_kernel
 from tests.unit.test_sp_part_kernels import CASES
 
 CUDA = torch.device("cuda", 0)
@@ -29,15 +29,15 @@ def test_a_part_its_log_sum_exp_and_gradients_are_what_the_formula_says(
     torch.manual_seed(0)
     sizes = [(rows, n, 4, 64), (rows, m, 2, 64), (rows, m, 2, 64)]
     q, k, v = (torch.randn(s, device=CUDA, dtype=torch.bfloat16).transpose(1, 2) for s in sizes)
-    kernel = choose(CUDA, q.dtype, 64, 64)
+    kernel = choose_lse_kernel(CUDA, q.dtype, 64, 64)
     assert isinstance(kernel, CudaFlash)
     out, lse = kernel.forward(q, k, v, causal, band, 0.1)
-    wanted, sums = Plain().forward(q, k, v, causal, band, 0.1)
+    wanted, sums = EagerAttention().forward(q, k, v, causal, band, 0.1)
     near(out, wanted)
     near(lse, sums)
     grad, merged = torch.randn_like(out), torch.randn_like(out)
     found = kernel.backward(grad, q, k, v, merged, sums + 0.7, causal, band, 0.1)
-    right = Plain().backward(grad, q, k, v, merged, sums + 0.7, causal, band, 0.1)
+    right = EagerAttention().backward(grad, q, k, v, merged, sums + 0.7, causal, band, 0.1)
     for a, b in zip(found, right, strict=True):
         near(a, b)
 

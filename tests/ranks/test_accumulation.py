@@ -69,7 +69,7 @@ def test_gradients_of_a_plain_loop_equal_one_process_and_are_sent_once(
             if number == 0:
                 assert twin.lines(*kinds) == planned, config
             allocations.append(communicator.state.reducer.buffers.allocations)
-            assert not communicator.state.reducer.whole.nbytes
+            assert not communicator.state.reducer.unsharded_sums.nbytes
             twin.zero_grad()
             communicator.invalidate()
         if pool.reuse:
@@ -144,7 +144,7 @@ def optimized(rank: int, world: int) -> tuple[float, float, int]:
     mine, theirs = whole.optimizer.gather_gradients(), plain.optimizer.gather_gradients()
     assert mine.keys() == theirs.keys()
     gap = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
-    return furthest(wanted, found), gap, whole.communicator.state.reducer.whole.nbytes
+    return furthest(wanted, found), gap, whole.communicator.state.reducer.unsharded_sums.nbytes
 
 
 def test_an_optimizer_reduces_the_sums_that_no_backward_has_reduced() -> None:
@@ -162,7 +162,7 @@ class _Most(SchedulerHook):
         self.pending: list[Any] = []
 
     def after_backward(self, action: ComputeAction) -> None:
-        now = self.pending[action.chunk].whole.nbytes
+        now = self.pending[action.chunk].unsharded_sums.nbytes
         self.nbytes[action.chunk] = max(now, self.nbytes.get(action.chunk, 0))
 
 
@@ -181,7 +181,7 @@ def pipelined(rank: int, world_size: int, case: PipelineCase) -> Row:
     for chunk, communicator in enumerate(pipeline.communicators):
         assert communicator.plan is not None
         plan = communicator.plan
-        units = (*plan.blocks, *plan.outer, *((plan.head,) if plan.head else ()))
+        units = (*plan.blocks, *plan.root_units, *((plan.head,) if plan.head else ()))
         told[chunk] = sum(w.sum_bytes for unit in units for w in unit.weights)
     return found.gradient, cut, sum(e.kind == "RS" for e in trace.events), most.nbytes, told
 

@@ -84,19 +84,19 @@ class Counted(HostLink):
         self.log: list[str] = []
         self.here = 0
 
-    def store(self, pairs: Pairs, then: Any = None) -> None:
+    def copy_to_host(self, pairs: Pairs, then: Any = None) -> None:
         for _, source in pairs:
             self.here += source.nbytes
             weakref.finalize(source.untyped_storage(), self.gone, source.nbytes)
         self.log.append("out")
-        super().store(pairs, then)
+        super().copy_to_host(pairs, then)
 
     def gone(self, nbytes: int) -> None:
         self.here -= nbytes
 
-    def fetch(self, pairs: Pairs) -> Any:
+    def copy_to_device(self, pairs: Pairs) -> Any:
         self.log.append(f"in {len(pairs)}")
-        return super().fetch(pairs)
+        return super().copy_to_device(pairs)
 
 
 class Step(nn.Module):
@@ -131,7 +131,7 @@ def test_groups_leave_as_they_are_made_and_come_back_one_block_ahead() -> None:
     loss = forward(steps)
     one = 2 * 5 * 8 * 4
     assert link.log == ["out", "block"] * 3 + ["block"]
-    assert made.pool.used == made.pool.most == link.held["activations"] == 3 * one
+    assert made.pool.used == made.pool.peak == link.allocated["activations"] == 3 * one
     loss.backward()
     # Block 3 stays; its backward has group 2 brought back, and so on.
     assert link.log[7:] == [
@@ -140,7 +140,7 @@ def test_groups_leave_as_they_are_made_and_come_back_one_block_ahead() -> None:
     del loss
     assert (made.pool.used, made.pool.nbytes) == (0, 3 * one)
     forward(steps).backward()
-    assert made.pool.nbytes == link.held["activations"] == 3 * one, "the same memory again"
+    assert made.pool.nbytes == link.allocated["activations"] == 3 * one, "the same memory again"
 
 
 def test_what_has_left_is_freed_here() -> None:
@@ -197,9 +197,9 @@ def test_a_graph_that_ends_while_its_copies_come_waits_for_them() -> None:
     link = LateLink(CPU)
     made = ActivationOffload(link, 1, 2)
     first, second = made.group(0), made.group(1)
-    there, stays = first.keep(torch.ones(4)), second.keep(torch.ones(4))
-    assert stays.take() is not None  # brings the first group back
-    coming = there.coming[0]
+    there, stays = first.save(torch.ones(4)), second.save(torch.ones(4))
+    assert stays.unpack() is not None  # brings the first group back
+    coming = there.copies[0]
     assert not coming.over  # type: ignore[attr-defined]
     del there
     assert coming.over, "memory was freed into which a copy was still to write"  # type: ignore[attr-defined]
@@ -209,22 +209,22 @@ def test_shapes_and_strides_are_kept() -> None:
     made = ActivationOffload(HostLink(CPU), 1, 1)
     x = torch.randn(6, 5, 4)
     for tensor in (x.transpose(0, 2), x[1:3, 2:], x[:, :, 1], x[:0], x.expand(2, 6, 5, 4)):
-        got = made.group(0).keep(tensor).take()
+        got = made.group(0).save(tensor).unpack()
         assert torch.equal(got, tensor)
         assert got.stride() == tensor.stride()
 
 
 def test_a_pool_never_has_more_than_was_in_use() -> None:
     pool = HostPool(HostLink(CPU), "activations", limit=100)
-    pieces = [pool.take(40), pool.take(40)]
-    assert pool.take(40) is None
+    pieces = [pool.acquire(40), pool.acquire(40)]
+    assert pool.acquire(40) is None
     for piece in pieces:
-        pool.give(piece)  # type: ignore[arg-type]
+        pool.release(piece)  # type: ignore[arg-type]
     assert pool.nbytes == 80
-    assert pool.take(40) is pieces[1]
-    large = pool.take(60)
+    assert pool.acquire(40) is pieces[1]
+    large = pool.acquire(60)
     assert (pool.used, pool.nbytes) == (100, 100)
-    pool.give(large)  # type: ignore[arg-type]
+    pool.release(large)  # type: ignore[arg-type]
 
 
 class Attends(nn.Module):

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from internsp.config import ActivationCheckpointConfig
 from internsp.mesh import ParallelMesh
-from internsp.wp.collectives import Collectives, Works
+from internsp.wp.collectives import Collectives, WorkHandles
 from internsp.wp.slots import aligned
 from tests.support.models import ROLLING, SOME, Block, Tiny, Twin
 from tests.support.ranks import run_ranks
@@ -48,9 +48,9 @@ def allocated(work: Any) -> Counter[int]:
 def without_copies(collectives: Collectives) -> None:
     """Gather small weights one by one: gloo's own form for several allocates and copies them."""
 
-    def send_all(outputs: list[Tensor], shards: list[Tensor]) -> Works:
+    def send_all(outputs: list[Tensor], shards: list[Tensor]) -> WorkHandles:
         pairs = zip(outputs, shards, strict=True)
-        return Works([collectives._send_all_gather(o, s) for o, s in pairs])
+        return WorkHandles([collectives._send_all_gather(o, s) for o, s in pairs])
 
     collectives._send_all_gathers = send_all  # type: ignore[method-assign]
 

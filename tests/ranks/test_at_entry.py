@@ -12,7 +12,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from internsp.config import ActivationCheckpointConfig
 from internsp.errors import StaleWeightError
 from internsp.mesh import ParallelMesh
-from internsp.pipeline.stage import _Sink
+from internsp.pipeline.stage import _ParameterStandIn
 from tests.support.compare import close
 from tests.support.models import ALL, Block, Tiny, Twin, raises
 from tests.support.ranks import ranks
@@ -63,7 +63,7 @@ def by_turns(twin: Twin) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             losses = [twin.plain(*everybody), twin.ours(*mine)]
         held = [w for u in twin.communicator.blocks if u.slot == unit.slot for w in u.weights]
-        gathered = {weight.shown[1] for weight in held if weight.shown}
+        gathered = {weight.used_version[1] for weight in held if weight.used_version}
         assert (torch.bfloat16 in gathered) == half, f"step {step}: {gathered}"
         for loss in losses:
             loss.backward()
@@ -104,11 +104,14 @@ def test_a_backward_in_two_parts_is_right_without_a_trace(rank: int) -> None:
         given = both[rank].clone().requires_grad_()
         twin.plain(both).square().sum().backward()
         outputs = [twin.ours(given)]
-        twin.communicator.begin_part(weights=False)
+        twin.communicator.begin_backward_part(weights=False)
         (arrived,), groups = stage_backward_input(
-            outputs, [2 * outputs[0].detach()], [given], map(_Sink, twin.ours.parameters())
+            outputs,
+            [2 * outputs[0].detach()],
+            [given],
+            map(_ParameterStandIn, twin.ours.parameters()),
         )
-        twin.communicator.end_part()
+        twin.communicator.end_backward_part()
         assert all(p.grad is None for p in twin.ours.parameters())
         alone = both[rank].clone().requires_grad_()
         twin.plain(alone).square().sum().backward(inputs=[alone])
@@ -116,9 +119,9 @@ def test_a_backward_in_two_parts_is_right_without_a_trace(rank: int) -> None:
         assert alone.grad is not None
         close(arrived, alone.grad, f"step {step}: gradient of the input")
         gathers = state.counters.gathers
-        twin.communicator.begin_part(weights=True)
-        stage_backward_weight(map(_Sink, twin.ours.parameters()), groups)
-        twin.communicator.end_part()
+        twin.communicator.begin_backward_part(weights=True)
+        stage_backward_weight(map(_ParameterStandIn, twin.ours.parameters()), groups)
+        twin.communicator.end_backward_part()
         twin.check_gradients(f"step {step}, in two parts")
         assert state.counters.gathers == gathers, "a weight part needs no weight"
         twin.zero_grad()

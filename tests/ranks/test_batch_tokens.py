@@ -145,5 +145,5 @@ def test_a_run_of_so_many_tokens_ends_with_the_step_that_reaches_them(tmp_path: 
 
 def test_a_programs_own_batches_are_not_counted_out() -> None:
     settings = config(TOKENS, {"model": {"vocab_size": 257}})
-    with pytest.raises(ConfigError, match=r"train.batch_tokens: batches of a program's own"):
+    with pytest.raises(ConfigError, match=r"train.batch_tokens: a program's own data"):
         internsp.Trainer(settings, data=lambda mesh: iter([torch.zeros(8, 35, dtype=torch.int64)]))

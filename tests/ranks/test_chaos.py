@@ -92,7 +92,7 @@ def put_in(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
             disk.write_manifest(Path(final), {**content, "tensors": self._tensors})
             return {"removed": disk.thin_out(Path(final).parent, *keep)}
 
-        monkeypatch.setattr(disk._Orders, "commit", early)
+        monkeypatch.setattr(disk._Commands, "commit", early)
     elif mistake:
         monkeypatch.setattr(manifest, "damage", lambda *_: [])
 

@@ -101,7 +101,7 @@ def stepped(rank: int, world_size: int) -> list[list[int]]:
         theirs.step()
         theirs.zero_grad()
         close(torch.tensor(ours.grad_norm, dtype=torch.float64), norm, "norm")
-    twin.communicator.publish()
+    twin.communicator.wait_until_ready()
     twin.check_parameters("after three steps")
     total = torch.ones(1)
     dist.all_reduce(total, group=made.get_group("shard"))  # the user's own mesh still works
@@ -158,9 +158,9 @@ WRONG: list[tuple[tuple[str, ...], Axes, tuple[str, ...]]] = [
      ("weight = 2 is no name of an axis", "ParallelMesh.create makes a mesh from degrees")),
     (("a", "b"), {"weight": None, "replicas": ("a", "b")}, ("weight = None is no name",)),
     (("a", "b"), {"weight": "a", "sequence": "b"},
-     ("weights are cut over ['a'] and sequences over ['b'], which cross", "weight = ('a', 'b')")),
+     ("weights are sharded over ['a'] and sequences split over ['b']", "weight = ('a', 'b')")),
     (("sp", "dp"), {"weight": ("sp", "dp"), "sequence": "sp"},
-     ("the ranks [0, 2, 1, 3] of a weight group do not ascend", "behind those of one of them")),
+     ("the ranks [0, 2, 1, 3] of a weight group do not ascend", "after those over which only one")),
     (("a", "b"), {"weight": "b", "replicas": "a", "zero": 3},
      ("zero=3 does not divide the 2 replicas",)),
     (("a", "b"), {"weight": "b", "replicas": "a", "timeout_seconds": 0},

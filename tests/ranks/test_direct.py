@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import CollectiveError
-from internsp.failure.ledger import Counters
+from internsp.failure.comm_context import Counters
 from internsp.trace import Trace
 from internsp.wp.collectives import MOST_DIRECT, Collectives
 from tests.support.ranks import ranks, run_ranks
@@ -48,7 +48,7 @@ def test_messages_between_pairs_bring_the_bits_of_a_collective(rank: int, world_
                 handles.append(collectives.reduce_scatter(received[i], sent[i], "u", {"w": 7}, "b"))
             for handle in reversed(handles):
                 collectives.wait(handle, "u", "w", "forward")
-            totals = [collectives.sum_received(r, s) for r, s in zip(received, sent, strict=True)]
+            totals = [collectives.sum_output(r, s) for r, s in zip(received, sent, strict=True)]
             found.append((torch.stack(slots), torch.stack(totals)))
         for whole, pair in zip(*found, strict=True):
             assert torch.equal(whole, pair), dtype
@@ -80,7 +80,7 @@ def test_a_trace_tells_when_a_gather_ended_not_when_it_was_waited_for() -> None:
 def out_of_step(rank: int, world_size: int) -> str:
     group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
     collectives = Collectives(group, True, Trace(), Counters())
-    collectives.ledger.counts[0] += rank  # rank 1 believes that it has sent one more
+    collectives.comm_context.counts[0] += rank  # rank 1 believes that it has sent one more
     slot = torch.zeros(2 * 15)
     handle = collectives.all_gather([slot], [torch.ones(SHARD)], "u", ["wq"], "forward")
     with pytest.raises(CollectiveError, match="wq") as caught:

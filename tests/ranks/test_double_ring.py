@@ -89,8 +89,8 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
     layout = SequenceLayout.create(ids, rank=rank, size=4, ring=4, balance="zigzag")
     StepRunner(session)._passes.train([layout], float(layout.total_valid_tokens))
     for attend in attends:
-        assert attend.around is not None
-        (ring,) = attend.around._known.values()
+        assert attend.rings is not None
+        (ring,) = attend.rings._rings.values()
         route = ring.route
         assert route.form == "double"
         # The next inner ring's rank, and the neighbor in this one, which a plain ring's is not.
@@ -98,11 +98,15 @@ def test_blocks_go_round_both_rings_and_as_many_bytes_as_planned(rank: int) -> N
         assert peers == {(rank + 2) % 4, rank ^ 1}
         one = 2 * 2 * settings.model.kv_heads * settings.model.head_dim * 8  # of two rows
         came = sum(move.positions for step in route.steps for move in step.receives)
-        home = sum(step.arrives.positions for step in route.steps if step.arrives is not None)
+        home = sum(
+            step.gradient_receive.positions
+            for step in route.steps
+            if step.gradient_receive is not None
+        )
         events = [e for e in session.trace.events if e.kind == "RING" and e.unit == attend.unit]
         # Keys and values in forward and again in backward; their gradients come home.
         assert sum(e.nbytes for e in events) == one * (2 * came + home) > 0
-        most = torch.tensor([route.sent_positions, route.returned_positions])
+        most = torch.tensor([route.sent_positions, route.gradient_positions])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         blocks = settings.model.layers
         assert make_plan(settings, 4).traffic.ring == blocks * one * int(2 * most[0] + most[1])

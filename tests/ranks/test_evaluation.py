@@ -171,7 +171,7 @@ SETTING = {"source": "text", "paths": ["t.txt"], "name": "code"}
         ({"evaluation": [{**SETTING, "paths": []}]}, {}, "needs at least one file or folder"),
         ({"evaluation": [SETTING]}, {"eval_batches": 0}, "nothing is evaluated"),
         ({}, {"eval_average": True}, "there are not two texts to average"),
-        ({"held_out": 0.0}, {"early_stop": 2, "eval_every": 1}, "goes by the held-out loss"),
+        ({"held_out": 0.0}, {"early_stop": 2, "eval_every": 1}, "uses the held-out loss"),
     ],
 )
 def test_tables_that_cannot_be_are_refused_by_name(

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from internsp import load, model_zoo
-from internsp.config import Config, collect
+from internsp.config import Config, read_config
 from internsp.errors import ConfigError
-from internsp.factory import build_to_train, llama_config, llama_parts
+from internsp.factory import build_for_training, llama_config, llama_parts
 from internsp.train.export import export
 from internsp.train.saver import save
 from internsp.train.session import Session
@@ -43,7 +43,7 @@ def first_step(session: Session) -> Step:
         row, *_ = StepRunner(session).step(0, stop)
     after: Values = {}
     for module, communicator in zip(session.modules, session.communicators, strict=True):
-        communicator.publish()
+        communicator.wait_until_ready()
         after |= whole(module)
     return logits, row.loss, row.grad_norm, after
 
@@ -183,8 +183,8 @@ def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path:
     settings = config({}, model={"qkv_bias": True, "family": "internlm2", "kv_heads": 1}).model
     zoo = dict(model_zoo.build(settings).named_parameters())
     right = {
-        part.name: part.take(zoo[part.source].detach()) if part.source else torch.zeros(part.shape)
-        for part in llama_parts(settings, {n: tuple(v.shape) for n, v in zoo.items()})
+        p.name: p.convert(zoo[p.source].detach()) if p.source else torch.zeros(p.shape)
+        for p in llama_parts(settings, {n: tuple(v.shape) for n, v in zoo.items()})
     }
     content = llama_config(settings, "float32", 9)
     place = tmp_path / "model.safetensors"
@@ -194,11 +194,11 @@ def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path:
         (tmp_path / "config.json").write_text(json.dumps(content))
 
     put(right | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})  # of old folders
-    build_to_train(from_folder({}, tmp_path, "internlm2"))
+    build_for_training(from_folder({}, tmp_path, "internlm2"))
     for words, change in WRONG.items():
         put(change(right))
         with pytest.raises(ConfigError, match=words):
-            build_to_train(from_folder({}, tmp_path, "internlm2"))
+            build_for_training(from_folder({}, tmp_path, "internlm2"))
     # The index speaks of what is not there, or lies elsewhere.
     index = tmp_path / "model.safetensors.index.json"
     for name, file, words in (
@@ -208,17 +208,17 @@ def test_a_folder_that_is_not_the_model_is_refused_by_the_tensors_name(tmp_path:
     ):
         index.write_text(json.dumps({"weight_map": {name: file}}))
         with pytest.raises(ConfigError, match=words):
-            build_to_train(from_folder({}, tmp_path, "internlm2"))
+            build_for_training(from_folder({}, tmp_path, "internlm2"))
     index.unlink()
     place.write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
-        build_to_train(from_folder({}, tmp_path, "internlm2"))
+        build_for_training(from_folder({}, tmp_path, "internlm2"))
     place.rename(tmp_path / "pytorch_model.bin")
 
     def mistakes(**changes: Any) -> str:
         (tmp_path / "config.json").write_text(json.dumps(content | changes))
         (tmp_path / "run.toml").write_text(f'[model]\npath = "{tmp_path}"')
-        _, problems = collect(tmp_path / "run.toml", world_size=1)
+        _, problems = read_config(tmp_path / "run.toml", world_size=1)
         return "\n".join(problem.text for problem in problems)
 
     assert "pytorch_model.bin is a pickle, which is not read" in mistakes()

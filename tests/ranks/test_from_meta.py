@@ -220,7 +220,7 @@ def test_weights_are_read_from_a_folder_or_scattered_and_no_rank_holds_them_all(
         for what, source, options in sources:
             model = build("meta")
             communicator = internsp.parallelize(model, mesh_of(weight), CONFIG)
-            members = communicator.replicated.everyone()
+            members = communicator.replicated.all_parameters()
             given = source()
             read: list[int] = []
 

@@ -115,7 +115,7 @@ def test_a_checkpoint_of_a_programs_own_model_is_refused_by_name(
         return made.model_copy(update={"model": made.model.model_copy(update={"layers": 1})})
 
     monkeypatch.setattr(Config, "model_validate", smaller)
-    with pytest.raises(ConfigError, match=r"of another model .*layers\.1"):
+    with pytest.raises(ConfigError, match=r"has another model .*layers\.1"):
         load_run(runs[0] / "0")
 
 

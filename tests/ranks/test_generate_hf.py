@@ -159,4 +159,4 @@ def test_no_token_and_no_prompt_are_answered_too(
         assert cli.main([*words, "4"]) == 2
     finally:
         (folder / "elsewhere").rename(folder / "tiny")
-    assert "was trained from tiny, which is not there" in capsys.readouterr().err
+    assert "was trained from tiny, which does not exist" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from internsp.config import ActivationCheckpointConfig
 from internsp.errors import LayoutError, StructureError
 from internsp.parallel import parallelize
 from internsp.sequence_parts import supports
-from internsp.sp.heads import balanced, spans
+from internsp.sp.heads import even_sizes, spans
 from tests.support import hf
 from tests.support.compare import check, close, gradients
 from tests.support.hf import HuggingTwin
@@ -54,7 +54,7 @@ def test_a_loss_of_the_users_own_from_this_ranks_logits_is_right_to_the_last_bit
     twin = HuggingTwin("gpt2", mesh)
     for make in KINDS.values():
         batch = make(0)
-        mine = slice(*spans(balanced(batch["input_ids"].shape[1], 2))[mesh.sequence_rank])
+        mine = slice(*spans(even_sizes(batch["input_ids"].shape[1], 2))[mesh.sequence_rank])
         hf.sums(twin.plain, batch).backward()
         hf.sums(twin.ours, batch, mine).backward()
         check(gradients(twin.ours), gradients(twin.plain), "own loss")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from internsp.errors import LayoutError, StructureError
-from internsp.hf import around
-from internsp.hf.seen import documents_of, seen_by
+from internsp.hf import ring
+from internsp.hf.mask_spec import documents_of, mask_spec_of
 from internsp.sp.layout import SequenceLayout
-from internsp.sp.ranges import Seen
+from internsp.sp.ranges import MaskSpec
 from tests.support import hf
 from tests.support.compare import check, close, gradients
 from tests.support.hf import HuggingTwin
@@ -158,17 +158,17 @@ def test_a_rule_is_known_by_what_it_is_and_by_nothing_less() -> None:
     from transformers import masking_utils as masks
 
     alone = ((6,),)
-    assert seen_by(masks.causal_mask_function, alone) == Seen(True, None, alone)
-    assert seen_by(masks.bidirectional_mask_function, alone) == Seen(False, None, alone)
+    assert mask_spec_of(masks.causal_mask_function, alone) == MaskSpec(True, None, alone)
+    assert mask_spec_of(masks.bidirectional_mask_function, alone) == MaskSpec(False, None, alone)
     window = masks.sliding_window_causal_mask_function(3)
-    assert seen_by(window, alone) == Seen(True, 3, alone)
-    assert seen_by(window, None) is None
+    assert mask_spec_of(window, alone) == MaskSpec(True, 3, alone)
+    assert mask_spec_of(window, None) is None
     chunks = masks.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
     both = masks.and_masks(window, masks.causal_mask_function)
     either = masks.or_masks(masks.sliding_window_overlay(2), masks.causal_mask_function)
     ones = masks.sliding_window_bidirectional_mask_function(2)
     for other in (chunks, both, either, ones, lambda b, h, q, k: k <= q):
-        assert seen_by(other, alone) is None
+        assert mask_spec_of(other, alone) is None
 
 
 def test_documents_are_runs_of_positions_and_a_mask_with_a_hole_is_none() -> None:
@@ -189,22 +189,22 @@ def test_documents_are_runs_of_positions_and_a_mask_with_a_hole_is_none() -> Non
 
 
 def test_only_plain_attention_is_taken_for_it() -> None:
-    seen = Seen(True, 4, ((8,),))
+    seen = MaskSpec(True, 4, ((8,),))
     apart = torch.tensor([[0, 1, 2, 0, 1]])
     plain: dict[str, Any] = {"scaling": 0.5, "dropout": 0.0, "is_causal": None, "s_aux": None}
     for kernel in ("sdpa", "flash_attention_2", "kernels-community/flash-attn3"):
-        assert around.understood(kernel, seen, None, plain | {"sliding_window": 4})
+        assert ring.is_plain_attention(kernel, seen, None, plain | {"sliding_window": 4})
         others: list[dict[str, Any]] = [
             {"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": apart}, {"position_bias": apart},
             {"is_causal": False},
         ]  # fmt: skip
         for other in others:
-            assert not around.understood(kernel, seen, None, plain | other), (kernel, other)
-    assert not around.understood("eager", seen, None, plain)
-    assert around.understood("sdpa", seen, None, {"sliding_window": 5}), "the mask alone counts"
-    assert not around.understood("flash_attention_2", seen, None, {"sliding_window": 5})
-    assert not around.understood("flash_attention_2", seen, None, {"position_ids": apart})
-    assert around.understood("flash_attention_2", seen, apart, {"position_ids": apart})
+            assert not ring.is_plain_attention(kernel, seen, None, plain | other), (kernel, other)
+    assert not ring.is_plain_attention("eager", seen, None, plain)
+    assert ring.is_plain_attention("sdpa", seen, None, {"sliding_window": 5}), "the mask decides"
+    assert not ring.is_plain_attention("flash_attention_2", seen, None, {"sliding_window": 5})
+    assert not ring.is_plain_attention("flash_attention_2", seen, None, {"position_ids": apart})
+    assert ring.is_plain_attention("flash_attention_2", seen, apart, {"position_ids": apart})
 
 
 def mask_kernels(model: Any) -> Any:
@@ -222,7 +222,7 @@ def test_a_mask_that_the_ring_does_not_know_is_refused_for_a_kernel_that_takes_n
     twin = HuggingTwin("llama", mesh, {"attention_dropout": 0.5})
     twin.ours(**hf.plain_batch(0)).loss.backward()  # the model's own kernel, over all keys
     hidden = mask_kernels(twin.ours)
-    hidden.kernel = "flash_attention_2"  # which needs a device; it would be asked for dropout
+    hidden.plain_name = "flash_attention_2"  # which needs a device; it would be asked for dropout
     raises(
         StructureError, lambda: twin.ours(**hf.plain_batch(0)),
         "layers.0.self_attn", "flash_attention_2", "ring = 1",

@@ -107,7 +107,7 @@ def test_padded_documents_give_the_loss_and_gradients_of_each_alone(
     everything = {n: p for own in of_ranks for n, p in own.items()}
     metrics, *_ = StepRunner(session).step(0, StopRequest())
     for communicator in session.communicators:
-        communicator.publish()
+        communicator.wait_until_ready()
     after = {n: p for module in session.modules for n, p in whole(module).items()}
     loss, gradients = by_documents(settings, everything, session.source)
     assert metrics.loss == pytest.approx(loss, rel=1e-12)
@@ -179,7 +179,7 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
     if rank == 0:
         write(tmp_path)
     settings = config(tmp_path, {"weight": 2}, data={"index": "always"})
-    own, asked, encoded = inputs.from_first, [0], index.encoded
+    own, asked, encoded = inputs.on_first_rank, [0], index.encoded
 
     def counted(work: Any) -> Any:
         asked[0] += 1
@@ -191,7 +191,7 @@ def test_one_rank_makes_an_index_the_others_are_told_meanwhile_and_all_read_it(
             time.sleep(0.01)
             yield found
 
-    monkeypatch.setattr(inputs, "from_first", counted)
+    monkeypatch.setattr(inputs, "on_first_rank", counted)
     monkeypatch.setattr(inputs, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(index, "_YIELD_TOKENS", 1)
     monkeypatch.setattr(index, "encoded", slow)

@@ -137,11 +137,11 @@ def test_a_process_that_ends_leaves_its_cause(
 
 
 PROGRAM = """
-from internsp.failure.last_words import when_process_ends
+from internsp.failure.detection import call_at_exit
 class Owner: pass
 owner, gone = Owner(), Owner()
-when_process_ends(owner, lambda owner, error: print(f"told {error!r}"))
-when_process_ends(gone, lambda owner, error: print("told of what has gone"))
+call_at_exit(owner, lambda owner, error: print(f"told {error!r}"))
+call_at_exit(gone, lambda owner, error: print("told of what has gone"))
 del gone
 """
 

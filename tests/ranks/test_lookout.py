@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from internsp.errors import CollectiveError
-from internsp.failure import lookout
+from internsp.failure import guard
 from internsp.failure.recovery import default_store
 from internsp.mesh import ParallelMesh
 from internsp.optim import ZeroOptimizer
@@ -128,7 +128,7 @@ def test_no_rank_waits_long_for_one_that_failed_alone(
     """The last rank fails by itself; it stands still afterwards, or goes on with its next step."""
     cases = GOES_ON if goes_on else STANDS
     if haste:
-        lookout.LOOK_SECONDS = HASTE
+        guard.CHECK_SECONDS = HASTE
     else:
         cases = {where: STANDS[where] for where in ("middle", "frozen")}
     store, culprit = default_store(), world_size - 1
@@ -171,11 +171,11 @@ def test_ranks_that_fail_alike_much_later_than_others_go_on_together(
     rank: int, world_size: int
 ) -> None:
     """All fail at the same point, one much later than the others; then one goes on much later."""
-    lookout.LOOK_SECONDS = HASTE
+    guard.CHECK_SECONDS = HASTE
     for where in ("enter", "middle", "backward", "loss", "step"):
         loop = Loop(world_size, zero=where == "step")
         loop.step()
-        loop.twin.communicator.recovery.lookout.begin()
+        loop.twin.communicator.recovery.guard.begin_pass()
         loop.where = where
         if rank == 1:
             loop.linger = partial(linger, f"{where} failed")

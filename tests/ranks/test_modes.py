@@ -76,7 +76,7 @@ def test_torchs_profiler_writes_the_chosen_steps_of_every_rank(tmp_path: Path) -
 def test_a_snapshot_of_memory_is_refused_on_a_cpu_before_the_run(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("internsp.accelerator.kind", lambda: "cpu")
+    monkeypatch.setattr("internsp.accelerator.default_device_type", lambda: "cpu")
     given = {"torch_profile": [2, 3], "memory_snapshot": True}
     with pytest.raises(ConfigError, match="history of CUDA's memory, and this run is on cpu"):
         check_before_start(load_config({"train": given, "parallel": {"device": device}}), tmp_path)
@@ -96,9 +96,9 @@ def test_a_snapshot_of_memory_is_of_the_chosen_steps_and_ends_with_them(
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
     profiles = Profiles((2, 3), True, tmp_path, 1, torch.device("cuda"))
     for step in (1, 2, 3, 4):
-        profiles.before(step)
+        profiles.before_step(step)
         calls.append(("step", step))
-        written = profiles.after(step)
+        written = profiles.after_step(step)
         assert bool(written) == (step == 3)
     profiles.close()
     path = tmp_path / "memory-rank1.pickle"

@@ -111,7 +111,7 @@ def test_slices_keep_what_was_gathered_in_low_precision_and_rounded() -> None:
         assert near is not None
         for weight in both[1].communicator.replicated.sharded:
             if weight.slices:
-                held = near._of(weight)
+                held = near._slice_view(weight)
                 assert held.dtype == weight.compute_dtype
                 assert held.numel() * 2 == weight.layout.padded_numel
         for one, other in zip(both[0].ours.parameters(), both[1].ours.parameters(), strict=True):
@@ -131,4 +131,4 @@ def test_a_rule_slices_some_blocks_and_what_does_not_fit_is_refused() -> None:
     assert sliced == {"1", "2"}
     for ranks_, word in ((3, "is 2;"), (4, "is 2;"), (1, "is 2;")):
         raises(ConfigError, lambda n=ranks_: Twin(Tiny, mesh, reshard_after_forward=n), word,
-               "layers.0.q.weight is cut over 4 ranks")  # fmt: skip
+               "layers.0.q.weight is sharded over 4 ranks")  # fmt: skip

@@ -70,7 +70,9 @@ def test_a_plain_loop_accumulates_clips_and_steps_as_one_process() -> None:
             with twin.communicator.no_replica_sync():
                 twin.backward()
             if "gradients" in config.get("offload", ()):
-                assert link.held["gradients"], f"{what}: sums lie on the host between backwards"
+                assert link.allocated["gradients"], (
+                    f"{what}: sums lie on the host between backwards"
+                )
             twin.backward()
             twin.check_gradients(what)
             wanted = torch.nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.5)
@@ -79,8 +81,8 @@ def test_a_plain_loop_accumulates_clips_and_steps_as_one_process() -> None:
             twin.check_step(optimizers, what)
         if "weights" in config.get("offload", ()):
             sharded = twin.communicator.replicated.sharded
-            assert all(w.moves and w.hosted for w in sharded)
-            assert link.held["weights"] == sum(w.storage.nbytes for w in sharded)
+            assert all(w.needs_gather and w.hosted for w in sharded)
+            assert link.allocated["weights"] == sum(w.storage.nbytes for w in sharded)
 
 
 ZERO: tuple[dict[str, Any], ...] = (
@@ -107,7 +109,7 @@ def same(one: Outcome, other: Outcome) -> bool:
 
 def small_pieces() -> None:
     """So that also a tiny model's state passes the device in several."""
-    host.PIECE = streamed.PIECE = 64
+    host.PIECE_BYTES = streamed.PIECE_BYTES = 64
 
 
 @pytest.mark.unmeasured
@@ -272,7 +274,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name() -> None:
     raises(ConfigError, lambda: twin.ours(*twin.batch()[1]).backward(), *words)
 
     class Own(internsp.WPCommunicator):
-        unshard = release = before_backward = on_grad_ready = None  # type: ignore[assignment]
+        unshard = release = pre_backward = on_grad_ready = None  # type: ignore[assignment]
 
     Own.__abstractmethods__ = frozenset()
     config = WeightParallelConfig(min_shard_elements=20, offload=("weights",))

@@ -46,13 +46,13 @@ class Counted(HostLink):
         super().__init__(device)
         self.live: dict[int, int] = {}
 
-    def fetch(self, pairs: Pairs) -> Any:
+    def copy_to_device(self, pairs: Pairs) -> Any:
         self.count([to for to, _ in pairs])
-        return super().fetch(pairs)
+        return super().copy_to_device(pairs)
 
-    def _leave(self, run: Any, kept: Any, then: Any) -> None:
+    def _start_copy_to_host(self, run: Any, kept: Any, then: Any) -> None:
         self.count([source for _, source in kept] if isinstance(kept, (list, tuple)) else [kept])
-        super()._leave(run, kept, then)
+        super()._start_copy_to_host(run, kept, then)
 
     def count(self, tensors: Any) -> None:
         for tensor in tensors:
@@ -65,7 +65,7 @@ class Counted(HostLink):
 
 def trained(rank: int, world: int, cases: list[Config], folder: str) -> list[dict[str, int]]:
     install(Counted)
-    host.PIECE = streamed.PIECE = offloaded.PIECE = 4096
+    host.PIECE_BYTES = streamed.PIECE_BYTES = offloaded.PIECE_BYTES = 4096
     found: list[dict[str, int]] = []
 
     def seen(session: Session) -> list[tuple[str, int]]:
@@ -86,7 +86,7 @@ def test_bytes_on_host_and_device_are_those_of_the_plan(tmp_path: Path) -> None:
     cases = [config(**{**c, "train": train | c.get("train", {})}) for c in CHANGES]
     found = run_ranks(trained, 2, cases, str(tmp_path), timeout=240)[0]
     assert len(found) == len(cases)
-    offloaded.PIECE = 4096
+    offloaded.PIECE_BYTES = 4096
     for changes, case, got in zip(CHANGES, cases, found, strict=True):
         plan = make_plan(case, 2)
         wanted = dict(plan.memory)

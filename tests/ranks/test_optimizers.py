@@ -269,7 +269,7 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
         ({"name": "torch.optim:Muon"}, "layers.0.attention_norm.weight cannot be stepped by Muon"),
         (
             {"name": "tests.unit.test_scaler:Lamb", "weight_decay": 0.0},
-            "Lamb is not one: a parameter cut in two fares differently from a whole one. Declare",
+            "a parameter split in two is stepped otherwise than an unsplit one. Declare",
         ),
         (
             {"name": "torch.optim:NAdam", "whole_matrix": True},
@@ -294,7 +294,7 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name() -> None:
         ('[[optimizer.groups]]\nmatch = "embed"', "lr, weight_decay or optimizer"),
         ('[[optimizer.groups]]\nlr = 0.1', "group 1 lacks match"),
         ('[[optimizer.groups]]\nmatch = "a"\nlr = "x"', "group 1: lr: expected a number"),
-        ('name = "a:B"\neps = 1e-3', "of adamw and sgd alone"),
+        ('name = "a:B"\neps = 1e-3', "only for adamw and sgd"),
         ('name = "muno"', "did you mean muon?"),
         ("rest_lr = 1e-3", 'adamw steps all parameters: set optimizer.rest = "adamw"'),
         ('name = "muon"\nwhole_matrix = false', "muon needs whole matrices; leave it out"),

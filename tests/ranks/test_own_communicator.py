@@ -48,14 +48,14 @@ class Counting(WPCommunicator):
     def release(self, weight: Any) -> Any:
         return self._count("release", weight)
 
-    def before_backward(self, weight: Any) -> Any:
-        return self._count("before_backward", weight)
+    def pre_backward(self, weight: Any) -> Any:
+        return self._count("pre_backward", weight)
 
     def on_grad_ready(self, weight: Any, gradient: Any) -> Any:
         return self._count("on_grad_ready", weight, gradient)
 
 
-METHODS = ("unshard", "release", "before_backward", "on_grad_ready")
+METHODS = ("unshard", "release", "pre_backward", "on_grad_ready")
 
 
 def train(
@@ -100,7 +100,7 @@ def train(
         optimizer.step()
         single.zero_grad()
         optimizer.zero_grad()
-        communicator.publish()
+        communicator.wait_until_ready()
         check(parameters(ours), parameters(plain), f"parameters after step {number}")
     with torch.no_grad():
         ids = torch.randint(0, VOCABULARY, (2, 4), generator=generator)

@@ -163,9 +163,9 @@ def test_functions_that_cannot_be_served_are_refused_by_name() -> None:
     refuses(StructureError, fails, signs_back, "test_own_gather:fails", "on the meta device")
     refuses(StructureError, len, signs_back, "gave a int", "a tuple of tensors")
     rules = [{"match": "layers.0.w1", **OWN}, {"match": "layers.0", "quantize": "int8"}]
-    raises(StructureError, partial(Twin, Tiny, mesh, plan=rules), "one of the two decides")
+    raises(StructureError, partial(Twin, Tiny, mesh, plan=rules), "only one of the two can pack")
     none = [{"match": "norm", **OWN}]
-    raises(StructureError, partial(Twin, Tiny, mesh, plan=none), "has no effect", "that is cut")
+    raises(StructureError, partial(Twin, Tiny, mesh, plan=none), "has no effect", "not a sharded")
     other = [{"match": "layers.0.w1.weight", "pre_all_gather": unlike if mesh.rank else signs,
               "post_all_gather": signs_back}]  # fmt: skip
     raises(ConfigError, partial(Twin, Tiny, mesh, plan=other), "different configuration")

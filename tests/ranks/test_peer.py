@@ -20,8 +20,8 @@ from internsp.plan.printed import make_plan
 from internsp.train import peer
 from internsp.train.checkpoint import load, state_of
 from internsp.train.checkpoint_files import FilePlan
-from internsp.train.disk import Keeper
-from internsp.train.peer import Copies
+from internsp.train.disk import KeeperConnection
+from internsp.train.peer import PeerCopies
 from internsp.train.run import train
 from internsp.train.saver import Saver
 from internsp.train.session import Session
@@ -47,7 +47,7 @@ def written(session: Session) -> bytes:
 
 def gone(keeper: dict[str, Any]) -> bool:
     try:
-        Keeper(keeper).close()
+        KeeperConnection(keeper).close()
     except ConnectionRefusedError:
         return True
     return False
@@ -70,8 +70,8 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
         session = Session.create(config({"weight": 2}))
         with StopRequest() as stop:
             StepRunner(session).step(0, stop)
-        copies = Copies()
-        copies.settle(None)
+        copies = PeerCopies()
+        copies.retain(None)
         saver = Saver(session, tmp_path, "run", copies)
         for step in (1, 2, 3):
             saver.start(step, 12)
@@ -79,7 +79,7 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
             assert saver.notes == []
         saver.close()
         assert path is not None
-        held = Keeper(copies._here).ask("held")["digests"]
+        held = KeeperConnection(copies._here).request("held")["digests"]
         assert len(held) == 1 == len(set(held) & set(copies.keep)), "equal saves are one copy"
         # The second machine is lost, with its keeper, and with what its rank had on its disk.
         mine = written(session)
@@ -92,7 +92,7 @@ def test_a_lost_machines_rank_is_restored_from_the_memory_of_the_next_one(
             (path / "rank-00001.safetensors").unlink()
         dist.barrier()
         again = Session.create(config({"weight": 2}))
-        copies = Copies()
+        copies = PeerCopies()
         found = load(again, path, copies)
         assert written(again) == mine
         assert found.notes == [
@@ -122,7 +122,7 @@ def undisturbed(rank: int, world: int, folder: str) -> None:
 
 
 def without_copies(rank: int, world: int, folder: str) -> None:
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         train(settings(resume="auto"), Path(folder))
 
 

@@ -13,7 +13,7 @@ from internsp.errors import StructureError
 from internsp.layers import ParallelLinearWithCommExt
 from internsp.model_zoo.common import Block
 from internsp.optim import ZeroOptimizer, step_together
-from internsp.pipeline import split
+from internsp.pipeline import split_model
 from internsp.sp import SequenceLayout
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, batches, gradient_gaps, make, plain_loss
@@ -47,7 +47,7 @@ def bad(found: dict[str, float]) -> list[str]:
 def _freeze_stages(case: Case, frozen: int) -> Alter:
     def alter(model: nn.Module) -> None:
         model.embed.requires_grad_(False)
-        for blocks in split(model, case.pipeline * case.chunks)[:frozen]:
+        for blocks in split_model(model, case.pipeline * case.chunks)[:frozen]:
             for block in blocks:
                 model.layers[block].requires_grad_(False)
 
@@ -191,7 +191,7 @@ def hopeless(rank: int, world_size: int, case: Case, two: bool) -> str:
     ("two", "why"),
     [
         (True, r"layers\.\d+\.one\.weight.* gets its gradient through .* an unsharded weight"),
-        (False, r"\(and 12 more\) is behind an output to which no gradient of the chunk's input"),
+        (False, r"\(and 12 more\) is used by an output through which no gradient reaches the"),
     ],
     ids=["a weight behind another", "no way to the input"],
 )

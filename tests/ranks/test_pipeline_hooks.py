@@ -172,7 +172,7 @@ def after_inference(rank: int, world_size: int, static: bool) -> dict[str, Any]:
         found[f"{chunk} counters"] = vars(state.counters)
         found[f"{chunk} held"] = [group.name for group in state.queue.held]
         found[f"{chunk} contents"] = sorted(weight.name for weight in state.queue.contents)
-        flying = (len(state.handles), len(state.reducer), len(state.reducer.touched))
+        flying = (len(state.handles), len(state.reducer), len(state.reducer.had_gradient))
         found[f"{chunk} in flight"] = flying
     return found
 
@@ -210,7 +210,7 @@ def rehearsed(rank: int, world_size: int) -> list[bool]:
         not trace.events,
         set(vars(state.counters).values()) == {0},
         not state.queue.held and not state.queue.contents,
-        not state.handles and not len(state.reducer) and not state.reducer.touched,
+        not state.handles and not len(state.reducer) and not state.reducer.had_gradient,
         all(p.grad is None for p in stage.submod.parameters()),
         pipeline.communicators[0].replicated.flat is None,
     ]

@@ -11,7 +11,7 @@ import internsp.pipeline.pipeline as pipeline_module
 from internsp.errors import ConfigError, GradientError, OrderError
 from internsp.failure.recovery import default_store
 from internsp.mesh import ParallelMesh
-from internsp.pipeline.failure import Watch
+from internsp.pipeline.failure import PipelineFailureGuard
 from internsp.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, Found, batches, compare, make
@@ -29,19 +29,19 @@ def refusal(kind: type[Exception], call: Callable[[], Any]) -> str:
 def refused(rank: int, world_size: int) -> tuple[list[str], list[list[bool]]]:
     """What is said of wrong numbers and a wrong plan; which chunks may split."""
     told = [refusal(ConfigError, lambda: make(Case("DualPipeV", chunks=1)))]
-    real = pipeline_module.actions
+    real = pipeline_module.schedule_order
 
     def without_a_message(*args: Any) -> Any:
         order = real(*args)
         order[1].remove(next(step for step in order[1] if step.kind == "RECV_F"))
         return order
 
-    pipeline_module.actions = without_a_message
+    pipeline_module.schedule_order = without_a_message
     told.append(refusal(OrderError, lambda: make(Case("ZBVZeroBubble", chunks=2))))
-    pipeline_module.actions = real
+    pipeline_module.schedule_order = real
     whole = {"compile": True, "trigger": "qkv"}
     cases = [Case("ZBVZeroBubble", chunks=2, weights=weights) for weights in ({}, whole)]
-    return told, [[stage.splits for stage in make(case)[0].stages] for case in cases]
+    return told, [[stage.splits_backward for stage in make(case)[0].stages] for case in cases]
 
 
 def test_wrong_numbers_and_wrong_plans_are_refused_before_anything_runs() -> None:
@@ -121,7 +121,7 @@ def test_stages_under_a_schedule_of_ones_own_are_right_and_never_scaled() -> Non
 def watched(rank: int, world_size: int) -> list[str]:
     """Rank 0 fails first each time. What each time is raised."""
     mesh = ParallelMesh.create(1, 1, 2, device_type="cpu", timeout_seconds=20)
-    watches = [Watch(mesh, (), lambda: "", lambda: None) for _ in range(3)]
+    watches = [PipelineFailureGuard(mesh, (), lambda: "", lambda: None) for _ in range(3)]
     store, told = default_store(), []
 
     def fail(number: int, kind: type[BaseException]) -> None:

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from internsp.mesh import ParallelMesh
-from internsp.pipeline import Chunk, ComputeAction, SchedulerHook, kind_of, split
-from internsp.pipeline.pipeline import described
+from internsp.pipeline import Chunk, ComputeAction, SchedulerHook, schedule_kind, split_model
+from internsp.pipeline.pipeline import meta_stage_args
 from internsp.trace import Trace
 from tests.support.compare import TOLERANCE
 from tests.support.pipeline import Case, batches, compare, make, plain_loss
@@ -23,15 +23,15 @@ SPLIT = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 def fsdp(rank: int, world_size: int, case: Case, reshard: bool) -> tuple[int, int, int]:
     """FSDP2 in torch's own stages: how many gradients are absent, wrong and right on this rank."""
     mesh = ParallelMesh.create(case.weight, 1, case.pipeline, device_type="cpu", timeout_seconds=30)
-    model, kind, count = case.build(), kind_of(case.schedule), case.pipeline * case.chunks
-    blocks, tokens = split(model, count), case.tokens(mesh.data)
+    model, kind, count = case.build(), schedule_kind(case.schedule), case.pipeline * case.chunks
+    blocks, tokens = split_model(model, count), case.tokens(mesh.data)
     stages: list[PipelineStage] = []
     for stage in kind.stages_of(mesh.pipeline_rank, case.pipeline, case.chunks):
         chunk = Chunk(model, blocks[stage], stage == 0, stage == count - 1)
         group = DeviceMesh.from_group(mesh.weight_group, "cpu")
         for module in (*chunk.layers.values(), chunk):
             fully_shard(module, mesh=group, reshard_after_forward=reshard)
-        given = described(chunk, (1, case.length, 12), torch.float64)
+        given = meta_stage_args(chunk, (1, case.length, 12), torch.float64)
         stages.append(
             PipelineStage(chunk, stage, count, mesh.device, group=mesh.pipeline_group, **given)
         )

@@ -23,7 +23,7 @@ from internsp.pipeline import (
     MicroBatch,
     Pipeline,
     SchedulerHook,
-    kind_of,
+    schedule_kind,
 )
 from internsp.whole import full_params, iterate_full_params
 from tests.support.compare import check, gradients, on_all_stages, parameters
@@ -48,7 +48,7 @@ def same(pipeline: Pipeline, found: dict[str, Any], wanted: dict[str, Any], what
     copies = {
         place.name: wanted[weight.name]
         for weight in pipeline.tied.weights
-        for place in weight.places
+        for place in weight.copies
     }
     check(found, on_all_stages(found, {**wanted, **copies}), what)
 
@@ -295,7 +295,7 @@ def test_masters_of_16_bit_copies_are_made_equal_too(rank: int) -> None:
 @pytest.mark.parametrize(
     ("weights", "wanted"),
     [
-        ({"embedding_cut": "hidden"}, "embed.weight of stage 0 is cut on dimension 1 of"),
+        ({"embedding_cut": "hidden"}, "embed.weight of stage 0 is sharded on dimension 1 of"),
         ({"plan": [{"match": ["head"], "replicate_below": 1 << 20}]}, "stage 1 is replicated"),
         ({"plan": [{"match": ["head"], "ignore": True}]}, "head.weight of stage 1 is not parallel"),
     ],
@@ -304,7 +304,7 @@ def test_masters_of_16_bit_copies_are_made_equal_too(rank: int) -> None:
 @ranks(4)
 def test_copies_that_are_cut_differently_are_refused(weights: dict[str, Any], wanted: str) -> None:
     text = told(lambda: make(tied(weight=2, weights=weights)))
-    assert text.startswith("stages share embed.weight, but embed.weight of stage 0 is cut on")
+    assert text.startswith("stages share embed.weight, but embed.weight of stage 0 is sharded on")
     assert wanted in text
 
 
@@ -397,7 +397,7 @@ def test_stages_of_ones_own_say_what_is_tied(rank: int) -> None:
     mesh = mesh_of(2, 1, 2)
     number, plain = mesh.pipeline_rank, [Stage(0), Stage(1)]
     plain[1].out.weight = plain[0].table.weight
-    kind = kind_of("1F1B")
+    kind = schedule_kind("1F1B")
     module = Stage(number)
     config = WeightParallelConfig(min_shard_elements=24, trigger="qkv")
     communicator = parallelize(module, mesh, config)
@@ -415,7 +415,7 @@ def test_stages_of_ones_own_say_what_is_tied(rank: int) -> None:
 
     for wrong, why in (
         ({0: "table.weight", 1: "head.weight"}, "head.weight of stage 1 is not there"),
-        ({0: "table.weight", 1: "layers.0.proj.weight"}, "stage 1 is cut on dimension 0 of [12, 1"),
+        ({0: "table.weight", 1: "layers.0.proj.weight"}, "stage 1 is sharded on dimension 0 of ["),
         ({0: "table.weight", 5: "out.weight"}, "tied names stage 5 on rank"),
     ):
         assert why in told(lambda wrong=wrong: pipeline(wrong))

@@ -114,7 +114,7 @@ def test_the_plan_names_what_is_tied_and_what_a_step_sends_of_it() -> None:
         (tied,) = plan.tied
         in_a_v = mesh["pipeline"]["chunks"] == 2
         last = 3 if in_a_v else 1
-        assert tied.places == ("embed.weight of stage 0", f"head.weight of stage {last}")
+        assert tied.copies == ("embed.weight of stage 0", f"head.weight of stage {last}")
         assert (tied.nbytes == 0) == in_a_v
         assert run_ranks(exchanged, 4, settings) == [[tied.nbytes] * (not in_a_v)] * 4
         console = Console(width=160, record=True)

@@ -98,7 +98,7 @@ def one(case: Other) -> tuple[float, list[str], list[str], list[bool]]:
     plain_loss(case, plain, mesh.data).backward()
     done, planned = (t.lines(("AG", "RS")) for t in (trace, pipeline.planned()))
     worst = max(gradient_gaps(pipeline, plain).values())
-    return worst, done, planned, [stage.splits for stage in pipeline.stages]
+    return worst, done, planned, [stage.splits_backward for stage in pipeline.stages]
 
 
 def test_frozen_and_idle_weights_and_those_that_their_own_gradient_needs() -> None:

@@ -64,7 +64,7 @@ def test_the_other_rules_of_the_page_are_rules() -> None:
     (functions,) = blocks("py")
     exec(compile(functions, "plan.md", "exec"), variables)
     rules += variables["plan"]
-    assert all(PlanRule.model_validate(rule).said() for rule in rules)
+    assert all(PlanRule.model_validate(rule).options() for rule in rules)
     shard = torch.randn(3, 4, dtype=torch.float64)
     sent = variables["pre"](shard)
     out = torch.full((1, 3, 4), torch.nan, dtype=torch.float64)

@@ -135,7 +135,7 @@ def test_an_axis_by_rule_cuts_over_other_ranks() -> None:
     mesh = ParallelMesh.create(weight=2, expert_weight=1, device_type="cpu", timeout_seconds=20)
     plan = [{"match": "layers.*.w?", "axis": "experts"}, {"match": "layers.*.wo", "axis": "dense"}]
     twice = partial(Twin, Tiny, mesh, plan=plan)
-    raises(StructureError, twice, "axis of layers.0.wo.weight is said twice")
+    raises(StructureError, twice, "axis of layers.0.wo.weight is set twice")
     plan[0]["match"] = "layers.*.w{*}"
     twin = Twin(Tiny, mesh, plan=plan, experts=["layers.3"])
     assert twin.communicator.plan is not None

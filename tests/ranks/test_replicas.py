@@ -54,7 +54,7 @@ class Loop:
         for optimizer in (self.ours, self.theirs):
             optimizer.step()
             optimizer.zero_grad()
-        self.communicator.publish()
+        self.communicator.wait_until_ready()
         self.twin.check_parameters(what)
 
     def launches(self) -> list[str]:
@@ -292,7 +292,7 @@ def bits(rank: int, world: int, zero: bool) -> None:
                 loop.ours.zero_grad()
                 loop.launches()
             assert early == (0 if late else 2 if zero else 3), "what is compared"
-            loop.communicator.publish()
+            loop.communicator.wait_until_ready()
             found.append([p.to_local().clone() for p in loop.twin.ours.parameters()])  # type: ignore[attr-defined]
         for other in found[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -224,7 +224,7 @@ def test_reductions_in_flight_are_bounded_and_slots_have_one_holder() -> None:
             nonlocal most
             launch(*args)
             flying = [reduction for launched in pending._queue for reduction in launched]
-            most = max(most, sum(reduction.received.nbytes for reduction in flying))
+            most = max(most, sum(reduction.output.nbytes for reduction in flying))
 
         pending.reduce_scatter = spy  # type: ignore[method-assign]
         pooled = twin.communicator.state.reducer.buffers

@@ -28,9 +28,9 @@ def test_a_gather_that_nobody_used_arrives_before_its_shard_is_written() -> None
             twin.backward()
             block = twin.communicator.blocks[0]
             twin.communicator.queue.contents.clear()
-            twin.communicator.expect("forward")  # and it does not come
+            twin.communicator.prefetch_pass("forward")  # and it does not come
             flying = len(state.handles)
-            assert flying > sum(w.moves for w in block.weights), "embedding and first block"
+            assert flying > sum(w.needs_gather for w in block.weights), "embedding and first block"
             twin.trace.clear()
             optimizer.step()
             plain.step()
@@ -52,12 +52,12 @@ def test_a_gather_of_older_values_arrives_before_newer_ones_are_sent_to_its_plac
     mesh = ParallelMesh.create(weight=2, device_type="cpu", timeout_seconds=20)
     twin = Twin(Tiny, mesh)
     communicator, state = twin.communicator, twin.communicator.state
-    communicator.expect("forward")
+    communicator.prefetch_pass("forward")
     older = list(state.handles.values())
     assert len(older) > len(communicator.blocks[0].weights)
     communicator.invalidate()
     communicator.queue.contents.clear()
-    communicator.expect("forward")
+    communicator.prefetch_pass("forward")
     assert all(handle.work is None for handle in older), "they have arrived"
     assert not set(map(id, older)) & set(map(id, state.handles.values()))
     twin.backward()

@@ -238,7 +238,7 @@ def test_writes_after_a_zero_step_are_seen_too() -> None:
             plain.zero_grad()
             for model in (twin.plain, twin.ours):
                 if way is numpy_rows:
-                    twin.communicator.publish()
+                    twin.communicator.wait_until_ready()
                 way(model)
             evaluate(twin, f"{way.__name__} after a step")
             twin.check_parameters(way.__name__, 1e-8)

@@ -69,7 +69,7 @@ def test_weights_cut_on_any_dimension_train_as_on_one_process(
         for optimizer in (theirs, ours):
             optimizer.step()
             optimizer.zero_grad()
-    twin.communicator.publish()
+    twin.communicator.wait_until_ready()
     twin.check_parameters("after the steps")
     for name, parameter in twin.plain.named_parameters():
         found = dict(twin.ours.named_parameters())[name]
@@ -85,5 +85,5 @@ def test_a_dimension_that_a_weight_lacks_is_refused_by_name() -> None:
     config = WeightParallelConfig(min_shard_elements=20, plan=plan)
     raises(
         LayoutError, lambda: parallelize(Tiny(layers=2), mesh_of(2), config),
-        "cannot cut dimension 2 of layers.0.w1.weight, of shape [13, 6]",
+        "cannot shard dimension 2 of layers.0.w1.weight, of shape [13, 6]",
     )  # fmt: skip

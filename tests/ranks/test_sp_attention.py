@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from internsp.errors import CollectiveError, LayoutError
-from internsp.sp import Channel, DistributedAttention, SequenceLayout, exchange, start_exchange
+from internsp.sp import (
+    DistributedAttention,
+    ExchangeGroup,
+    SequenceLayout,
+    exchange,
+    start_exchange,
+)
 from internsp.trace import Trace
 from tests.support.ranks import ranks, run_ranks
 
@@ -94,7 +100,7 @@ def exchanges_overlap(rank: int, size: int) -> list[str]:
     with torch.autograd.detect_anomaly(check_nan=True):
         attend(*(x.requires_grad_() for x in given)).square().sum().backward()
     assert all(e.end is not None and e.end >= e.start for e in trace.events)
-    assert not attend.channel.flights
+    assert not attend.group.in_flight
     # Elements that leave this rank: queries, keys, values and the output are doubles.
     sent = {e.weight: e.nbytes for e in trace.events if e.kind == "A2A" and e.phase == "forward"}
     elements = 2 * 3 * DEPTH
@@ -145,22 +151,23 @@ def test_objects_with_different_groups_live_in_one_process(rank: int) -> None:
 
 @ranks(2)
 def test_misuse_is_told_and_lost_exchanges_do_not_pile_up(rank: int) -> None:
-    channel = Channel.of(dist.group.WORLD)
-    assert Channel.of(dist.group.WORLD) is channel
-    assert Channel.of(dist.group.WORLD, Trace()) is not channel
-    cut = (0, 1, 1, 2)
+    group = ExchangeGroup.of(dist.group.WORLD)
+    assert ExchangeGroup.of(dist.group.WORLD) is group
+    assert ExchangeGroup.of(dist.group.WORLD, Trace()) is not group
+    head_ranges = (0, 1, 1, 2)
     with pytest.raises(LayoutError, match=rf"Rank {rank}: the exchange of 'q' to heads needs"):
-        start_exchange(torch.zeros(1, 2, 3, 4), channel, (2, 2), cut, to="heads", label="q")
-    pending = start_exchange(torch.zeros(1, 2, 2, 4), channel, (2, 2), cut, to="heads")
+        start_exchange(torch.zeros(1, 2, 3, 4), group, (2, 2), head_ranges, to="heads", label="q")
+    pending = start_exchange(torch.zeros(1, 2, 2, 4), group, (2, 2), head_ranges, to="heads")
     assert torch.equal(pending.wait(), pending.wait())
     # Launched and never waited for: bounded, and the next exchange is right.
     x = torch.randn(1, 2, 2, 4)
-    lost = [start_exchange(x, channel, (2, 2), cut, to="heads") for _ in range(70)]
-    assert len(channel.flights) <= 64
+    lost = [start_exchange(x, group, (2, 2), head_ranges, to="heads") for _ in range(70)]
+    assert len(group.in_flight) <= 64
     with pytest.raises(CollectiveError, match="already waited for, or dropped"):
         lost[0].wait()
     back = exchange(
-        exchange(x, channel, (2, 2), cut, to="heads"), channel, (2, 2), cut, to="sequence"
+        exchange(x, group, (2, 2), head_ranges, to="heads"),
+        group, (2, 2), head_ranges, to="sequence",
     )
     assert torch.equal(back, x)
 
@@ -169,10 +176,10 @@ def test_misuse_is_told_and_lost_exchanges_do_not_pile_up(rank: int) -> None:
 def test_gradients_from_several_ranks_are_rounded_once(rank: int, world_size: int) -> None:
     """Gradients of a shared key/value head are summed in fp32 before they are rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
-        channel = Channel.of(dist.group.WORLD)
+        group = ExchangeGroup.of(dist.group.WORLD)
         x = torch.zeros(1, 1, 1, 1, dtype=dtype, requires_grad=True)
-        lengths, cut = (1,) * world_size, (0, 1) * world_size
-        whole = exchange(x, channel, lengths, cut, to="heads")
+        lengths, head_ranges = (1,) * world_size, (0, 1) * world_size
+        whole = exchange(x, group, lengths, head_ranges, to="heads")
         assert whole.shape == (1, world_size, 1, 1)
         step = torch.finfo(dtype).eps / 2
         whole.backward(torch.full_like(whole, 1.0 if rank == 0 else step))

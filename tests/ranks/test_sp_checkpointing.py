@@ -147,7 +147,7 @@ def test_checkpointing_keeps_the_numbers_and_selective_repeats_no_exchange(
             dist.all_reduce(mine)
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
     retained(blocks[0], layout.own(whole), layout)
-    assert not blocks[0].attend.channel.flights
+    assert not blocks[0].attend.group.in_flight
 
 
 def test_selective_checkpointing_repeats_no_attention_on_one_rank() -> None:

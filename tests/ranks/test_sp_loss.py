@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from internsp.errors import ConfigError, LayoutError
 from internsp.sp import SequenceLayout, gather_logits, token_loss, vocabulary_parallel_cross_entropy
-from internsp.sp.exchange import Channel
+from internsp.sp.exchange import ExchangeGroup
 from internsp.trace import Trace
 from tests.support.ranks import ranks, run_ranks
 
@@ -75,7 +75,7 @@ def test_every_output_mode_equals_one_process(rank: int, world_size: int) -> Non
 @ranks(4)
 def test_arbitrary_upstream_gradients_reach_the_right_tokens(rank: int) -> None:
     lengths = (3, 0, 4, 2)
-    channel = Channel.of(dist.group.WORLD)
+    group = ExchangeGroup.of(dist.group.WORLD)
     torch.manual_seed(5)
     # Logits far apart: without the highest of all shards the sums would overflow.
     logits = torch.randn(2, 9, 5, dtype=torch.float64) * 300
@@ -88,20 +88,20 @@ def test_arbitrary_upstream_gradients_reach_the_right_tokens(rank: int) -> None:
     start = sum(lengths[:rank])
     here = slice(start, start + lengths[rank])
     mine = logits[:, here].clone().requires_grad_()
-    got = vocabulary_parallel_cross_entropy(mine, labels[:, here], channel, lengths)
+    got = vocabulary_parallel_cross_entropy(mine, labels[:, here], group, lengths)
     torch.testing.assert_close(got, losses[:, here], **CLOSE)
     (grad,) = torch.autograd.grad(got, mine, upstream[:, here])
     torch.testing.assert_close(grad, wanted[:, here], **CLOSE)
     # Fewer words than ranks: some shards are empty.
     few = logits[:, here, :2].clone().requires_grad_()
     targets = labels.clamp(max=1)
-    got = vocabulary_parallel_cross_entropy(few, targets[:, here], channel, lengths)
+    got = vocabulary_parallel_cross_entropy(few, targets[:, here], group, lengths)
     wanted = F.cross_entropy(logits[..., :2].flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(got, wanted.view(2, 9)[:, here], **CLOSE)
     got.sum().backward()
     # Gathered logits: every rank's gradient of every position arrives at its owner.
     own = logits[:, here].clone().requires_grad_()
-    gathered = gather_logits(own, channel, lengths)
+    gathered = gather_logits(own, group, lengths)
     torch.testing.assert_close(gathered, logits, atol=0, rtol=0)
     gathered.backward(torch.full_like(logits, rank + 1.0))
     torch.testing.assert_close(own.grad, torch.full_like(own, 10.0), **CLOSE)
@@ -115,7 +115,7 @@ class OpenedHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN))
         self.opened, self.guarded, self.rows = 0, 0, []
 
-    def open(self) -> Any:
+    def unshard_once(self) -> Any:
         self.opened += 1
 
         def project(x: Tensor) -> Tensor:

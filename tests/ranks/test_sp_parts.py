@@ -19,7 +19,7 @@ from internsp.layers import ParallelLinearWithCommExt
 from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from internsp.sp import DistributedAttention, SequenceLayout, fused, messages
-from internsp.sp.stages import QKV, order
+from internsp.sp.stages import QKV, exchange_order
 from internsp.trace import Trace
 from tests.support.compare import TOLERANCE, gradients
 from tests.support.parity import Case, batch, run_case
@@ -146,7 +146,7 @@ def test_messages_and_waits_are_those_of_the_order_and_none_is_left() -> None:
     for _ in range(2):
         trace.clear()
         step(model, mesh)
-    wanted = order(mesh.sequence_rank, 2)
+    wanted = exchange_order(mesh.sequence_rank, 2)
     stages = {"forward": [wanted.heads, wanted.output]}
     stages["backward"] = [wanted.output_gradient, wanted.heads_gradient]
     for module in attentions(model):
@@ -155,8 +155,8 @@ def test_messages_and_waits_are_those_of_the_order_and_none_is_left() -> None:
             seen = [(e.kind, e.weight) for e in events if e.kind in ("A2A", "A2A_WAIT")]
             names = {"SEND": "A2A", "WAIT": "A2A_WAIT"}
             assert seen == [(names[a.kind], a.what) for x in lists for a in x if a.kind in names]
-    own = messages.stages_of(attentions(model)[0].channel)  # type: ignore[arg-type]
-    assert len(own._flying) <= 1  # at most what is expected next
+    own = messages.peer_exchanges(attentions(model)[0].group)  # type: ignore[arg-type]
+    assert len(own._in_flight) <= 1  # at most what is expected next
 
 
 @ranks(2)
@@ -375,7 +375,7 @@ def own_sublayer(out_features: int = 16) -> nn.Module:
     return made
 
 
-def run_own(own: Any, x: Tensor, turn: Any = fused.UNTURNED) -> Tensor:
+def run_own(own: Any, x: Tensor, turn: Any = fused.NO_ROTATION) -> Tensor:
     made: Tensor = own.attend.sublayer(x, own.projections, (turn,) * 3, own.out)
     return made
 
@@ -401,8 +401,8 @@ def test_projections_may_have_another_dtype_than_their_input() -> None:
     own = own_sublayer()
     x = torch.randn(1, 3, 16)
     projections = [lambda x, p=p: p(x.double()) for p in own.projections]
-    turns = (fused.UNTURNED,) * 3
-    found = own.attend.sublayer(x, projections, turns, own.out)
+    rotations = (fused.NO_ROTATION,) * 3
+    found = own.attend.sublayer(x, projections, rotations, own.out)
     torch.testing.assert_close(found, run_own(own, x.double()), atol=1e-12, rtol=1e-10)
 
 
@@ -424,7 +424,7 @@ def test_blocks_that_are_left_out_leave_no_more_receives_posted_than_stages_of_a
                 y, z = y + run_own(block, y), z + run_own(whole, z)
         losses = [torch.autograd.grad(one.square().sum(), x)[0] for one in (y, z)]
         torch.testing.assert_close(*losses, atol=1e-12, rtol=1e-10, msg=f"step {step}")
-        flying = messages.stages_of(blocks[0].attend.channel)._flying  # type: ignore[union-attr, arg-type]
+        flying = messages.peer_exchanges(blocks[0].attend.group)._in_flight  # type: ignore[union-attr, arg-type]
         most = max(most, len(flying))
     assert 0 < most <= 4
 
@@ -483,9 +483,9 @@ def test_a_rank_whose_peer_has_gone_is_told_which_attention_it_waited_in(
     given = [torch.ones(1, 3, 2, 4, dtype=torch.float64) for _ in QKV]
     attend(*given)
     if dist.get_rank() == 1:
-        from internsp.failure.lookout import sever
+        from internsp.failure.guard import close_connections
 
-        sever(group)
+        close_connections(group)
         return
     with pytest.raises(CollectiveError, match=r"layers\.3\.attention"):
         attend(*given)
@@ -494,7 +494,7 @@ def test_a_rank_whose_peer_has_gone_is_told_which_attention_it_waited_in(
 # Faults, put in: each must be seen.
 
 
-def shifted(shape: messages.Shape, rank: int) -> slice:
+def shifted(shape: messages.ExchangeShape, rank: int) -> slice:
     """A peer's positions are put where another's are."""
     return REAL_AT(shape, (rank + 1) % 2)
 
@@ -503,7 +503,7 @@ def own_only(parts: Any, role: str, *rest: Any) -> None:
     """Gradients of the peers' heads are dropped."""
 
 
-REAL_AT, EMPTY = messages.Shape.at, torch.empty
+REAL_AT, EMPTY = messages.ExchangeShape.positions, torch.empty
 
 
 def poisoned(*sizes: Any, **options: Any) -> Tensor:
@@ -512,27 +512,29 @@ def poisoned(*sizes: Any, **options: Any) -> Tensor:
 
 
 def the_order_of_heads_is_wrong(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(messages.Shape, "at", shifted)
+    patched.setattr(messages.ExchangeShape, "positions", shifted)
 
 
 def the_peers_gradients_are_dropped(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(messages.Shape, "others", lambda *_: [])
+    patched.setattr(messages.ExchangeShape, "peer_heads", lambda *_: [])
 
 
 def nothing_is_turned_back(patched: pytest.MonkeyPatch) -> None:
-    real = fused.Parts.project
+    real = fused.FusedSublayer.project
     patched.setattr(
-        fused.Parts, "project",
-        lambda self, x, linears, turns: real(self, x, linears, [(t[0], t[0]) for t in turns]),
+        fused.FusedSublayer, "project",
+        lambda self, x, linears, rotations: real(
+            self, x, linears, [(forward, forward) for forward, _ in rotations]
+        ),
     )  # fmt: skip
 
 
 def sums_of_shared_heads_are_lost(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(messages.Shape, "shared", lambda *_: False)
+    patched.setattr(messages.ExchangeShape, "has_shared_heads", lambda *_: False)
 
 
 def nothing_is_waited_for(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(messages.Stage, "wait", lambda stage: None)
+    patched.setattr(messages.PeerExchange, "wait", lambda stage: None)
 
 
 FAULTS = [

@@ -16,7 +16,7 @@ from internsp.errors import LayoutError
 from internsp.mesh import SequenceAxes
 from internsp.sp import DistributedAttention, SequenceLayout
 from internsp.sp.layout import Documents
-from internsp.sp.partial import Attend
+from internsp.sp.partial import BlockAttention
 from internsp.sp.routes import FORMS
 from internsp.trace import Trace
 from tests.support.ranks import ranks
@@ -176,7 +176,7 @@ def test_faults_that_others_had_are_seen(rank: int) -> None:
 
     assert max(gaps()) < 1e-12
     with pytest.MonkeyPatch.context() as patch:
-        held = Attend.backward
+        held = BlockAttention.backward
         last: list[Tensor] = []
 
         def of_the_last(self, grad, out, lse, k, v, parts, *totals) -> None:
@@ -186,7 +186,7 @@ def test_faults_that_others_had_are_seen(rank: int) -> None:
             last[:] = k, v
             held(self, grad, out, lse, k, v, parts, *totals)
 
-        patch.setattr(Attend, "backward", of_the_last)
+        patch.setattr(BlockAttention, "backward", of_the_last)
         found = gaps()
         assert found[0] < 1e-12
         assert max(found[1:]) > 1e-3

@@ -155,7 +155,7 @@ def test_gradients_norm_and_steps_of_layers_cut_twice_are_one_processs(
             optimizer.zero_grad()
         if zero:
             close(torch.tensor(made.grad_norm, dtype=torch.float64), wanted, "norm")
-    communicator.publish()
+    communicator.wait_until_ready()
     check(parameters(ours), parameters(plain), "after the steps")
     check_saved_and_loaded(ours, plain, Tiny(block, layers=3).double(), tmp_path)
     everybody, mine = batch(9, mesh)

@@ -128,7 +128,7 @@ def once_a_tile(rank: int, world: int) -> tuple[int, int]:
             )
         count, kind = [0], ChunkWeights
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("unshard", "release", "before_backward", "on_grad_ready"):
+            for name in ("unshard", "release", "pre_backward", "on_grad_ready"):
                 patch.setattr(kind, name, counted(getattr(kind, name), count))
             step(model, mesh, 130)
         counts.append(count[0])
@@ -283,8 +283,8 @@ def test_a_module_that_cannot_be_tiled_says_so() -> None:
     raises(StructureError, lambda: lost(x).sum().backward(), "mlp", "gradient would be lost")
     fine = Reader(torch.ones(4))
     tile(fine, "mlp", 2)
-    raises(StructureError, lambda: fine(x, "two"), "made tuple")
-    raises(StructureError, lambda: fine(x, "short"), "made [1, 1, 4] of [1, 16, 4]")
+    raises(StructureError, lambda: fine(x, "two"), "returned tuple")
+    raises(StructureError, lambda: fine(x, "short"), "returned [1, 1, 4] for [1, 16, 4]")
     raises(StructureError, lambda: fine(x, x), "a second tensor")
     raises(StructureError, lambda: fine(None), "no tensor")
     y = fine(x)

@@ -90,7 +90,7 @@ def trained(settings: Config) -> Trained:
     before, runner = whole(session.modules[0]), StepRunner(session)
     rows = [runner.step(step, StopRequest())[0] for step in range(STEPS)]
     held_out = runner.evaluate()
-    session.communicators[0].publish()
+    session.communicators[0].wait_until_ready()
     after = whole(session.modules[0])
     return before, after, [(row.loss, row.grad_norm) for row in rows], held_out
 
@@ -170,7 +170,7 @@ def read_whole(folder: Path) -> None:
     values = load_file(folder / "llama/model.safetensors")
     norm, embedding = values["model.norm.weight"], values["model.embed_tokens.weight"]
     cases = {
-        "beside the model's own": {**values, "rotary": norm.clone()},
+        "in addition to the model's own": {**values, "rotary": norm.clone()},
         "has no model.norm.weight": {n: v for n, v in values.items() if v is not norm},
         "has several values of": {**values, "lm_head.weight": embedding.clone()},
         "": values,

@@ -24,7 +24,7 @@ def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> st
     def after(session, step: int) -> None:
         if step == 4 and rank == 1:
             for communicator in session.communicators:
-                communicator.publish()  # what an optimizer still sends would overwrite it
+                communicator.wait_until_ready()  # what an optimizer still sends would overwrite it
             parameters = dict(session.modules[0].named_parameters())
             name = next(name for name in parameters if which in name)
             tensor = parameters[name]
@@ -51,10 +51,15 @@ def flip(rank: int, world_size: int, folder: str, weight: int, which: str) -> st
             2,
             1,
             "wq.weight",
-            "layers.0.attention.wq.weight is one thing on ranks [0], another on [1]",
+            "layers.0.attention.wq.weight differs: one value on ranks [0], another on [1]",
         ),
-        (4, 2, "w1.weight", "feed_forward.w1.weight is one thing on ranks [1], another on [3]"),
-        (4, 4, "norm.weight", "norm.weight is one thing on ranks [0, 2, 3], another on [1]"),
+        (
+            4,
+            2,
+            "w1.weight",
+            "feed_forward.w1.weight differs: one value on ranks [1], another on [3]",
+        ),
+        (4, 4, "norm.weight", "norm.weight differs: one value on ranks [0, 2, 3], another on [1]"),
     ],
 )
 def test_one_flipped_bit_in_one_replica_ends_the_run(

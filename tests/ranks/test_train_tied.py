@@ -30,7 +30,7 @@ def trained(rank: int, world_size: int, runs: list[Config]) -> list[Trained]:
             communicator.state.pool.poison = True
         before, runner = whole(session.modules[0]), StepRunner(session)
         norms = [runner.step(step, StopRequest())[0].grad_norm for step in range(STEPS)]
-        session.communicators[0].publish()
+        session.communicators[0].wait_until_ready()
         found.append((before, whole(session.modules[0]), norms))
     return found
 

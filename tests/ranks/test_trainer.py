@@ -16,7 +16,7 @@ from internsp.cli.environment import launched
 from internsp.config import load_config
 from internsp.errors import ConfigError
 from internsp.report.metrics import read_metrics
-from internsp.train.own import Own
+from internsp.train.own import Custom
 from tests.support.command import TORCHRUN, begin, python
 from tests.support.ranks import run_ranks
 
@@ -228,14 +228,14 @@ def test_ranks_of_a_sequence_that_are_given_other_rows_are_told(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("parts", "section", "key", "value"),
     [
-        (Own(model=Tiny()), "model", "dropout", 0.1),
-        (Own(model=Tiny()), "model", "embedding_dropout", 0.1),
-        (Own(data=own_data), "train", "early_stop", 2),
-        (Own(data=own_data), "train", "batch_tokens", 100),
+        (Custom(model=Tiny()), "model", "dropout", 0.1),
+        (Custom(model=Tiny()), "model", "embedding_dropout", 0.1),
+        (Custom(data=own_data), "train", "early_stop", 2),
+        (Custom(data=own_data), "train", "batch_tokens", 100),
     ],
 )
 def test_what_a_part_of_ones_own_would_leave_without_effect_is_refused(
-    parts: Own, section: str, key: str, value: float
+    parts: Custom, section: str, key: str, value: float
 ) -> None:
     parts.check(load_config(sections()))
     with pytest.raises(ConfigError, match=rf"^{section}\.{key}: "):

@@ -445,7 +445,7 @@ def test_an_exception_puts_everything_back_on_all_ranks(rank: int) -> None:
         raises(CollectiveError, alone, "full_params(write='none'", "ranks [1]")
     dist.barrier()
     other = partial(internsp.full_params, twin.ours, write="rank0" if rank else "shards")
-    raises(CollectiveError, lambda: other().__enter__(), f"rank {rank} came", f"rank {1 - rank}")
+    raises(CollectiveError, lambda: other().__enter__(), f"rank {rank} reached", f"rank {1 - rank}")
     step(twin, "after calls that differed")
 
 
@@ -474,7 +474,7 @@ def test_states_are_loaded_inside_and_other_objects_are_taken_by_value() -> None
                 value = torch.full((11, 6), float(number), dtype=torch.float64)
                 module.weight = nn.Parameter(value)  # type: ignore[assignment]
 
-    raises(StructureError, apart, "embed.weight", "2 places that share it")
+    raises(StructureError, apart, "embed.weight", "2 modules that share it")
     step(twin, "after one tied weight was given two values")
 
     class Recurrent(Block):

@@ -256,7 +256,7 @@ def test_what_cannot_be_stepped_whole_is_refused_by_name(rank: int) -> None:
     raises(
         ConfigError,
         lambda: ZeroOptimizer(pair.communicator, torch.optim.AdamW, param_groups=groups),
-        "experts.up.weight", "cut on dimension 1", "shard_dim = 0",
+        "experts.up.weight", "sharded on dimension 1", "shard_dim = 0",
     )  # fmt: skip
     owners = Pair(Mixed(weight=1, expert_weight=1, expert=2))
     raises(

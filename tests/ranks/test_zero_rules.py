@@ -27,7 +27,7 @@ def kept(rank: int, world: int) -> list[str]:
     s = setup(Case(weight=2))
     return [
         m.name
-        for m in s.communicator.replicated.everyone()
+        for m in s.communicator.replicated.all_parameters()
         for held in (m._counter, m.parameter)  # the version counter's DTensor, too
         if held._local_tensor.untyped_storage().data_ptr()  # type: ignore[attr-defined]
         != m.storage.untyped_storage().data_ptr()
@@ -91,7 +91,7 @@ def messages(rank: int, world: int, weight: int, zero: int) -> dict[str, Any]:
         "summed": summed,
         "exchanged": exchanged,
         "flat": s.communicator.replicated.gradient().numel(),
-        "big": [b.flat.numel() for b in buckets if not b.small],
+        "big": [b.flat.numel() for b in buckets if not b.replicated],
         "all": [b.flat.numel() for b in buckets],
         "reduced": counters.reduced_bytes,
         "gathered": counters.gathered_bytes,
@@ -178,7 +178,7 @@ def late(rank: int, world: int, weight: int) -> tuple[float, list[str], list[flo
         with torch.no_grad():
             value = read()
         readers.append(float(torch.as_tensor(getattr(value, "_local_tensor", value)).sum()))
-    s.communicator.publish()
+    s.communicator.wait_until_ready()
     s.model(ids, labels).backward()
     s.optimizer.step()
     trace.clear()

@@ -38,16 +38,16 @@ class LateLink(HostLink):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._inward: Any = deque()
-        self._outward: Any = deque()
+        self._to_device: Any = deque()
+        self._to_host: Any = deque()
 
-    def fetch(self, pairs: Pairs) -> Any:
+    def copy_to_device(self, pairs: Pairs) -> Any:
         spoil(pairs)
-        return super().fetch(pairs)
+        return super().copy_to_device(pairs)
 
-    def store(self, pairs: Pairs, then: Callable[[], None] | None = None) -> None:
+    def copy_to_host(self, pairs: Pairs, then: Callable[[], None] | None = None) -> None:
         spoil(pairs)
-        super().store(pairs, then)
+        super().copy_to_host(pairs, then)
 
     def _run(self, stream: Any, work: Callable[[], None]) -> Any:
         return Late(stream, work)
@@ -59,8 +59,8 @@ class LateLink(HostLink):
 class HastyLink(LateLink):
     """Wrong on purpose: it gives memory back before its copy has ended."""
 
-    def _left(self) -> None:
-        _, _, then = self._leaving.popleft()
+    def _finish_oldest_copy(self) -> None:
+        _, _, then = self._copies_to_host.popleft()
         if then is not None:
             then()
 

@@ -20,8 +20,8 @@ from internsp.mesh import ParallelMesh
 from internsp.parallel import parallelize
 from internsp.pipeline import MicroBatch, Pipeline
 from internsp.sp import DistributedAttention, Documents, SequenceLayout
-from internsp.sp.dispatch import FIXED
-from internsp.sp.partial import Attend
+from internsp.sp.dispatch import FIXED_BALANCE
+from internsp.sp.partial import BlockAttention
 from internsp.wp.collectives import Collectives
 from tests.support.compare import TOLERANCE, gap, gaps, gradients, on_all_stages
 from tests.support.covering import Row
@@ -92,7 +92,7 @@ def layout_of(row: Row, micro_batch: int, data: slice, rank: int, mesh: Any) -> 
         labels = torch.randint(0, VOCABULARY, shape, generator=generator)[data]
     cut = {}
     if mesh is not None:
-        balance = FIXED if mesh.pipeline > 1 else "auto"
+        balance = FIXED_BALANCE if mesh.pipeline > 1 else "auto"
         cut = {"size": mesh.sequence, "ring": mesh.ring, "near": mesh.near, "balance": balance}
     return SequenceLayout.create(
         ids[data], rank=rank, labels=labels, window=row["window"],
@@ -211,22 +211,22 @@ def faulty(rank: int, world: int, fault: str) -> tuple[list[str], list[str]]:
     right = compare(rank, world, [row])
     with pytest.MonkeyPatch.context() as patch:
         if "keys" in fault:
-            patch.setattr(Attend, "backward", _of_the_last_keys())
+            patch.setattr(BlockAttention, "backward", _of_the_last_keys())
         elif "boundaries" in fault:
             patch.setattr(SequenceLayout, "create", _without_documents())
         elif fault.startswith("gradients"):
-            held = Collectives.sum_received
-            patch.setattr(Collectives, "sum_received", lambda *given: held(*given) / world)
+            held = Collectives.sum_output
+            patch.setattr(Collectives, "sum_output", lambda *given: held(*given) / world)
         apart = run_row(row, averaged=fault.startswith("a loss"))
     return right, [name for name, value in apart.items() if not value <= 1e-6]
 
 
 def _of_the_last_keys() -> Any:
-    held, last = Attend.backward, []
+    held, last = BlockAttention.backward, []
 
     def backward(
-        self: Attend, grad: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, parts: Any,
-        *totals: Tensor,
+        self: BlockAttention, grad: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor,
+        parts: Any, *totals: Tensor,
     ) -> None:  # fmt: skip
         now = k, v
         if last and last[0].shape == k.shape:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from internsp.config import Config, collect, sections
+from internsp.config import Config, read_config, sections
 from internsp.errors import ConfigError, MeshError
 from internsp.mesh import ParallelMesh
-from internsp.plan.kept import fitting
+from internsp.plan.kept import blocks_within
 from internsp.plan.printed import print_plan
 
 KEYS = [(name, key) for name, cls in sections().items() for key in cls.model_fields]
@@ -46,7 +46,7 @@ def test_every_number_has_both_bounds_and_they_are_kept(section: str, key: str) 
 
 def told(tmp_path: Any, text: str, world_size: int = 1) -> list[str]:
     (tmp_path / "run.toml").write_text(text)
-    return [str(p) for p in collect(tmp_path / "run.toml", world_size=world_size)[1]]
+    return [str(p) for p in read_config(tmp_path / "run.toml", world_size=world_size)[1]]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_is_absurd_is_refused_in_one_line(tmp_path, text: str, expected: st
 
 
 def test_a_file_without_an_end_and_one_with_thousands_of_mistakes_are_short_reports(tmp_path):
-    assert [str(p) for p in collect("/dev/zero")[1]] == [
+    assert [str(p) for p in read_config("/dev/zero")[1]] == [
         "more than 1048576 bytes: not a configuration"
     ]
     many = "".join(f"[s{i}]\nk = 1\n" for i in range(3000))
@@ -107,7 +107,7 @@ def test_a_plan_of_too_many_passes_is_refused_and_not_begun() -> None:
     with pytest.raises(ConfigError, match="512 micro-batches x 2000 blocks are too many to plan"):
         print_plan(config, 1)
     # Once cubic in the number of blocks.
-    assert len(fitting([8] * 2000, 1, 8 * 900)) == 900
+    assert len(blocks_within([8] * 2000, 1, 8 * 900)) == 900
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, 1e10])

@@ -79,7 +79,7 @@ def loss_of(model: Any, head: ChunkedHead | None) -> tuple[Tensor | None, int]:
         if head is None:
             loss: Any = token_loss(model(**given).logits, _same, labels, chunk_tokens=CHUNK)[0]
         else:
-            with head.taking(lambda h, by: token_loss(h, by, labels, chunk_tokens=CHUNK)[0]):
+            with head.ending_in(lambda h, by: token_loss(h, by, labels, chunk_tokens=CHUNK)[0]):
                 output = model(**given)
             loss = output.get(LOSS)
         if loss is not None:
@@ -128,7 +128,7 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
     def fails(hidden: Tensor, by: Any) -> Tensor:
         raise RuntimeError("no memory")
 
-    with pytest.raises(RuntimeError, match="no memory"), head.taking(fails):
+    with pytest.raises(RuntimeError, match="no memory"), head.ending_in(fails):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
     wanted, _ = loss_of(model, None)
     found, _ = loss_of(model, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         "seed": "3",
     }
     assert mistakes(text, overrides) == [
-        "steps: stands outside any section; did you mean train.steps?",
+        "steps: is outside any section; did you mean train.steps?",
         "launch: is a section: write [launch] and its keys below",
         "[modle]: unknown section; did you mean [model]?",
         "model.layerz: unknown key; did you mean model.layers?",
@@ -160,7 +161,7 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             "[data]\nsequence_length = 2\n[parallel]\nsequence = 3",
             3,
-            "data.sequence_length: 2 tokens cannot be cut over 3 ranks",
+            "data.sequence_length: 2 tokens cannot be split over 3 ranks",
         ),
         (
             "[parallel]\nweight = 4\n[train]\nglobal_batch = 6",
@@ -191,15 +192,15 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             '[parallel]\nsequence = 4\nring = 4\n[weight_parallel]\nring_form = "double"',
             4,
-            "weight_parallel.inner_ring: 1 makes no rings of rings of the 4 ranks; choose one of "
-            "[2]",
+            "weight_parallel.inner_ring: 1 does not split into smaller rings the 4 ranks; choose "
+            "one of [2]",
         ),
         (
             '[parallel]\nsequence = 2\nring = 2\n[weight_parallel]\nring_form = "double"\n'
             "inner_ring = 2",
             2,
-            "weight_parallel.inner_ring: 2 makes no rings of rings of the 2 ranks; use ring_form = "
-            '"ring"',
+            "weight_parallel.inner_ring: 2 does not split into smaller rings the 2 ranks; use "
+            'ring_form = "ring"',
         ),
         (
             "[parallel]\nsequence = 4\nring = 4\n[weight_parallel]\ninner_ring = 2",
@@ -266,8 +267,8 @@ def test_all_mistakes_of_file_and_overrides_are_reported_at_once(mistakes):
         (
             '[weight_parallel]\nembedding_cut = "hidden"\n[model]\ntie_embeddings = true',
             1,
-            'weight_parallel.embedding_cut: a tied head is cut by vocabulary; use "vocabulary" or '
-            "untie the embeddings",
+            'weight_parallel.embedding_cut: a tied head is sharded by vocabulary; use "vocabulary" '
+            "or untie the embeddings",
         ),
         (
             "[weight_parallel]\nkeep_unsharded = 2000",
@@ -446,3 +447,11 @@ def test_the_keys_of_a_section_are_told_once(tmp_path: Path) -> None:
     told = sorted(line.partition("; its keys: ")[0].strip() for line in lines)
     assert told == [f"{key}: unknown key" for key in ("model.qqqq", "train.qqqq", "train.xxxx")]
     assert ["its keys" in line for line in lines if "train." in line] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"), [("prefetch_dept", "did you mean prefetch_depth?"), ("zzz", "its keys: ")]
+)
+def test_a_section_made_in_a_program_names_the_nearest_of_its_keys(key: str, hint: str) -> None:
+    with pytest.raises(ValidationError, match=rf"unknown key '{key}'; {re.escape(hint)}"):
+        WeightParallelConfig(**{key: 1})

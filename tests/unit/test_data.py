@@ -228,7 +228,7 @@ def test_batches_of_any_sizes_take_every_row_once_and_each_place_is_that_of_its_
     found = torch.cat([other.train_batch(taken).ids for taken in (0, 6)])
     assert torch.equal(wanted, found)
     for row in range(12):
-        document, token = one.place_of(row)
+        document, token = one.position_of(row)
         begin = int(packed(one).documents.starts[document]) + token
         assert 0 <= begin < packed(one).documents.starts[document + 1]
         assert packed(one).documents.read(begin, 64).tolist() == wanted[row].tolist()

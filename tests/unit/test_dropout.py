@@ -16,7 +16,7 @@ from internsp.config import ModelConfig
 from internsp.config.load import load_config
 from internsp.errors import ConfigError, LayoutError
 from internsp.layers import dropout
-from internsp.layers.dropout import Dropout, block_keys, dropped, row_keys, token_keys
+from internsp.layers.dropout import Dropout, block_keys, dropout_mask, row_keys, token_keys
 from internsp.sp import SequenceLayout
 
 # Of a generator that began with 1234567: Rosetta Code, "Pseudo-random numbers/Splitmix64".
@@ -33,11 +33,11 @@ def keys(rows: int = 8, length: int = 64, seed: int = 0, first: int = 0) -> Tens
 
 
 def mask(share: float = 0.5, number: int = 1, site: int = 0, **given: int) -> Tensor:
-    return dropped(block_keys(keys(**given), number), site, CHANNELS, share)
+    return dropout_mask(block_keys(keys(**given), number), site, CHANNELS, share)
 
 
 def test_words_are_those_of_splitmix64() -> None:
-    found = dropout._counted(torch.tensor([1234567]), torch.arange(5))
+    found = dropout._words(torch.tensor([1234567]), torch.arange(5))
     assert [word % (1 << 64) for word in found.tolist()] == KNOWN
 
 
@@ -69,7 +69,7 @@ def test_numbers_are_evenly_spread() -> None:
     for lane in range(4):
         counts = torch.zeros(256)
         for level in range(1, 256):  # numbers below each bound
-            counts[level] = dropped(tokens, 0, CHANNELS, level / 256)[..., lane::4].sum()
+            counts[level] = dropout_mask(tokens, 0, CHANNELS, level / 256)[..., lane::4].sum()
         total = 16 * 64 * CHANNELS / 4
         each = torch.diff(counts, append=torch.tensor([float(total)]))
         expected = total / 256
@@ -117,7 +117,7 @@ def test_no_two_rows_positions_or_channels_have_the_same_mask() -> None:
 def test_a_part_of_the_positions_has_its_part_of_the_mask() -> None:
     whole = mask()
     tokens = token_keys(row_keys(0, [5, 2]), torch.tensor([40, 3]))
-    part = dropped(block_keys(tokens, 1), 0, CHANNELS - 3, 0.5)
+    part = dropout_mask(block_keys(tokens, 1), 0, CHANNELS - 3, 0.5)
     assert torch.equal(part, whole[[5, 2]][:, [40, 3], :-3])
 
 
@@ -200,4 +200,4 @@ def test_attention_dropout_is_refused_with_its_reason() -> None:
 
 def test_a_model_of_transformers_has_its_own() -> None:
     text = refused(model={"family": "hf", "path": "x", "dropout": 0.1})
-    assert "model.dropout: of the model zoo alone" in text
+    assert "model.dropout: only for the model zoo" in text

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from internsp.mesh.fresh_store import fresh
+from internsp.mesh.fresh_store import for_this_start
 
 
 def start(store: dist.TCPStore, size: int) -> list[str]:
@@ -17,7 +17,7 @@ def start(store: dist.TCPStore, size: int) -> list[str]:
 
     def rank(number: int) -> None:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        part = fresh(own, number, size, 20)
+        part = for_this_start(own, number, size, 20)
         assert not part.check([f"said by {number}"]), "left by an earlier start"
         part.set(f"said by {number}", str(size))
         heard[number] = part.get("said by 0").decode()
@@ -46,4 +46,4 @@ def test_a_rank_that_does_not_come_is_named(rank: int, said: str) -> None:
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
     )
     with pytest.raises(dist.DistNetworkError, match=said):
-        fresh(store, rank, 3, 0.1)
+        for_this_start(store, rank, 3, 0.1)

@@ -66,14 +66,14 @@ def test_host_memory_is_pinned_and_copies_run_on_streams_of_their_own(
     _, inward, outward = Stream.made
     home = link.empty("weights", (2, 3), torch.float32)
     assert pinned == [True]
-    assert link.held["weights"] == 24
+    assert link.allocated["weights"] == 24
     there = torch.ones(2, 3)
-    copied = link.fetch([(there, home)])
+    copied = link.copy_to_device([(there, home)])
     assert inward.log == [("behind", compute), ("copy", [(there, home)])]
     assert compute.log == [], "nothing has waited"
     copied.wait()
     assert compute.log == [("behind", inward, 2)]
-    link.store([(home, there)])
+    link.copy_to_host([(home, there)])
     assert outward.log == [("behind", compute), ("copy", [(home, there)])]
 
 
@@ -83,9 +83,9 @@ def test_what_a_gather_sends_is_copied_in_its_own_stream_without_a_wait_of_the_c
     compute, _ = streams
     link = HostLink(KIND)
     _, inward, _ = Stream.made
-    with link.aside():
+    with link.on_copy_stream():
         assert Stream.here is inward
-        link.fetch([(torch.ones(1), torch.ones(1))]).wait()
+        link.copy_to_device([(torch.ones(1), torch.ones(1))]).wait()
     assert [entry[0] for entry in inward.log] == ["behind", "copy", "behind"]
     assert inward.log[0] == ("behind", compute)
     assert inward.log[2] == ("behind", inward, 2), "in its own order"
@@ -105,7 +105,7 @@ def test_what_is_given_away_is_kept_until_the_computing_stream_stands_behind_its
     _, _, outward = Stream.made
     assert [part is first for part in given] == [True], "the first, when the second leaves"
     assert compute.log == [("behind", outward, 2)], "and then only behind its copy"
-    link.settle()
+    link.finish_copies_to_host()
     assert given[1] is second
     assert len(compute.log) == 2
     assert [entry[0] for entry in outward.log].count("copy") == 3, "the second is added there"

@@ -74,7 +74,7 @@ def test_an_index_gives_the_sequences_that_memory_gives(
         assert batches[0][1:] == batches[1][1:]
     held = [next(given.held_out_batches(1)).ids for given in (one, other)]
     assert torch.equal(*held)
-    assert [one.place_of(n) for n in range(30)] == [other.place_of(n) for n in range(30)]
+    assert [one.position_of(n) for n in range(30)] == [other.position_of(n) for n in range(30)]
     (note,) = one.notes
     found = one.parts[0].stores[0]
     assert f"{found.tokens:,} tokens in 60 documents, made in" in note
@@ -297,7 +297,7 @@ def test_an_index_of_a_long_name_has_a_place_and_what_is_no_file_has_none(tmp_pa
     wanted = source(path, index="never").train_batch(0).ids
     assert torch.equal(source(path).train_batch(0).ids, wanted)
     assert torch.equal(source(path, index_dir=str(tmp_path / "i")).train_batch(0).ids, wanted)
-    with pytest.raises(ConfigError, match="/dev/zero is no regular file and goes on"):
+    with pytest.raises(ConfigError, match="/dev/zero is no regular file and has more than"):
         source(Path("/dev/zero"), "text", index="never")
 
 

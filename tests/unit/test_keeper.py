@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from internsp.train import keeper
-from internsp.train.disk import Keeper, put_copy
+from internsp.train.disk import KeeperConnection, put_copy
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 LARGE = os.urandom(1 << 20) * 5
@@ -38,7 +38,7 @@ def start(launcher: subprocess.Popen[bytes]) -> tuple[subprocess.Popen[bytes], d
     deadline = time.monotonic() + 20
     while True:
         try:
-            Keeper({"name": name}).close()
+            KeeperConnection({"name": name}).close()
             return process, {"name": name}
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
@@ -55,7 +55,7 @@ def put(address: dict[str, Any], data: bytes, owner: int, keep: list[bytes]) -> 
 
 
 def held(address: dict[str, Any]) -> set[str]:
-    return set(Keeper(address).ask("held")["digests"])
+    return set(KeeperConnection(address).request("held")["digests"])
 
 
 def test_of_each_owner_the_newest_valid_copy_and_one_more_are_kept(
@@ -71,17 +71,17 @@ def test_of_each_owner_the_newest_valid_copy_and_one_more_are_kept(
     assert put(here, third, 0, [first]) is None
     assert held(here) == {digest_of(x) for x in (first, third, other)}
     assert put(here, LARGE, 0, [third]) is None
-    connection = Keeper(here)
+    connection = KeeperConnection(here)
     memory = bytearray(len(LARGE) - 3)
     assert connection.read_into(memory, digest_of(LARGE), 3) == len(memory)
     assert memory == LARGE[3:]
     asked = {"digest": digest_of(LARGE), "nbytes": len(LARGE)}
-    assert connection.ask("check", **asked) == {"whole": True}
-    assert connection.ask("check", **{**asked, "nbytes": 5}) == {"whole": False}
-    connection.ask("retain", digests=[digest_of(other)])
+    assert connection.request("check", **asked) == {"intact": True}
+    assert connection.request("check", **{**asked, "nbytes": 5}) == {"intact": False}
+    connection.request("retain", digests=[digest_of(other)])
     assert held(here) == {digest_of(other)}
     with pytest.raises(OSError, match="KeyError"):
-        connection.ask("check", **asked)
+        connection.request("check", **asked)
 
 
 def test_a_sender_that_ends_in_between_leaves_nothing(launcher: subprocess.Popen[bytes]) -> None:
@@ -94,7 +94,7 @@ def test_a_sender_that_ends_in_between_leaves_nothing(launcher: subprocess.Popen
     assert put(here, b"whole", 1, []) is None
     assert held(here) == {digest_of(b"whole")}
     # Over the network a key is asked for.
-    network = {"host": "localhost", **Keeper(here).ask("listen")}
+    network = {"host": "localhost", **KeeperConnection(here).request("listen")}
     assert held(network) == held(here)
     assert put(network, LARGE, 2, []) is None
     for wrong in ("", "0" * 32):
@@ -116,7 +116,7 @@ def test_it_ends_with_the_launcher_alone(
     )  # fmt: skip
     assert second.returncode == 0, "there is one already"
     process.send_signal(signal.SIGTERM)  # what ends ranks does not end it
-    connection = Keeper(here)
+    connection = KeeperConnection(here)
     assert put(here, LARGE, 0, []) is None
     with socket.socket(socket.AF_UNIX) as raw:  # one is coming
         raw.connect("\0" + here["name"])

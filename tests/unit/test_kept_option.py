@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from internsp.config import Config, WeightParallelConfig, load_config
 from internsp.config.kept import size_in_bytes
 from internsp.errors import ConfigError
-from internsp.plan.kept import kept
+from internsp.plan.kept import choose_kept_blocks
 
 SIZES = [1 << 20] * 6
 EXPECTED = 'expected a number of blocks, a size such as "2 GiB", "all" or "none"'
@@ -32,7 +32,7 @@ def test_it_says_which_blocks_stay_and_survives_a_file(
 ) -> None:
     config = WeightParallelConfig(keep_unsharded=given)  # type: ignore[arg-type]
     assert config.keep_unsharded == value
-    assert kept(config, SIZES, 1, {}) == blocks
+    assert choose_kept_blocks(config, SIZES, 1, {}) == blocks
     whole = Config(model={"layers": 9}, weight_parallel=config)  # type: ignore[arg-type]
     file = tmp_path / "run.toml"
     file.write_text(whole.to_toml())

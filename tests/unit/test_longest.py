@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from internsp.config import Config
-from internsp.plan.longest import Budget
+from internsp.plan.longest import MemoryBudget
 from tests.support.ranks import start_server
 from tools.longest import arctic
 from tools.longest.__main__ import attempt, bisect
@@ -138,7 +138,7 @@ PEAKS = {
 def test_a_rank_takes_what_is_planned_and_dies_with_a_tenth_less(name: str) -> None:
     start_server()  # the tests' own, which does not know what the tool wants of MKL
     case, length = PEAKS[name]
-    budget = Budget(Config.model_validate(case.settings(length)), case.world)
+    budget = MemoryBudget(Config.model_validate(case.settings(length)), case.world)
     each = [sum(n for _, n in budget.at(length, rank)[0]) for rank in range(len(budget.ranks))]
     planned = max(each)
     enough = attempt(case, length, int(1.05 * planned), 120)

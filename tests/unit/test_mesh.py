@@ -56,7 +56,7 @@ def test_experts_are_cut_inside_and_owned_outside_of_an_expert_weight_group() ->
     assert shape.ranks("expert_replica")[6] == [12, 18]  # a pipeline stage of its own
     assert (shape.experts.replicas, shape.experts.expert, shape.experts.size) == (2, 3, 2)
     assert shape.ranks("replica")[0] == [0, 2, 4, 6, 8, 10]  # dense weights: as without experts
-    assert [shape.experts.place(inside) for inside in (0, 1, 2, 7, 11)] == [
+    assert [shape.experts.coordinates(inside) for inside in (0, 1, 2, 7, 11)] == [
         (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 2, 1),
     ]  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_every_kind_of_expert_group_holds_every_rank_once_and_no_stage_is_left(w
 
 def test_tensor_ranks_beside_an_axis_of_experts_own_are_refused() -> None:
     for own in ({"expert_weight": 2}, {"expert": 2}):
-        with pytest.raises(MeshError, match=r"tensor=2 beside an axis .* not supported"):
+        with pytest.raises(MeshError, match=r"tensor=2 together with an axis .* not supported"):
             MeshShape(8, weight=4, tensor=2, **own)
     assert MeshShape(8, weight=4, tensor=2).tensor == 2
 

@@ -25,12 +25,12 @@ def test_every_sequence_of_each_text_comes_once_in_its_order_and_shares_hold(
     for number in range(count):
         if number % 500 == 0:  # what was taken is known without going through it
             assert mixture.taken(number) == [len(own) for own in seen]
-        text, own = mixture.place(number)
+        text, own = mixture.locate(number)
         seen[text].append(own)
     assert [own == list(range(len(own))) for own in seen] == [True] * len(weights)
     far = Mixture(weights, seed=4)
-    for number, (text, own) in [(n, mixture.place(n)) for n in (count - 1, BLOCK, 3)]:
-        assert far.place(number) == (text, own), "a function of the number alone"
+    for number, (text, own) in [(n, mixture.locate(n)) for n in (count - 1, BLOCK, 3)]:
+        assert far.locate(number) == (text, own), "a function of the number alone"
     many = 1000 * BLOCK
     for share, taken in zip(mixture.shares, mixture.taken(many), strict=True):
         assert abs(taken - share * many) < 8
@@ -38,7 +38,7 @@ def test_every_sequence_of_each_text_comes_once_in_its_order_and_shares_hold(
 
 
 def test_the_seed_decides_the_order() -> None:
-    places = [[Mixture((1.0, 2.0), seed).place(n)[0] for n in range(40)] for seed in (1, 1, 2)]
+    places = [[Mixture((1.0, 2.0), seed).locate(n)[0] for n in range(40)] for seed in (1, 1, 2)]
     assert places[0] == places[1] != places[2]
 
 

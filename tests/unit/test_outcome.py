@@ -12,7 +12,7 @@ import pytest
 
 from internsp.cli.lifetime import is_stopped, stopped_ranks
 from internsp.errors import CollectiveError, ConfigError
-from internsp.failure.outcome import Failure, Fate, first_cause
+from internsp.failure.outcome import Failure, RankOutcome, first_cause
 
 
 def failure(error: BaseException, at: float = 0.0) -> Failure:
@@ -28,51 +28,57 @@ LATER = failure(ValueError("later"), 3.0)
 
 
 @pytest.mark.parametrize(
-    ("fates", "cause"),
+    ("outcomes", "cause"),
     [
         (
-            [Fate(0, 1, GONE), Fate(1, 1, LATER), Fate(2, 1, WRONG)],
+            [RankOutcome(0, 1, GONE), RankOutcome(1, 1, LATER), RankOutcome(2, 1, WRONG)],
             "rank 2 failed: ConfigError: model.heads: 3",
         ),
         (
-            [Fate(0, 1, WAITED), Fate(1, -9, killed=True, stopped=True), Fate(2, 1, CLOSED)],
+            [
+                RankOutcome(0, 1, WAITED),
+                RankOutcome(1, -9, killed=True, stopped=True),
+                RankOutcome(2, 1, CLOSED),
+            ],
             "rank 1 was stopped (SIGSTOP, SIGTSTP or a debugger) while the others waited for it; "
             "it has been ended\nLater, rank 2: RuntimeError: Application timeout caused pair "
             "closure",
         ),
-        ([Fate(0, 1, GONE), Fate(1, -15)], "rank 1 was ended by SIGTERM"),
+        ([RankOutcome(0, 1, GONE), RankOutcome(1, -15)], "rank 1 was ended by SIGTERM"),
         (
-            [Fate(0, 1, GONE), Fate(1, 7)],
+            [RankOutcome(0, 1, GONE), RankOutcome(1, 7)],
             "rank 1 ended with exit status 7\nLater, rank 0: RuntimeError: Connection closed by "
             "peer [127.0.0.1]:1",
         ),
         (
-            [Fate(0, 1, WAITED), Fate(1, -9, killed=True)],
+            [RankOutcome(0, 1, WAITED), RankOutcome(1, -9, killed=True)],
             "rank 1 did not come where the others waited, and had to be ended; if that is slow and "
             "not stuck, raise parallel.timeout_seconds\nLater, rank 0: CollectiveError: "
             "head.weight: Timed out waiting 10000ms for recv",
         ),
         (
-            [Fate(0, -9, killed=True), Fate(1, -9, killed=True)],
+            [RankOutcome(0, -9, killed=True), RankOutcome(1, -9, killed=True)],
             "ranks 0, 1 did not stop in time when asked, and had to be ended",
         ),
         (
-            [Fate(0, 1, WAITED), Fate(1, 0)],
+            [RankOutcome(0, 1, WAITED), RankOutcome(1, 0)],
             "rank 0 failed: CollectiveError: head.weight: Timed out waiting 10000ms for recv\n"
             "Another rank went away without a message.",
         ),
     ],
     ids=["real", "stopped", "signal", "silent", "stuck", "grace", "alone"],
 )
-def test_the_cause_is_told_and_not_what_followed_from_it(fates: list[Fate], cause: str) -> None:
-    error = first_cause(fates)
+def test_the_cause_is_told_and_not_what_followed_from_it(
+    outcomes: list[RankOutcome], cause: str
+) -> None:
+    error = first_cause(outcomes)
     assert error is not None
     assert str(error) == cause
     assert error.exit_status == (2 if "ConfigError" in cause else 1)
 
 
 def test_ranks_that_ended_well_have_no_cause() -> None:
-    assert first_cause([Fate(0, 0), Fate(1, 0, stopped_by=15)]) is None
+    assert first_cause([RankOutcome(0, 0), RankOutcome(1, 0, stopped_by=15)]) is None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
@@ -92,12 +98,12 @@ def test_a_stopped_rank_among_an_agents_children_is_found() -> None:
 
 
 def test_a_rank_that_leaves_without_a_word_has_failed() -> None:
-    silent = Fate(1, 0, silent=True)
-    assert silent.failed
-    cause = first_cause([Fate(0, 1, GONE), silent])
+    ended_early = RankOutcome(1, 0, ended_early=True)
+    assert ended_early.failed
+    cause = first_cause([RankOutcome(0, 1, GONE), ended_early])
     assert cause is not None
     assert cause.ranks == (1,)
     assert str(cause).startswith(
         "rank 1 ended with exit status 0 before its run had come to an end\nLater, rank 0: "
     )
-    assert first_cause([Fate(0, 0), Fate(1, 0)]) is None
+    assert first_cause([RankOutcome(0, 0), RankOutcome(1, 0)]) is None

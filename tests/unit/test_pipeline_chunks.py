@@ -16,9 +16,9 @@ import internsp.pipeline.chunks as chunks_module
 from internsp import model_zoo
 from internsp.config import ActivationCheckpointConfig, ModelConfig, WeightParallelConfig
 from internsp.errors import StructureError
-from internsp.pipeline.chunks import Chunk, balanced, split
-from internsp.pipeline.pipeline import local_config
-from internsp.pipeline.tied import separate, shared_by
+from internsp.pipeline.chunks import Chunk, partition_costs, split_model
+from internsp.pipeline.pipeline import chunk_config
+from internsp.pipeline.tied import copy_shared_modules, find_tied
 from internsp.sp import SequenceLayout
 
 
@@ -28,17 +28,17 @@ def build(**sizes: object) -> model_zoo.CausalLM:
 
 
 def test_equal_blocks_without_a_head_are_cut_evenly() -> None:
-    assert balanced([1.0] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert balanced([1.0] * 7, 3) == [range(3), range(3, 5), range(5, 7)]
+    assert partition_costs([1.0] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert partition_costs([1.0] * 7, 3) == [range(3), range(3, 5), range(5, 7)]
 
 
 def test_the_part_with_the_head_gets_fewer_blocks() -> None:
-    assert balanced([1.0] * 8, 2, tail=2.0) == [range(5), range(5, 8)]
-    assert balanced([1.0] * 4, 2, tail=100.0) == [range(3), range(3, 4)]
+    assert partition_costs([1.0] * 8, 2, tail=2.0) == [range(5), range(5, 8)]
+    assert partition_costs([1.0] * 4, 2, tail=100.0) == [range(3), range(3, 4)]
 
 
 def test_unequal_blocks_are_balanced_by_cost() -> None:
-    assert balanced([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [range(1), range(1, 6)]
+    assert partition_costs([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [range(1), range(1, 6)]
 
 
 @given(
@@ -51,7 +51,7 @@ def test_no_other_cut_has_a_smaller_sum_of_squares(
 ) -> None:
     if parts > len(costs):
         return
-    found = balanced(costs, parts, tail)
+    found = partition_costs(costs, parts, tail)
     assert [i for part in found for i in part] == list(range(len(costs)))
     assert all(len(part) > 0 for part in found)
 
@@ -72,7 +72,7 @@ def test_products_are_what_costs_and_the_heads_count_four_thirds() -> None:
             layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(6)),  # 64 products, 8 additions
             head=nn.Linear(8, outputs, bias=False),
         )
-        return [len(blocks) for blocks in split(model, 2)]
+        return [len(blocks) for blocks in split_model(model, 2)]
 
     # The last stage gives a block away as soon as its head costs as much: four thirds of 8 x 6.
     assert [blocks_of_each(rows) for rows in (5, 6)] == [[3, 3], [4, 2]]
@@ -81,27 +81,27 @@ def test_products_are_what_costs_and_the_heads_count_four_thirds() -> None:
 def test_what_several_chunks_share_has_the_models_name_and_one_in_each_chunk() -> None:
     model = build(tie_embeddings=True)
     model.layers[5].ffn_norm = model.layers[1].ffn_norm
-    blocks = split(model, 3)
+    blocks = split_model(model, 3)
     chunks = [Chunk(model, part, i == 0, i == 2) for i, part in enumerate(blocks)]
-    assert shared_by(model, chunks) == {
+    assert find_tied(model, chunks) == {
         "embed.weight": {0: "embed.weight", 2: "head.weight"},
         "layers.1.ffn_norm.weight": {0: "layers.1.ffn_norm.weight", 2: "layers.5.ffn_norm.weight"},
     }
-    separate(chunks)
+    copy_shared_modules(chunks)
     norms = [chunks[0].layers["1"].ffn_norm, chunks[2].layers["5"].ffn_norm]
     assert norms[0] is model.layers[1].ffn_norm is not norms[1]
     assert norms[0].weight.shape == norms[1].weight.shape
 
 
 def test_too_few_blocks_are_refused() -> None:
-    with pytest.raises(StructureError, match="6 blocks cannot be cut into 8 chunks"):
-        split(build(), 8)
+    with pytest.raises(StructureError, match="6 blocks cannot be split into 8 chunks"):
+        split_model(build(), 8)
 
 
 def test_parameters_keep_the_names_of_the_whole_model() -> None:
     model = build()
     names = {name for name, _ in model.named_parameters()}
-    blocks = split(model, 3)
+    blocks = split_model(model, 3)
     chunks = [Chunk(model, part, i == 0, i == 2) for i, part in enumerate(blocks)]
     found = [name for chunk in chunks for name, _ in chunk.named_parameters()]
     assert sorted(found) == sorted(names)
@@ -114,7 +114,7 @@ def test_settings_that_number_blocks_are_handed_down_as_a_chunks_own() -> None:
     found = {}
     for blocks in (range(2), range(2, 7), range(7, 9)):
         chunk = Chunk(model, blocks, blocks.start == 0, blocks.stop == 9)
-        weights, local = local_config(chunk, WeightParallelConfig(keep_unsharded=1), again)
+        weights, local = chunk_config(chunk, WeightParallelConfig(keep_unsharded=1), again)
         assert weights.blocks == tuple(f"layers.{i}" for i in blocks)
         assert weights.keep_unsharded == 1
         assert local is not None
@@ -129,7 +129,7 @@ def test_chunks_one_after_another_are_the_model() -> None:
     ids = torch.randint(0, 31, (2, 7))
     wanted = model(ids)
     wanted_loss, _ = model(ids, labels=ids)
-    parts = split(model, 3)
+    parts = split_model(model, 3)
     h = ids
     for stage, part in enumerate(parts):
         chunk = Chunk(model, part, stage == 0, stage == 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from internsp.pipeline import MicroBatch
-from internsp.train.passes import Pipelined
+from internsp.train.passes import PipelinedStep
 
 
 class _Pipeline:
@@ -37,7 +37,7 @@ def test_sums_are_of_each_pass_and_losses_divided_by_all_tokens_and_scaled() -> 
         optimizer=SimpleNamespace(scale=lambda loss: loss * 8),  # of fp16
         config=SimpleNamespace(train=SimpleNamespace(loss_chunk=77)),
     )
-    passes = Pipelined(session)
+    passes = PipelinedStep(session)
     layouts: Any = [SimpleNamespace(input_ids=None, labels=None) for _ in range(3)]
     assert passes.train(layouts, 4.0) == 6
     assert pipeline.losses == [2, 4, 6]

@@ -13,12 +13,24 @@ from internsp.errors import ConfigError, OrderError
 from internsp.pipeline.hooks import (
     ComputeAction,
     ISPCommunicatorSchedulerHook,
-    following,
-    phase_of,
+    gather_phase,
+    next_gathering_action,
 )
-from internsp.pipeline.plan import check, passes, simulate_each, simulate_passes
-from internsp.pipeline.schedules import SCHEDULES, Order, Step, actions, computations, kind_of
-from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
+from internsp.pipeline.schedules import (
+    SCHEDULES,
+    Order,
+    computations,
+    schedule_kind,
+    schedule_order,
+)
+from internsp.pipeline.schedules import ScheduleAction as Act
+from internsp.pipeline.simulate import (
+    check_order,
+    compute_actions,
+    simulate_actions,
+    simulate_with_launches,
+)
+from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
 from internsp.trace import Trace
 from internsp.wp.schedule import Policy
 
@@ -26,12 +38,12 @@ from internsp.wp.schedule import Policy
 def order_of(name: str, ranks: int = 2, micro_batches: int = 4) -> tuple[Order, int]:
     kind = SCHEDULES[name]
     chunks = kind.chunks or 2
-    return actions(kind, ranks, chunks, micro_batches), chunks
+    return schedule_order(kind, ranks, chunks, micro_batches), chunks
 
 
 def checked(name: str, order: Order, ranks: int, chunks: int) -> list[float]:
     rank_of = partial(SCHEDULES[name].rank_of, ranks=ranks, chunks=chunks)
-    return [timed.end for timed in check(order, rank_of, ranks * chunks)]
+    return [timed.end for timed in check_order(order, rank_of, ranks * chunks)]
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
@@ -81,16 +93,16 @@ def test_a_message_that_is_never_sent_is_refused() -> None:
 
 def test_two_ranks_that_wait_for_each_other_are_refused() -> None:
     order = {
-        0: [Step(0, "F", 0), Step(0, "RECV_B", 0), Step(0, "B", 0), Step(0, "SEND_F", 0)],
-        1: [Step(1, "RECV_F", 0), Step(1, "F", 0), Step(1, "B", 0), Step(1, "SEND_B", 0)],
+        0: [Act(0, "F", 0), Act(0, "RECV_B", 0), Act(0, "B", 0), Act(0, "SEND_F", 0)],
+        1: [Act(1, "RECV_F", 0), Act(1, "F", 0), Act(1, "B", 0), Act(1, "SEND_B", 0)],
     }
     with pytest.raises(OrderError, match="wait for ever: pipeline rank 0 at 0B0"):
-        check(order, lambda stage: stage, 2)
+        check_order(order, lambda stage: stage, 2)
 
 
-SENT = [Step(0, "F", 0), Step(0, "SEND_F", 0), Step(0, "RECV_B", 0), Step(0, "B", 0)]
+SENT = [Act(0, "F", 0), Act(0, "SEND_F", 0), Act(0, "RECV_B", 0), Act(0, "B", 0)]
 RECEIVED = [
-    Step(1, "RECV_F", 0), Step(1, "F", 0), Step(1, "I", 0), Step(1, "SEND_B", 0), Step(1, "W", 0),
+    Act(1, "RECV_F", 0), Act(1, "F", 0), Act(1, "I", 0), Act(1, "SEND_B", 0), Act(1, "W", 0),
 ]  # fmt: skip
 
 
@@ -103,19 +115,19 @@ def test_what_a_rank_would_do_before_it_has_what_it_needs_is_refused(
 ) -> None:
     """torch would send nothing, or compute from a buffer that nobody has filled."""
     order = {0: list(SENT), 1: list(RECEIVED)}
-    assert check(order, lambda stage: stage, 2)
+    assert check_order(order, lambda stage: stage, 2)
     rank = next(r for r in order if {early, late} <= {step.kind for step in order[r]})
     moved = next(step for step in order[rank] if step.kind == early)
     order[rank].remove(moved)
     order[rank].insert(next(i for i, s in enumerate(order[rank]) if s.kind == late), moved)
     with pytest.raises(OrderError, match=f"wait for ever: pipeline rank .*{rank}{early}0"):
-        check(order, lambda stage: stage, 2)
+        check_order(order, lambda stage: stage, 2)
 
 
 def test_a_message_too_many_is_refused() -> None:
-    order = {0: [*SENT, Step(0, "SEND_F", 0)], 1: list(RECEIVED)}
+    order = {0: [*SENT, Act(0, "SEND_F", 0)], 1: list(RECEIVED)}
     with pytest.raises(OrderError, match=r"message 1 from pipeline rank 0 to 1 .* expects nothing"):
-        check(order, lambda stage: stage, 2)
+        check_order(order, lambda stage: stage, 2)
 
 
 def test_a_backward_before_its_forward_is_refused() -> None:
@@ -128,19 +140,20 @@ def test_a_backward_before_its_forward_is_refused() -> None:
 def test_a_pass_that_is_not_the_planned_one_is_refused() -> None:
     communicator: Any = SimpleNamespace(state=SimpleNamespace(trace=Trace()))
     hook = ISPCommunicatorSchedulerHook({0: communicator})
-    hook.begin([ComputeAction(0, 0, 0), ComputeAction(0, 0, 0, "full")])
+    hook.begin_step([ComputeAction(0, 0, 0), ComputeAction(0, 0, 0, "full")])
     for step in (hook.before_forward, hook.before_backward):
         with pytest.raises(OrderError, match=r"runs Compute.*micro_batch=1.*the plan has Compute"):
             step(ComputeAction(0, 0, 1))
 
 
 def test_numbers_that_do_not_fit_a_schedule_are_explained() -> None:
-    assert "takes 2 chunks a rank, not 1" in kind_of("DualPipeV").mistake(2, 1, 4)
-    assert "at least as many microbatches as stages" in kind_of("DualPipeV").mistake(2, 2, 3)
-    assert kind_of("1F1B").mistake(4, 1, 2) != ""
-    assert kind_of("Interleaved1F1B").mistake(2, 3, 4) == ""
+    assert "takes 2 chunks a rank, not 1" in schedule_kind("DualPipeV").why_invalid(2, 1, 4)
+    too_few = schedule_kind("DualPipeV").why_invalid(2, 2, 3)
+    assert "at least as many microbatches as stages" in too_few
+    assert schedule_kind("1F1B").why_invalid(4, 1, 2) != ""
+    assert schedule_kind("Interleaved1F1B").why_invalid(2, 3, 4) == ""
     with pytest.raises(ConfigError, match="choose one of GPipe, 1F1B"):
-        kind_of("1f2b")
+        schedule_kind("1f2b")
 
 
 def test_the_next_pass_that_gathers_is_prefetched_for_wherever_it_is() -> None:
@@ -150,38 +163,38 @@ def test_the_next_pass_that_gathers_is_prefetched_for_wherever_it_is() -> None:
         ComputeAction(1, 0, 1), ComputeAction(1, 0, 1, "weight"),
     ]  # fmt: skip
     wanted = [places[1], places[3], places[3], places[4], None, None]
-    assert [following(places, index) for index in range(len(places))] == wanted
-    assert [phase_of(at) for at in places] == [
+    assert [next_gathering_action(places, index) for index in range(len(places))] == wanted
+    assert [gather_phase(at) for at in places] == [
         "forward", "backward", None, "backward", "forward", None,
     ]  # fmt: skip
 
 
 def test_the_first_stage_leaves_all_to_the_weight_part_another_that_cannot_split_nothing() -> None:
-    steps = [Step(0, "I", 0), Step(3, "I", 0), Step(0, "W", 0), Step(3, "F", 1), Step(3, "W", 0)]
-    assert passes(steps, [0, 3], {0: True, 3: True}) == [
+    steps = [Act(0, "I", 0), Act(3, "I", 0), Act(0, "W", 0), Act(3, "F", 1), Act(3, "W", 0)]
+    assert compute_actions(steps, [0, 3], {0: True, 3: True}) == [
         ComputeAction(3, 1, 0, "input"), ComputeAction(0, 0, 0, "full"), ComputeAction(3, 1, 1),
         ComputeAction(3, 1, 0, "weight"),
     ]  # fmt: skip
-    assert passes(steps, [0, 3], {0: False, 3: False}) == [
+    assert compute_actions(steps, [0, 3], {0: False, 3: False}) == [
         ComputeAction(3, 1, 0, "full"), ComputeAction(0, 0, 0, "full"), ComputeAction(3, 1, 1),
     ]  # fmt: skip
 
 
-def chunk(blocks: int, keep: bool = False) -> ChunkPlan:
+def chunk(blocks: int, keep: bool = False) -> ChunkLayout:
     policy = Policy(blocks, kept=frozenset(range(blocks if keep else 0)))
     units = tuple(
-        UnitPlan(f"b{i}", (WeightPlan(f"b{i}.w", 8, 8, 16, 8),), policy.slot(i), i)
+        UnitLayout(f"b{i}", (WeightLayout(f"b{i}.w", 8, 8, 16, 8),), policy.slot(i), i)
         for i in range(blocks)
     )
-    return ChunkPlan(policy, units, None, None, 2)
+    return ChunkLayout(policy, units, None, None, 2)
 
 
 def gathers(name: str, blocks: int, keep: bool = False) -> int:
     """Of rank 0 of two, with four micro-batches."""
     order, chunks = order_of(name)
     stages = SCHEDULES[name].stages_of(0, 2, chunks)
-    places = passes(computations(order, 0), stages, dict.fromkeys(stages, True))
-    return simulate_passes(places, [chunk(blocks, keep) for _ in stages]).count("AG")
+    places = compute_actions(computations(order, 0), stages, dict.fromkeys(stages, True))
+    return simulate_actions(places, [chunk(blocks, keep) for _ in stages]).count("AG")
 
 
 def test_gathers_of_a_step_are_those_counted_by_hand() -> None:
@@ -200,19 +213,19 @@ def lines(
     """Gathers and uses of rank 0 of two, weights ``b0.u`` and ``b0.v`` in each block."""
     order, chunks = order_of(name)
     stages = SCHEDULES[name].stages_of(0, 2, chunks)
-    places = passes(computations(order, 0), stages, dict.fromkeys(stages, True))
+    places = compute_actions(computations(order, 0), stages, dict.fromkeys(stages, True))
     rule = Policy(blocks, **policy)
     units = tuple(
-        UnitPlan(
+        UnitLayout(
             f"b{i}",
-            tuple(WeightPlan(f"b{i}.{w}", 8, 8, 16, 8) for w in "uv"),
+            tuple(WeightLayout(f"b{i}.{w}", 8, 8, 16, 8) for w in "uv"),
             rule.slot(i),
             i,
         )
         for i in range(blocks)
     )
-    plan = ChunkPlan(rule, units, None, None, 2)
-    return simulate_passes(places, [plan] * len(stages)).lines(kinds)
+    plan = ChunkLayout(rule, units, None, None, 2)
+    return simulate_actions(places, [plan] * len(stages)).lines(kinds)
 
 
 def test_a_pass_gathers_for_the_next_one_before_its_own_last_use() -> None:
@@ -248,8 +261,8 @@ def test_kept_blocks_are_gathered_once(name: str) -> None:
 def test_weight_parts_gather_nothing_and_reduce_everything() -> None:
     order, chunks = order_of("ZBVZeroBubble")
     stages = SCHEDULES["ZBVZeroBubble"].stages_of(1, 2, chunks)
-    places = passes(computations(order, 1), stages, dict.fromkeys(stages, True))
-    _, launched = simulate_each([replace(p) for p in places], [chunk(3), chunk(3)])
+    places = compute_actions(computations(order, 1), stages, dict.fromkeys(stages, True))
+    _, launched = simulate_with_launches([replace(p) for p in places], [chunk(3), chunk(3)])
     weight = [n for p, n in zip(places, launched, strict=True) if p.part == "weight"]
     inputs = [n for p, n in zip(places, launched, strict=True) if p.part == "input"]
     assert weight

@@ -12,7 +12,7 @@ from internsp.config.sizes import human
 from internsp.errors import ConfigError, StructureError
 from internsp.plan.pipeline import make_pipeline_plan
 from internsp.plan.printed import Plan, make_plan, print_plan
-from internsp.plan.tiles import tiles_of
+from internsp.plan.tiles import tile_count
 
 
 def config(**changes: dict[str, object]) -> Config:
@@ -203,7 +203,9 @@ def test_it_says_how_each_blocks_attention_exchanges_heads(name: str) -> None:
     out = io.StringIO()
     print_plan(settings, 2 * settings.parallel.pipeline, Console(file=out, soft_wrap=True))
     assert told in out.getvalue()
-    ordered = "output gradient: RECEIVE out from 1, MAKE out for 1, SEND out to 1, AHEAD out, OWN"
+    ordered = (
+        "output gradient: RECEIVE out from 1, COMPUTE out for 1, SEND out to 1, PREPOST out, OWN"
+    )
     in_parts = name in ("linear projections", "fused", "split backward")
     assert (ordered in out.getvalue()) == in_parts
 
@@ -308,7 +310,7 @@ def test_a_pipelines_blocks_are_all_of_the_models_layers() -> None:
 @pytest.mark.parametrize(("length", "tiles"), [(32, 1), (4094, 1), (4096, 2), (1 << 17, 64)])
 def test_the_plan_tiles_sequences_from_a_length_on(length: int, tiles: int) -> None:
     chosen = config(data={"sequence_length": length}, activation_checkpoint={"tiles": "auto"})
-    assert tiles_of(chosen.model_copy(update={"train": chosen.train.model_copy(
+    assert tile_count(chosen.model_copy(update={"train": chosen.train.model_copy(
         update={"global_batch": 1})}), 1) == tiles  # fmt: skip
     given = config(data={"sequence_length": length}, activation_checkpoint={"tiles": 3})
-    assert tiles_of(given, 1) == 3
+    assert tile_count(given, 1) == 3

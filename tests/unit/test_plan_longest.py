@@ -17,13 +17,13 @@ from rich.console import Console
 
 from internsp.config import Config
 from internsp.errors import ConfigError
-from internsp.host import ACTIVATIONS, OPTIMIZER, pinned
+from internsp.host import ACTIVATIONS, OPTIMIZER, pinned_bytes
 from internsp.mesh import MeshShape
 from internsp.plan import kernels
 from internsp.plan.activations import ActivationModel
 from internsp.plan.in_flight import BUFFERS
-from internsp.plan.longest import Budget, print_longest
-from internsp.plan.observe import Place, observe
+from internsp.plan.longest import MemoryBudget, print_longest
+from internsp.plan.observe import ModelPart, observe
 from internsp.plan.offloaded import HOSTED, STEPPING
 
 MIB = 1 << 20
@@ -101,7 +101,7 @@ def test_models_of_transformers_are_planned_by_their_own_code(
 
 
 def test_the_longest_sequence_fits_and_one_token_a_rank_more_does_not() -> None:
-    budget = Budget(config({"mode": "full"}, parallel={"sequence": 2}), 2)
+    budget = MemoryBudget(config({"mode": "full"}, parallel={"sequence": 2}), 2)
     memory = 64 * MIB
     found = budget.longest(memory)
     assert found.length > 1000
@@ -117,7 +117,7 @@ def test_the_longest_sequence_fits_and_one_token_a_rank_more_does_not() -> None:
 
 
 def test_host_memory_bounds_what_is_offloaded() -> None:
-    budget = Budget(config({"mode": "full", "offload": "all"}), 1)
+    budget = MemoryBudget(config({"mode": "full", "offload": "all"}), 1)
     free = budget.longest(64 * MIB)
     bound = budget.longest(64 * MIB, 2 * MIB)
     assert 0 < bound.length < free.length
@@ -131,8 +131,8 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
     settings = config({"mode": "selective"}, parallel={"sequence": 2, "ring": ring})
     shape, local = MeshShape(2, **settings.degrees()), 3000
     planned = ActivationModel(settings, shape).at(2 * local)
-    step = observe(settings, 1, local, 1, 5, 5, None, Place(shape))
-    assert planned.kept + planned.working + sum(planned.moving.values()) == pytest.approx(
+    step = observe(settings, 1, local, 1, 5, 5, None, ModelPart(shape))
+    assert planned.kept + planned.working + sum(planned.exchanges.values()) == pytest.approx(
         step.peak, rel=0.01
     )
     names = {name for name, _ in planned.rows(1)}
@@ -145,7 +145,7 @@ def test_exchanges_and_a_ring_are_counted_as_they_run(ring: int) -> None:
 def test_an_exchange_that_is_kept_longer_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put in on purpose: what was sent is not dropped when it has arrived."""
     settings = config({"mode": "full"}, parallel={"sequence": 2})
-    place = Place(MeshShape(2, **settings.degrees()))
+    place = ModelPart(MeshShape(2, **settings.degrees()))
 
     def peak() -> int:
         return observe(settings, 1, 1024, 1, 2, 2, None, place).peak
@@ -159,7 +159,7 @@ def test_an_exchange_that_is_kept_longer_would_be_counted(monkeypatch: pytest.Mo
 
 def test_activations_and_the_optimizers_step_are_not_there_at_the_same_time() -> None:
     offload = {"offload": ["weights", "optimizer", "gradients"]}
-    budget = Budget(config({"mode": "full"}, weight_parallel=offload), 1)
+    budget = MemoryBudget(config({"mode": "full"}, weight_parallel=offload), 1)
     (own,) = budget.ranks
     ((_, stepping),) = own.stepping
     short, long = (dict(budget.at(length)[0]) for length in (2, 1 << 20))
@@ -199,7 +199,7 @@ def staged(schedule: str, chunks: int, again: dict[str, Any], **changes: dict[st
 def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(again: dict[str, Any]) -> None:
     kept: dict[str, list[int]] = {}
     for schedule in ("1F1B", "GPipe"):
-        budget = Budget(staged(schedule, 1, again), 2)
+        budget = MemoryBudget(staged(schedule, 1, again), 2)
         for rank in range(2):
             rows = dict(budget.at(4096, rank)[0])
             (name,) = (name for name in rows if name.startswith("activations that are kept"))
@@ -208,7 +208,7 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(again: dict[st
 
 
 def test_the_longest_of_a_pipeline_fits_every_rank_and_a_token_more_does_not_fit_one() -> None:
-    budget = Budget(staged("1F1B", 1, {"mode": "full"}), 2)
+    budget = MemoryBudget(staged("1F1B", 1, {"mode": "full"}), 2)
     found = budget.longest(48 * MIB)
     assert found.length > 1000
 
@@ -222,7 +222,7 @@ def test_the_longest_of_a_pipeline_fits_every_rank_and_a_token_more_does_not_fit
 
 def test_a_pool_on_the_host_is_shared_by_the_micro_batches_in_flight() -> None:
     free, bound, none = (
-        Budget(staged("GPipe", 1, {"mode": "full", **offload}), 2).at(4096)
+        MemoryBudget(staged("GPipe", 1, {"mode": "full", **offload}), 2).at(4096)
         for offload in ({"offload": "all"}, {"offload": "3 MiB"}, {})
     )
     host = [dict(rows).get("host: activations (exact)", 0) for _, rows in (free, bound, none)]
@@ -329,23 +329,25 @@ def test_on_cuda_norms_keep_their_input_and_flash_attention_has_its_own_sums() -
     # The last norm: two copies in fp32 are four units, and its input, kept in their place, is one.
     assert 2.99 * unit < host.kept - device.kept < 3.01 * unit
     q, k = torch.empty(1, 4, 1000, 100), torch.empty(1, 2, 1000, 100, dtype=torch.bfloat16)
-    (sums,) = kernels.taken(on("cuda")).values()
+    (sums,) = kernels.kernel_memory(on("cuda")).values()
     wide = 4 * (1000 + 128) * 4 * (128 + 1)  # heads of 100 are rounded to 128
     assert sums(q, q, k, k) == wide + 2 * 1000 * 4 * 100 * 2
     assert sums(q, q, q, q) == wide
 
 
 def test_a_run_in_full_precision_has_no_flash_attention() -> None:
-    assert kernels.taken(config()) == {}
+    assert kernels.kernel_memory(config()) == {}
 
 
 def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
-    assert [pinned(n) for n in (0, 1, 3, 1024, 1025)] == [0, 1, 4, 1024, 2048]
+    assert [pinned_bytes(n) for n in (0, 1, 3, 1024, 1025)] == [0, 1, 4, 1024, 2048]
     away = {"weight_parallel": {"offload": ["optimizer"]}}
     length = 3000
-    host, device = (dict(Budget(on(kind, **away), 1).at(length)[1]) for kind in ("cpu", "cuda"))
+    host, device = (
+        dict(MemoryBudget(on(kind, **away), 1).at(length)[1]) for kind in ("cpu", "cuda")
+    )
     name = HOSTED[ACTIVATIONS]
     assert host[name] == 4 * length * 64 * 2
-    assert device[name] == 4 * pinned(length * 64 * 2)
+    assert device[name] == 4 * pinned_bytes(length * 64 * 2)
     name = HOSTED[OPTIMIZER]
     assert host[name] < device[name] < 2 * host[name]

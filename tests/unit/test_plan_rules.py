@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from internsp.config import Config, PlanRule, WeightParallelConfig, collect
+from internsp.config import Config, PlanRule, WeightParallelConfig, read_config
 from internsp.errors import ConfigError, LayoutError, StructureError
 from internsp.factory import build_model
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import assign
-from internsp.plan.blocks import read
-from internsp.plan.chunk import ChunkPlan, WeightPlan
+from internsp.plan.assign import plan_sharding
+from internsp.plan.blocks import read_structure
+from internsp.plan.chunk import ChunkLayout, WeightLayout
 from internsp.plan.printed import print_plan
-from internsp.plan.units import chunk_plan
+from internsp.plan.units import chunk_layout
 from tests.support.models import Tiny
 
 CUT = {"min_shard_elements": 20}
@@ -35,26 +35,26 @@ class WithRules(Tiny):
         return [{"match": "layers.*.w1", "shard_dim": 1, "coalesce_bytes": 1}]
 
 
-def plan(*rules: dict[str, Any], model: nn.Module | None = None, **settings: Any) -> ChunkPlan:
+def plan(*rules: dict[str, Any], model: nn.Module | None = None, **settings: Any) -> ChunkLayout:
     config = WeightParallelConfig.model_validate({**CUT, **settings, "plan": list(rules)})
     model = model or Tiny()
-    structure = read(
+    structure = read_structure(
         model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
     )
     shape = MeshShape(2, 2)
-    assignments = assign(model, structure, config, shape.expert)
-    return chunk_plan(assignments, structure, config, shape, set())
+    shardings = plan_sharding(model, structure, config, shape.expert)
+    return chunk_layout(shardings, structure, config, shape, set())
 
 
-def weights(made: ChunkPlan) -> dict[str, WeightPlan]:
+def weights(made: ChunkLayout) -> dict[str, WeightLayout]:
     return {w.name: w for unit in made.units for w in unit.weights}
 
 
 def dims(*rules: dict[str, Any], model: nn.Module | None = None) -> dict[str, int]:
     model = model or Tiny()
     config = WeightParallelConfig.model_validate({**CUT, "plan": list(rules)})
-    structure = read(model, plan=config.plan)
-    return {a.name: a.dim for a in assign(model, structure, config) if a.unit is not None}
+    structure = read_structure(model, plan=config.plan)
+    return {a.name: a.dim for a in plan_sharding(model, structure, config) if a.unit is not None}
 
 
 def refused(kind: type[Exception], *rules: dict[str, Any], **options: Any) -> str:
@@ -87,12 +87,13 @@ def test_what_is_small_enough_is_replicated_whatever_its_dimensions() -> None:
 def test_ignored_parameters_are_none_of_the_plans_and_shared_ones_are_ignored_as_one() -> None:
     kept = {n for n, _ in Tiny().named_parameters()}
     model = Tiny()
-    structure = read(model, plan=[PlanRule(match=("layers.1", "norm"), ignore=True)])
-    found = {a.name for a in assign(model, structure, WeightParallelConfig(**CUT))}
+    structure = read_structure(model, plan=[PlanRule(match=("layers.1", "norm"), ignore=True)])
+    found = {a.name for a in plan_sharding(model, structure, WeightParallelConfig(**CUT))}
     assert found == {n for n in kept if not n.startswith(("layers.1.", "norm."))}
     tied = Tiny(tied=True)
-    structure = read(tied, plan=[PlanRule(match=("head",), ignore=True)])
-    assert "embed.weight" not in {a.name for a in assign(tied, structure, WeightParallelConfig())}
+    structure = read_structure(tied, plan=[PlanRule(match=("head",), ignore=True)])
+    shardings = plan_sharding(tied, structure, WeightParallelConfig())
+    assert "embed.weight" not in {a.name for a in shardings}
 
 
 def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
@@ -106,7 +107,7 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
     )
     assert {n for n, w in made.items() if w.quantized} == {f"layers.{i}.w1.weight" for i in (0, 1)}
     assert {n for n, w in made.items() if w.reduce_dtype == torch.float64} == {"layers.0.w2.weight"}
-    alone = {n for n, w in made.items() if not w.small}
+    alone = {n for n, w in made.items() if not w.coalesced}
     assert alone == {"layers.0.w1.weight", "layers.1.w1.weight", "layers.0.q.weight"}
     back = weights(plan({"match": "layers.0.w2", "reduce_dtype": "none"}, reduce_dtype="bfloat16"))
     assert {n for n, w in back.items() if w.reduce_dtype == torch.float32} == {"layers.0.w2.weight"}
@@ -118,8 +119,10 @@ def test_how_weights_travel_is_said_for_some_of_them_alone() -> None:
 
 def test_gradients_are_kept_wide_by_rule() -> None:
     model = Tiny().bfloat16()
-    structure = read(model, plan=[PlanRule(match=("**.wo", "norm"), grad_dtype="float32")])
-    found = {a.name: a.dtypes.grad for a in assign(model, structure, WeightParallelConfig(**CUT))}
+    rule = PlanRule(match=("**.wo", "norm"), grad_dtype="float32")
+    structure = read_structure(model, plan=[rule])
+    shardings = plan_sharding(model, structure, WeightParallelConfig(**CUT))
+    found = {a.name: a.dtypes.grad for a in shardings}
     wide = {name for name, dtype in found.items() if dtype == torch.float32}
     assert wide == {"norm.weight", *(f"layers.{i}.wo.weight" for i in range(4))}
 
@@ -169,7 +172,7 @@ def test_a_model_brings_rules_and_the_configurations_go_before_them() -> None:
     assert turned == {f"layers.{i}.w1.weight" for i in range(4)}
     assert {n for n, d in dims({"match": "layers.0.w1", "shard_dim": 0}, model=WithRules()).items()
             if d} == turned - {"layers.0.w1.weight"}  # fmt: skip
-    small = {n for n, w in weights(plan(model=WithRules())).items() if w.small}
+    small = {n for n, w in weights(plan(model=WithRules())).items() if w.coalesced}
     assert not any(".w1." in n for n in small)
     assert any(".w2." in n for n in small)
 
@@ -243,13 +246,16 @@ def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
                 {"match": "layers.0", "forward_prefetch": 2},
                 {"match": "layers", "prefetch_depth": 1},
             ],
-            ["forward_prefetch and prefetch_depth of layers.0 are both said"],
+            ["forward_prefetch and prefetch_depth of layers.0 are both set"],
         ),
         (
             [{"match": "layers.0.w1", "backward_prefetch": 2}],
             ["backward_prefetch has no effect", "is not a block"],
         ),
-        ([{"match": "norm.weight", "cast_inputs": False}], ["is of modules, and it catches none"]),
+        (
+            [{"match": "norm.weight", "cast_inputs": False}],
+            ["is for modules, and the rule matches none"],
+        ),
         (
             [{"match": "layer.*", "keep_unsharded": True}],
             ["weight_parallel.plan: 'layer.*' matches no module", "did you mean 'layers.{*}'?"],
@@ -264,19 +270,25 @@ def test_what_a_blocks_trigger_gathers_is_said_for_each_direction() -> None:
                 {"match": "layers.*", "shard_dim": 1},
                 {"match": "layers.{*}.w1", "shard_dim": 0, "coalesce_bytes": 0},
             ],
-            ["shard_dim of layers.0.w1.weight is said twice",
+            ["shard_dim of layers.0.w1.weight is set twice",
              "the rule for 'layers.*' and by the rule for 'layers.{*}.w1'"],
         ),
         (
             [{"match": "layers.0", "trigger": "qkv"}, {"match": "layers", "trigger": "qkv"}],
-            ["trigger of layers.0 is said twice"],
+            ["trigger of layers.0 is set twice"],
         ),
         (
             [{"match": "layers.0.w1", "keep_unsharded": True}],
             ["keep_unsharded has no effect", "is not a block", "blocks are layers.0, layers.1"],
         ),
-        ([{"match": "layers.*.norm", "shard_dim": 0}], ["shard_dim has no effect", "that is cut"]),
-        ([{"match": "head", "quantize": "int8"}], ["quantize has no effect", "cut in a block"]),
+        (
+            [{"match": "layers.*.norm", "shard_dim": 0}],
+            ["shard_dim has no effect", "is not a sharded parameter"],
+        ),
+        (
+            [{"match": "head", "quantize": "int8"}],
+            ["quantize has no effect", "sharded parameter in a block"],
+        ),
         (
             [{"match": "layers.0.w1", "ignore": True, "reduce_dtype": "float32"}],
             ["reduce_dtype has no effect"],
@@ -296,7 +308,7 @@ def test_a_rule_that_was_not_understood_is_refused(
 
 def test_a_dimension_that_is_not_there_and_options_that_exclude_each_other_are_refused() -> None:
     told = refused(LayoutError, {"match": "layers.0.w1", "shard_dim": 2, "replicate_below": 200})
-    assert "cannot cut dimension 2 of layers.0.w1.weight, of shape [13, 6]" in told
+    assert "cannot shard dimension 2 of layers.0.w1.weight, of shape [13, 6]" in told
     rolling = refused(ConfigError, {"match": "layers.0", "trigger": "qkv"}, trigger="rolling")
     assert "the rule for 'layers.0'" in rolling
     assert "rolling" in rolling
@@ -328,10 +340,10 @@ KEYS = st.fixed_dictionaries(
 def test_rules_are_written_and_read_again_as_they_were_given(rules: list[dict[str, Any]]) -> None:
     made = [{"match": ("layers.{0-3}",), **rule} for rule in rules]
     config = WeightParallelConfig.model_validate({"plan": made})
-    assert [rule.said() for rule in config.plan] == rules
+    assert [rule.options() for rule in config.plan] == rules
     again = WeightParallelConfig.model_validate(config.model_dump())
     assert again == config
-    assert [rule.said() for rule in again.plan] == rules
+    assert [rule.options() for rule in again.plan] == rules
 
 
 def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) -> None:
@@ -344,7 +356,7 @@ def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) ->
         '[[weight_parallel.plan]]\nmatch = "a"\npre_all_gather = "a:b"\n'
         '[[weight_parallel.plan]]\nmatch = "a"\nprefetch_depth = 1\nforward_prefetch = 1\n'
     )
-    config, problems = collect(path)
+    config, problems = read_config(path)
     assert config is None
     told = [str(problem) for problem in problems]
     assert told == [
@@ -353,17 +365,17 @@ def test_rules_of_a_file_have_all_their_mistakes_told_at_once(tmp_path: Path) ->
         'first, 10000 at the most, got ["layers.{9-3}"]',
         "weight_parallel.plan: rule 2: keep_unsharded: expected true or false, got 3",
         "weight_parallel.plan: rule 3 lacks match: a list of texts",
-        "weight_parallel.plan: rule 4: a rule has at least one pattern in match, and one key "
-        "beside it",
+        "weight_parallel.plan: rule 4: a rule needs at least one pattern in match, and one "
+        "more key",
         "weight_parallel.plan: rule 5: pre_all_gather and post_all_gather need each other: give "
         "both",
-        "weight_parallel.plan: rule 6: prefetch_depth says both forward_prefetch and "
+        "weight_parallel.plan: rule 6: prefetch_depth sets both forward_prefetch and "
         "backward_prefetch: give it, or them",
     ]
     path.write_text('[weight_parallel.plan]\nmatch = "layers.0"\n')
-    assert "write [[weight_parallel.plan]]" in str(collect(path)[1][0])
+    assert "write [[weight_parallel.plan]]" in str(read_config(path)[1][0])
     path.write_text('[[weight_parallel.plan]]\nmatch = "a"\nignore = true\n')
-    assert "internsp train steps all parameters" in str(collect(path)[1][0])
+    assert "internsp train steps all parameters" in str(read_config(path)[1][0])
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -389,9 +401,9 @@ def test_the_printed_plan_shows_what_each_rule_has_caught(stages: int) -> None:
     size = 2 * sum(p.numel() * p.element_size() for p in block.parameters())
     assert lines[at + 1 : at + 5] == [
         "  1. layers.{2-3}, layers.2.attention: keep_unsharded = true",
-        f"     has caught layers.{{2-3}} (18 parameters, {size / 1024:.1f} KiB)",
+        f"     matches layers.{{2-3}} (18 parameters, {size / 1024:.1f} KiB)",
         '  2. head: reduce_dtype = "none"',
-        f"     has caught head (1 parameters, {257 * 16 * 4 / 1024:.1f} KiB)",
+        f"     matches head (1 parameters, {257 * 16 * 4 / 1024:.1f} KiB)",
     ]
     kept = [line for line in lines if "stay unsharded" in line]
     assert len(kept) == stages  # of a pipeline, each rank's own blocks

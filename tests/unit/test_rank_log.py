@@ -7,28 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from internsp.failure.rank_log import LastSeen, RankLog, last_seen, path_of
+from internsp.failure.rank_log import LastSeen, RankLog, last_seen, log_path
 
 
 def test_the_first_line_says_where_the_rank_is_and_the_rest_is_appended(tmp_path: Path) -> None:
-    path = path_of(tmp_path, 3)
+    path = log_path(tmp_path, 3)
     assert last_seen(path) is None
     log = RankLog(tmp_path, 3)
     assert last_seen(path) == LastSeen(os.getpid(), 0, "")
-    log.launched("AG", "embed.weight", "forward")
-    log.at(12)
-    log.launched("RS", "layers.1.wo", "backward")
-    log.launched("RS", "layers.1." + 300 * "é", "backward")
+    log.record_launch("AG", "embed.weight", "forward")
+    log.begin_step(12)
+    log.record_launch("RS", "layers.1.wo", "backward")
+    log.record_launch("RS", "layers.1." + 300 * "é", "backward")
     seen = last_seen(path)
     assert seen is not None
     assert (seen.process, seen.step) == (os.getpid(), 12)
     assert seen.collective.startswith("reduce-scatter of layers.1.???")
-    log.launched("EX", "norm.weight", "backward")
+    log.record_launch("EX", "norm.weight", "backward")
     assert str(last_seen(path)) == (
         "step 12, last collective: sum between replicas of norm.weight (backward)"
     )
     log.write("first attempt")
-    log.failed(ValueError("spilt"))
+    log.write_failure(ValueError("spilt"))
     log.close()
     again = RankLog(tmp_path, 3)
     assert last_seen(path) == LastSeen(os.getpid(), 0, ""), "of this attempt"
@@ -47,12 +47,12 @@ def test_the_place_outlives_a_process_that_is_killed_and_a_crash_leaves_its_stac
     program = (
         "import os, sys, ctypes; from pathlib import Path\n"
         "from internsp.failure.rank_log import RankLog\n"
-        "log = RankLog(Path(sys.argv[1]), 0); log.at(7)\n"
-        "log.launched('AG', 'head.weight', 'forward')\n"
+        "log = RankLog(Path(sys.argv[1]), 0); log.begin_step(7)\n"
+        "log.record_launch('AG', 'head.weight', 'forward')\n"
     )
     for end in ("os.kill(os.getpid(), 9)", "ctypes.string_at(0)"):
         words = [sys.executable, "-c", program + end, str(tmp_path)]
         assert subprocess.run(words, capture_output=True, check=False).returncode < 0
-        seen = last_seen(path_of(tmp_path, 0))
+        seen = last_seen(log_path(tmp_path, 0))
         assert str(seen) == "step 7, last collective: all-gather of head.weight (forward)"
-    assert "Segmentation fault" in path_of(tmp_path, 0).read_text()
+    assert "Segmentation fault" in log_path(tmp_path, 0).read_text()

@@ -10,7 +10,7 @@ import pytest
 from internsp import cli
 from internsp.report.compare import differences, read_runs, table
 from internsp.report.metrics import MetricsWriter, StepMetrics
-from internsp.report.page import Report, kept
+from internsp.report.page import Report, load_report
 from internsp.trace import Event
 
 
@@ -30,7 +30,7 @@ def made(folder: Path, losses: list[float], lr: float, rate: float = 100.0) -> P
 
 
 def report(folder: Path) -> Report:
-    run = kept(folder)
+    run = load_report(folder)
     return Report(
         title=folder.name, config_toml=run.config_toml, metrics=run.metrics,
         mesh={"world": 2, "weight": 2}, ranks=[{"rank": 0, "weight": 0}, {"rank": 1, "weight": 1}],
@@ -43,7 +43,7 @@ def report(folder: Path) -> Report:
 def test_a_page_made_again_is_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made(tmp_path / "a", [3.0, 2.0], 1e-3)
     whole = report(run)
-    whole.keep(run / "report.json")
+    whole.save(run / "report.json")
     assert cli.main(["report", str(run)]) == 0
     assert (run / "report.html").read_text() == whole.render()
     assert f"wrote {run}/report.html" in capsys.readouterr().out

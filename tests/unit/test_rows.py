@@ -99,15 +99,15 @@ def test_a_mistake_in_parquet_names_the_file_and_the_row(tmp_path) -> None:
     assert told_for(path, whole[50:], told).startswith("data.paths: a.parquet, after row 0: not a")
     flipped = bytearray(whole)
     flipped[whole.index(b"of some")] ^= 1
-    assert "not a whole parquet file" in told_for(path, bytes(flipped), told), "by its checksum"
-    assert "not a whole parquet file" in told_for(path, b"", told)
+    assert "not a complete parquet file" in told_for(path, bytes(flipped), told), "by its checksum"
+    assert "not a complete parquet file" in told_for(path, b"", told)
     write(["one", None])
     assert told() == "data.text_field: a.parquet, row 2 has no text 'text'; nothing there"
     write([1, 2])
     assert told() == "data.text_field: a.parquet, row 1 has no text 'text'; int there"
     data = write(["one", "two", "three"]).replace(b"two", b"t\xff\xff")
     path.write_bytes(data)
-    assert "row 2: the text is not UTF-8" in told() or "not a whole" in told()
+    assert "row 2: the text is not UTF-8" in told() or "not a complete" in told()
     with pytest.raises(ConfigError, match=r"a.parquet has no column 'body'; it has \['text'\]"):
         list(row_texts(path, "parquet", "body"))
 

@@ -152,14 +152,14 @@ def test_a_kernel_that_cannot_compute_this_says_why() -> None:
     with pytest.raises(ConfigError, match="choose one of auto, flash, varlen, sdpa"):
         DistributedAttention(2, 2, 8, kernel="flesh")
     cuda = torch.device("cuda")
-    refusal = kernels.FlashKernel().refusal
+    refusal = kernels.FlashKernel().unsupported
     assert refusal(cuda, torch.bfloat16, 64) is None
     assert "float64" in str(refusal(cuda, torch.float64, 64))
     assert "head_dim" in str(refusal(cuda, torch.bfloat16, 257))
 
 
 def test_auto_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._automatic.cache_clear()
+    kernels._auto_kernel.cache_clear()
     x = torch.zeros(1, 3, 2, 8)
     with caplog.at_level(logging.INFO, "internsp.sp"):
         for _ in range(2):

@@ -123,7 +123,7 @@ def test_a_plan_gives_every_query_head_once_with_the_key_value_head_it_reads(
     assert max(counts) - min(counts) <= 1
     for rank, (first, stop) in enumerate(plan.query):
         kv_first, kv_stop = plan.key_value[rank]
-        read = [kv_first + own for own in plan.key_value_of(rank)]
+        read = [kv_first + own for own in plan.kv_index(rank)]
         assert read == [head // group for head in range(first, stop)]
         # Exactly what is read travels, each head once to each peer.
         assert sorted(set(read)) == list(range(kv_first, kv_stop))

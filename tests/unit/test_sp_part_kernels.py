@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from internsp.sp import partial
-from internsp.sp.partial import Attend, Band, CpuFlash, CudaFlash, PartKernel, Plain
-from internsp.sp.ranges import BAND, Seen, parts
+from internsp.sp.partial import Band, BlockAttention, CpuFlash, CudaFlash, EagerAttention, LseKernel
+from internsp.sp.ranges import BAND, MaskSpec, kernel_calls
 
 FORWARD, BACKWARD = partial._CUDA_FLASH, partial._CUDA_FLASH_BACKWARD
 ROWS, HEADS, KV, D, SCALE = 2, 4, 2, 8, 0.3
@@ -131,19 +131,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", [CudaFlash(), CpuFlash()], ids=["cuda", "cpu"])
 def test_a_part_and_its_gradients_are_what_the_formula_says(
-    kernel: PartKernel, case: str, flash: Flash
+    kernel: LseKernel, case: str, flash: Flash
 ) -> None:
     n, m, causal, band = CASES[case]
     q, k, v = made(n, m)
     out, lse = kernel.forward(q, k, v, causal, band, SCALE)
-    wanted, sums = Plain().forward(q, k, v, causal, band, SCALE)
+    wanted, sums = EagerAttention().forward(q, k, v, causal, band, SCALE)
     assert bool(sums.isfinite().all()), "a query sees no key: no part is such"
     torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, sums, atol=1e-12, rtol=0)
     # Of a merged attention: other output and log-sum-exp than the part's own.
     grad, merged, more = torch.randn_like(wanted), torch.randn_like(wanted), sums + 0.7
     found = kernel.backward(grad, q, k, v, merged, more, causal, band, SCALE)
-    right = Plain().backward(grad, q, k, v, merged, more, causal, band, SCALE)
+    right = EagerAttention().backward(grad, q, k, v, merged, more, causal, band, SCALE)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
     assert flash.calls == (["forward", "backward"] if kernel.name == "flash" else [])
@@ -151,16 +151,16 @@ def test_a_part_and_its_gradients_are_what_the_formula_says(
 
 @pytest.mark.parametrize("window", [None, 2, 5, 11])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("reads", [(0, 0, 1, 1), (0, 1, 1, 1)], ids=["groups", "uneven"])
+@pytest.mark.parametrize("kv_index", [(0, 0, 1, 1), (0, 1, 1, 1)], ids=["groups", "uneven"])
 def test_ranges_merged_on_cuda_are_one_processs_attention(
-    reads: tuple[int, ...], causal: bool, window: int | None, flash: Flash,
+    kv_index: tuple[int, ...], causal: bool, window: int | None, flash: Flash,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Two rows of several documents, of which this rank holds two ranges, and keys in two blocks:
     by value, and every part by the CUDA kernel."""
-    monkeypatch.setattr(partial, "choose", lambda *_: CudaFlash())
+    monkeypatch.setattr(partial, "choose_lse_kernel", lambda *_: CudaFlash())
     documents, held = ((9, 15), (20, 4)), (((3, 8), (14, 22)), ((0, 3), (8, 14), (22, 24)))
-    seen = Seen(causal, window, documents)
+    seen = MaskSpec(causal, window, documents)
     torch.manual_seed(1)
     whole = [torch.randn(2, 24, h, D, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
     index = [torch.cat([torch.arange(a, b) for a, b in ranges]) for ranges in held]
@@ -173,16 +173,16 @@ def test_ranges_merged_on_cuda_are_one_processs_attention(
         sees &= (ahead >= 0) if causal else torch.ones_like(sees)
         sees &= ahead.abs() < (window or 99)
         q, k, v = (x[row] for x in whole)
-        scores = torch.einsum("qhd,khd->hqk", q, k[:, list(reads)]) * SCALE
+        scores = torch.einsum("qhd,khd->hqk", q, k[:, list(kv_index)]) * SCALE
         shares = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-        rows.append(torch.einsum("hqk,khd->qhd", shares, v[:, list(reads)]))
+        rows.append(torch.einsum("hqk,khd->qhd", shares, v[:, list(kv_index)]))
     wanted = torch.stack(rows)[:, index[0]]
     grad = torch.randn_like(wanted)
     right = torch.autograd.grad(wanted, whole, grad)
     q, k, v = (x.detach() for x in whole)
-    attend = Attend(q[:, index[0]], D, reads, seen, SCALE)
+    attend = BlockAttention(q[:, index[0]], D, kv_index, seen, SCALE)
     out, lse = torch.zeros_like(wanted), torch.full((2, 4, len(index[0])), -torch.inf).double()
-    calls = [parts(held[0], block, seen) for block in held]
+    calls = [kernel_calls(held[0], block, seen) for block in held]
     assert window != 5 or any(part.kind == BAND for each in calls for part in each)
     for each, there in zip(calls, index, strict=True):
         attend.forward(out, lse, k[:, there], v[:, there], each)
@@ -201,8 +201,8 @@ def test_ranges_merged_on_cuda_are_one_processs_attention(
 
 def test_each_device_and_dtype_has_the_kernel_that_can_do_it() -> None:
     cuda, host = torch.device("cuda"), torch.device("cpu")
-    assert partial.choose(cuda, torch.bfloat16, 128, 128).name == "flash"
-    assert partial.choose(cuda, torch.float32, 128, 128).name == "plain"
-    assert partial.choose(cuda, torch.bfloat16, 100, 100).name == "plain"
-    assert partial.choose(host, torch.float64, 100, 100).name == "flash_for_cpu"
-    assert partial.choose(host, torch.float64, 64, 32).name == "plain"
+    assert partial.choose_lse_kernel(cuda, torch.bfloat16, 128, 128).name == "flash"
+    assert partial.choose_lse_kernel(cuda, torch.float32, 128, 128).name == "plain"
+    assert partial.choose_lse_kernel(cuda, torch.bfloat16, 100, 100).name == "plain"
+    assert partial.choose_lse_kernel(host, torch.float64, 100, 100).name == "flash_for_cpu"
+    assert partial.choose_lse_kernel(host, torch.float64, 64, 32).name == "plain"

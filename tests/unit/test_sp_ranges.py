@@ -9,9 +9,27 @@ import pytest
 from internsp.errors import ConfigError
 from internsp.mesh import SequenceAxes
 from internsp.mesh.sequence import NEAR
-from internsp.sp.dispatch import BALANCES, by_part, cost, cut, deal, fixed_sizes, imbalance
+from internsp.sp.dispatch import (
+    BALANCES,
+    balance_ranges,
+    cost,
+    fixed_sizes,
+    imbalance,
+    rank_ranges,
+    ring_ranges,
+)
 from internsp.sp.heads import Span
-from internsp.sp.ranges import BAND, CAUSAL, FULL, Part, Ranges, Seen, needs, parts, united
+from internsp.sp.ranges import (
+    BAND,
+    CAUSAL,
+    FULL,
+    KernelCall,
+    MaskSpec,
+    Ranges,
+    kernel_calls,
+    needed_spans,
+    union,
+)
 from internsp.sp.routes import FORMS, _Direct, _Rings, routes
 
 Pairs = set[tuple[int, int]]
@@ -19,7 +37,7 @@ Pairs = set[tuple[int, int]]
 
 def drawn(
     random: random.Random,
-) -> tuple[tuple[Ranges, ...], Seen, int]:
+) -> tuple[tuple[Ranges, ...], MaskSpec, int]:
     """Ranges of some ranks, in any order, what is seen, and a length."""
     length, size = random.randint(4, 30), random.choice([1, 2, 3, 4, 6])
 
@@ -32,29 +50,29 @@ def drawn(
         held[random.randrange(size)].append(span)
     rows = [tuple(b - a for a, b in spans(4)) for _ in range(random.choice([1, 1, 2]))]
     window = random.choice([None, None, 1, 2, 5, 100])
-    return tuple(map(tuple, held)), Seen(random.random() < 0.7, window, tuple(rows)), length
+    return tuple(map(tuple, held)), MaskSpec(random.random() < 0.7, window, tuple(rows)), length
 
 
-def wanted(queries: Ranges, keys: Ranges, seen: Seen, row: int) -> Pairs:
+def wanted(queries: Ranges, keys: Ranges, spec: MaskSpec, row: int) -> Pairs:
     """What queries see of keys, pair by pair, by the definition."""
-    document = [number for number, size in enumerate(seen.documents[row]) for _ in range(size)]
+    document = [number for number, size in enumerate(spec.documents[row]) for _ in range(size)]
     q, k = ([p for start, stop in held for p in range(start, stop)] for held in (queries, keys))
     return {
         (i, j) for i, a in enumerate(q) for j, b in enumerate(k)
-        if document[a] == document[b] and (b <= a or not seen.causal)
-        and (seen.window is None or abs(a - b) < seen.window)
+        if document[a] == document[b] and (b <= a or not spec.causal)
+        and (spec.window is None or abs(a - b) < spec.window)
     }  # fmt: skip
 
 
-def pairs_of(part: Part, seen: Seen) -> list[tuple[int, int]]:
+def pairs_of(part: KernelCall, spec: MaskSpec) -> list[tuple[int, int]]:
     """What a kernel computes of a part."""
     found = []
     for i in range(*part.q):
         for j in range(*part.k):
             apart = part.distance + (i - part.q[0]) - (j - part.k[0])
-            near = seen.window is None or abs(apart) < seen.window
+            near = spec.window is None or abs(apart) < spec.window
             if part.kind == FULL or (
-                apart >= 0 if part.kind == CAUSAL else near and (apart >= 0 or not seen.causal)
+                apart >= 0 if part.kind == CAUSAL else near and (apart >= 0 or not spec.causal)
             ):
                 found.append((i, j))
     return found
@@ -66,36 +84,36 @@ def positions(spans: Ranges) -> set[int]:
 
 def test_parts_are_the_pairs_that_are_seen_each_once() -> None:
     for number in range(400):
-        held, seen, _ = drawn(random.Random(number))
+        held, spec, _ = drawn(random.Random(number))
         for queries in held:
             for keys in held:
-                found = parts(queries, keys, seen)
+                found = kernel_calls(queries, keys, spec)
                 for part in found:
-                    here = {i for i, _ in pairs_of(part, seen)}
+                    here = {i for i, _ in pairs_of(part, spec)}
                     assert here == set(range(*part.q)), "a kernel needs a key for every query"
                     assert part.kind in (FULL, CAUSAL, BAND)
-                for row in range(len(seen.documents)):
-                    pairs = [x for p in found if p.row in (-1, row) for x in pairs_of(p, seen)]
+                for row in range(len(spec.documents)):
+                    pairs = [x for p in found if p.row in (-1, row) for x in pairs_of(p, spec)]
                     assert len(pairs) == len(set(pairs))
-                    assert set(pairs) == wanted(queries, keys, seen, row)
+                    assert set(pairs) == wanted(queries, keys, spec, row)
 
 
 def test_what_ranks_need_of_blocks_is_what_their_parts_read() -> None:
     for number in range(400):
-        held, seen, _ = drawn(random.Random(number))
-        assert needs(held, seen) == tuple(
-            tuple(united(part.k for part in parts(queries, keys, seen)) for keys in held)
+        held, spec, _ = drawn(random.Random(number))
+        assert needed_spans(held, spec) == tuple(
+            tuple(union(part.k for part in kernel_calls(queries, keys, spec)) for keys in held)
             for queries in held
         )
 
 
 def passed_on(
-    held: tuple[Ranges, ...], seen: Seen, size: int, way: int
+    held: tuple[Ranges, ...], spec: MaskSpec, size: int, way: int
 ) -> dict[tuple[int, int], set[tuple[int, Ranges]]]:
     """Of rings of ``size`` ranks, by their definition: what a rank sends in a step. A block goes to
     the rank after the one that has it with all that this one and those after it need; around the
     outer ring it goes when it comes to an inner one."""
-    needed = needs(held, seen)
+    needed = needed_spans(held, spec)
     found: dict[tuple[int, int], set[tuple[int, Ranges]]] = {}
     outer = len(held) // size
     for block in range(len(held)):
@@ -109,7 +127,7 @@ def passed_on(
             if step % size == 0 and ends < len(visits):
                 goes.append((ends, visits[ends:]))
             for to, users in goes:
-                what = united(span for user in users for span in needed[user][block])
+                what = union(span for user in users for span in needed[user][block])
                 if what:
                     found.setdefault((rank, step), set()).add((visits[to], what))
     return found
@@ -117,61 +135,67 @@ def passed_on(
 
 def test_what_each_rank_works_out_for_itself_is_what_the_rings_are_defined_to_send() -> None:
     for number in range(150):
-        held, seen, _ = drawn(random.Random(number))
+        held, spec, _ = drawn(random.Random(number))
         size = len(held)
         inner = random.Random(number).choice([n for n in range(1, size + 1) if size % n == 0])
         for form, of, way in (("ring", size, 1), ("reverse", size, -1), ("double", inner, 1)):
-            wanted = passed_on(held, seen, of, way)
+            wanted = passed_on(held, spec, of, way)
             sent = []
-            for rank, own in enumerate(routes(held, seen, form, inner if form == "double" else 1)):
+            for rank, own in enumerate(routes(held, spec, form, inner if form == "double" else 1)):
                 for step, did in enumerate(own.steps):
-                    moves = {(move.peer, move.what) for move in did.sends}
+                    moves = {(move.peer, move.spans) for move in did.sends}
                     assert moves == wanted.get((rank, step), set()), (number, form)
                 sent.append(own.sent_positions)
             # By what all send each rank chooses a form, the same on all.
-            assert _Rings(form, needs(held, seen), of, way).sent() == sent
-        direct = [r.sent_positions for r in routes(held, seen, "direct")]
-        assert _Direct("direct", needs(held, seen), size, 1).sent() == direct
+            assert _Rings(form, needed_spans(held, spec), of, way).sent() == sent
+        direct = [r.sent_positions for r in routes(held, spec, "direct")]
+        assert _Direct("direct", needed_spans(held, spec), size, 1).sent() == direct
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_arrive_before_they_are_used_and_messages_meet(form: str) -> None:
     for number in range(150):
-        held, seen, _ = drawn(random.Random(number))
+        held, spec, _ = drawn(random.Random(number))
         size = len(held)
         inner = random.Random(number).choice([n for n in range(1, size + 1) if size % n == 0])
-        found = routes(held, seen, form, inner if form == "double" else 1)
+        found = routes(held, spec, form, inner if form == "double" else 1)
         for rank, route in enumerate(found):
             assert route.steps[0].block == rank
             assert sorted(step.block for step in route.steps) == list(range(size))
             have = {rank: set(range(sum(b - a for a, b in held[rank])))}
             for at, step in enumerate(route.steps):
-                needs = positions(united(part.k for part in step.parts))
-                assert needs <= have.get(step.block, set())
+                needed_spans = positions(union(part.k for part in step.calls))
+                assert needed_spans <= have.get(step.block, set())
                 for move in step.sends:
                     assert move.peer != rank
-                    assert positions(move.what) <= have[move.block]
+                    assert positions(move.spans) <= have[move.block]
                     (met,) = [
                         other for other in found[move.peer].steps[at].receives
                         if (other.block, other.peer) == (move.block, rank)
                     ]  # fmt: skip
-                    assert met.what == move.what
+                    assert met.spans == move.spans
                 for move in step.receives:
-                    have[move.block] = positions(move.what)
-                home = positions(step.home.what) if step.home is not None else set()
-                assert home == (needs if step.block != rank else set())
-                if step.home is not None:
-                    back = found[step.block].steps[at].arrives
+                    have[move.block] = positions(move.spans)
+                home = (
+                    positions(step.gradient_send.spans) if step.gradient_send is not None else set()
+                )
+                assert home == (needed_spans if step.block != rank else set())
+                if step.gradient_send is not None:
+                    back = found[step.block].steps[at].gradient_receive
                     assert back is not None
-                    assert (back.block, back.peer, back.what) == (step.block, rank, step.home.what)
+                    assert (back.block, back.peer, back.spans) == (
+                        step.block,
+                        rank,
+                        step.gradient_send.spans,
+                    )
 
 
 def test_direct_sends_no_more_than_a_ring_and_auto_takes_the_least() -> None:
     fewer = 0
     for number in range(100):
-        held, seen, _ = drawn(random.Random(number))
+        held, spec, _ = drawn(random.Random(number))
         sent = {
-            form: [route.sent_positions for route in routes(held, seen, form)]
+            form: [route.sent_positions for route in routes(held, spec, form)]
             for form in ("auto", "ring", "reverse", "direct")
         }
         assert sum(sent["direct"]) <= min(sum(sent["ring"]), sum(sent["reverse"]))
@@ -181,77 +205,79 @@ def test_direct_sends_no_more_than_a_ring_and_auto_takes_the_least() -> None:
 
 
 def test_a_zigzag_of_one_causal_document_is_level_and_sends_what_is_needed() -> None:
-    held = cut(64, SequenceAxes(1, 4), "zigzag", Seen(True, None, ((64,),)))
+    held = rank_ranges(64, SequenceAxes(1, 4), "zigzag", MaskSpec(True, None, ((64,),)))
     assert held[1] == ((8, 16), (48, 56))
-    seen = Seen(True, None, ((64,),))
-    assert imbalance(held, seen) == 1.0
+    spec = MaskSpec(True, None, ((64,),))
+    assert imbalance(held, spec) == 1.0
     # Of a block's two chunks the later one is needed by the ranks before its owner alone.
-    found = routes(held, seen, "direct")
+    found = routes(held, spec, "direct")
     assert [route.sent_positions for route in found] == [24, 32, 40, 48]
-    assert sum(r.sent_positions for r in routes(held, seen, "reverse")) == 24 + 32 + 40 + 48
-    assert sum(r.sent_positions for r in routes(held, seen, "ring")) == 168
-    assert routes(held, seen)[0].form == "reverse"
+    assert sum(r.sent_positions for r in routes(held, spec, "reverse")) == 24 + 32 + 40 + 48
+    assert sum(r.sent_positions for r in routes(held, spec, "ring")) == 168
+    assert routes(held, spec)[0].form == "reverse"
 
 
 def test_a_window_needs_the_edge_of_the_neighbor_alone() -> None:
-    seen = Seen(True, 5, ((64,),))
-    held = cut(64, SequenceAxes(1, 4), "auto", seen)
+    spec = MaskSpec(True, 5, ((64,),))
+    held = rank_ranges(64, SequenceAxes(1, 4), "auto", spec)
     assert held == (((0, 16),), ((16, 32),), ((32, 48),), ((48, 64),))
-    assert [route.sent_positions for route in routes(held, seen)] == [4, 4, 4, 0]
+    assert [route.sent_positions for route in routes(held, spec)] == [4, 4, 4, 0]
 
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_every_position_is_held_once_and_costs_are_those_of_the_pairs(balance: str) -> None:
     for number in range(150):
-        held, seen, length = drawn(random.Random(number))
+        held, spec, length = drawn(random.Random(number))
         for ranges in held:
             pairs = sum(
-                len(wanted(ranges, keys, seen, row))
-                for keys in held for row in range(len(seen.documents))
+                len(wanted(ranges, keys, spec, row))
+                for keys in held for row in range(len(spec.documents))
             )  # fmt: skip
-            assert sum(cost(span, seen) for span in ranges) == pairs
+            assert sum(cost(span, spec) for span in ranges) == pairs
         shares, ring = random.Random(number).choice([(1, 2), (2, 2), (2, 3), (3, 1), (1, 4)])
         axes = SequenceAxes.create(shares * ring, ring, random.Random(number).choice(NEAR))
-        found = cut(length, axes, balance, seen)
+        found = rank_ranges(length, axes, balance, spec)
         assert sorted(p for ranges in found for p in positions(ranges)) == list(range(length))
         sizes = [sum(b - a for a, b in ranges) for ranges in found]
         assert max(sizes) - min(sizes) <= (16 if balance in ("auto", "level") else 3)
         if balance == "zigzag":
             assert tuple(sizes) == fixed_sizes(length, axes)
         other = SequenceAxes.create(shares * ring, ring)  # the same, to other ranks
-        assert by_part(found, axes) == by_part(cut(length, other, balance, seen), other)
+        assert ring_ranges(found, axes) == ring_ranges(
+            rank_ranges(length, other, balance, spec), other
+        )
 
 
 @pytest.mark.parametrize("lengths", [(100, 300, 112), (400, 50, 62), (512,), (17,) * 30 + (2,)])
 def test_packed_documents_are_level_too(lengths: tuple[int, ...]) -> None:
-    seen = Seen(True, None, (lengths,))
+    spec = MaskSpec(True, None, (lengths,))
     for ring in (2, 4, 8):
-        held = deal(sum(lengths), ring, "auto", seen)
-        assert imbalance(held, seen) <= 1.05
+        held = balance_ranges(sum(lengths), ring, "auto", spec)
+        assert imbalance(held, spec) <= 1.05
         assert {sum(b - a for a, b in ranges) for ranges in held} == {sum(lengths) // ring}
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    seen = Seen(True, None, ((8,),))
+    spec = MaskSpec(True, None, ((8,),))
     with pytest.raises(ConfigError, match="No form 'circle'"):
-        routes((((0, 8),),), seen, "circle")
+        routes((((0, 8),),), spec, "circle")
     with pytest.raises(ConfigError, match="Inner rings of 3 do not divide a ring of 2 ranks"):
-        routes((((0, 4),), ((4, 8),)), seen, "double", 3)
+        routes((((0, 4),), ((4, 8),)), spec, "double", 3)
     with pytest.raises(ConfigError, match="Inner rings of 2 are of the form 'double', not of 'r"):
-        routes((((0, 4),), ((4, 8),)), seen, "ring", 2)
+        routes((((0, 4),), ((4, 8),)), spec, "ring", 2)
     with pytest.raises(ConfigError, match="No balance 'fair'"):
-        cut(8, SequenceAxes(1, 2), "fair", seen)
+        rank_ranges(8, SequenceAxes(1, 2), "fair", spec)
 
 
 @pytest.mark.parametrize("near", NEAR)
 def test_an_inner_ring_is_of_ranks_that_follow_one_another_in_either_order(near: str) -> None:
     """Between the nodes that hold one each a block goes once, not at every step."""
-    axes, seen = SequenceAxes.create(16, 8, near), Seen(False, None, ((64,),))
-    held = by_part(cut(64, axes, "contiguous", seen), axes)
+    axes, spec = SequenceAxes.create(16, 8, near), MaskSpec(False, None, ((64,),))
+    held = ring_ranges(rank_ranges(64, axes, "contiguous", spec), axes)
     node = 4 * axes.heads if near == "heads" else 4  # ranks; between a ring's are those of heads
     hops = {form: [0, 0] for form in ("ring", "double")}  # within a node, between two
     for form, counts in hops.items():
-        found = routes(held, seen, form, 4 if form == "double" else 1)
+        found = routes(held, spec, form, 4 if form == "double" else 1)
         for share in range(axes.heads):
             around = axes.around(share)
             for part, route in enumerate(found):

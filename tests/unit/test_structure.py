@@ -19,7 +19,7 @@ LEVELS = [
      "internsp.terminal",
      "internsp.train.stop", "internsp.cli.lifetime", "internsp.cli.fork_server",
      "internsp.failure.outcome",
-     "internsp.failure.last_words", "internsp.failure.standstill", "internsp.failure.ledger",
+     "internsp.failure.detection", "internsp.failure.rank_report", "internsp.failure.comm_context",
      "internsp.host"],
     ["internsp.config", "internsp.mesh", "internsp.dtensor", "internsp.cli.environment"],
     ["internsp.wp.collectives", "internsp.wp.layout",

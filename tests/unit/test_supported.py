@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from internsp.autograd import apart, given, own
+from internsp.autograd import clone_aliases, input_tensors, new_tensors
 from internsp.errors import StructureError
 from internsp.layers.supported import require_supported
 from tests.support.models import Tiny, raises
@@ -100,14 +100,14 @@ class Pair:
 
 def test_only_tensors_that_a_call_has_made_or_written_into_are_its_own() -> None:
     x, y, z = (torch.ones(2, requires_grad=True) * n for n in (1, 2, 3))
-    before = given(((x, {"y": y}), {"z": z}))
+    before = input_tensors(((x, {"y": y}), {"z": z}))
     y.add_(1)  # written into and returned
     z.mul_(2)  # written into and not returned
     made = x * 2
-    found = own([x, y, Pair(made, x)], before)
+    found = new_tensors([x, y, Pair(made, x)], before)
     assert {id(tensor) for tensor in found} == {id(y), id(z), id(made)}
     with torch.no_grad():
-        assert own(x, given(x)) == [x], "no graph, no difference"
+        assert new_tensors(x, input_tensors(x)) == [x], "no graph, no difference"
 
 
 def test_views_of_weights_leave_as_clones_with_gradients_and_nothing_else_is_touched() -> None:
@@ -115,7 +115,7 @@ def test_views_of_weights_leave_as_clones_with_gradients_and_nothing_else_is_tou
     other = torch.randn(3)
     named = torch.return_types.max((weight[0], other))
     output = {"t": weight.t(), "list": [weight, other], "pair": Pair(weight.data[1:], (named,))}
-    found = apart(output, [weight.detach()])
+    found = clone_aliases(output, [weight.detach()])
     ends = weight.data_ptr(), weight.data_ptr() + 4 * weight.numel()
     inner = found["pair"].second[0]
     cloned = [found["t"], found["list"][0], found["pair"].first, inner[0]]
@@ -128,7 +128,7 @@ def test_views_of_weights_leave_as_clones_with_gradients_and_nothing_else_is_tou
     (gradient,) = torch.autograd.grad(found["t"].sum() + inner[0].sum(), weight)
     assert torch.equal(gradient[0], torch.full((3,), 2.0))
     alone = (other, [other])
-    assert apart(alone, [weight.detach()]) is alone
+    assert clone_aliases(alone, [weight.detach()]) is alone
 
 
 BESIDE, WITHIN = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)

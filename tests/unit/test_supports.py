@@ -1,4 +1,4 @@
-"""What cannot be cut over a sequence group is listed with its name and the reason."""
+"""What cannot be split over a sequence group is listed with its name and the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.meta import materialize_buffers
-from internsp.sequence_parts import require_cut_attention, supports
+from internsp.sequence_parts import require_sequence_attention, supports
 from internsp.sp import DistributedAttention
 from tests.support import hf
 from tests.support.models import Tiny, raises
@@ -87,7 +87,9 @@ def test_what_mixes_tokens_itself_is_named(make: Any, module: str, words: str) -
     assert supports(model, MESH, sees_to_it) == []
     words = f"{module or 'the model'}: "
     raises(
-        StructureError, lambda: require_cut_attention(model, MESH, WeightParallelConfig()), words
+        StructureError,
+        lambda: require_sequence_attention(model, MESH, WeightParallelConfig()),
+        words,
     )
 
 
@@ -113,7 +115,9 @@ def test_every_layer_is_listed_and_the_error_counts_what_it_leaves_out() -> None
     assert len(supports(model, MESH)) == 11
     words = "and 3 more (internsp.supports lists them all)"
     raises(
-        StructureError, lambda: require_cut_attention(model, MESH, WeightParallelConfig()), words
+        StructureError,
+        lambda: require_sequence_attention(model, MESH, WeightParallelConfig()),
+        words,
     )
 
 

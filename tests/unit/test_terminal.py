@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from internsp.report.display import Display, flow
-from internsp.terminal import FittingTable, columns, console, draws, fitted
+from internsp.terminal import FittingTable, console, shows_escapes, terminal_width, wrap
 from tests.support.metrics import step
 
 
@@ -47,20 +47,20 @@ def test_escape_sequences_go_to_a_terminal_that_wants_them_alone(
     environ: dict[str, str], wanted: bool
 ) -> None:
     with terminal(40) as stream:
-        assert draws(stream, environ) == wanted
-    assert not draws(io.StringIO(), environ)
+        assert shows_escapes(stream, environ) == wanted
+    assert not shows_escapes(io.StringIO(), environ)
 
 
 def test_the_width_is_what_is_said_or_what_the_terminal_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with terminal(40) as stream:
-        assert columns(stream) == 40
+        assert terminal_width(stream) == 40
         monkeypatch.setenv("COLUMNS", "33")
-        assert columns(stream) == columns(io.StringIO()) == 33
+        assert terminal_width(stream) == terminal_width(io.StringIO()) == 33
         for nothing in ("", "0", "wide"):
             monkeypatch.setenv("COLUMNS", nothing)
-            assert (columns(stream), columns(io.StringIO())) == (40, None)
+            assert (terminal_width(stream), terminal_width(io.StringIO())) == (40, None)
 
 
 TEXT = (
@@ -70,9 +70,9 @@ TEXT = (
 
 
 def test_lines_are_broken_between_words_on_a_terminal_and_nowhere_else() -> None:
-    assert fitted(TEXT, io.StringIO()) == TEXT
+    assert wrap(TEXT, io.StringIO()) == TEXT
     with terminal(30) as stream:
-        assert fitted(TEXT, stream).split("\n") == [
+        assert wrap(TEXT, stream).split("\n") == [
             "a heading that is longer than", "  thirty columns", "",
             "  | a quotation  of more than", "  | these, too", "  checkpoint",
             "    runs/a/path/that-is-longer-than-a-line/and-stays/whole",

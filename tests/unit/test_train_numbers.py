@@ -11,22 +11,22 @@ from tests.support.metrics import step
 
 def test_a_spike_is_told_from_the_median_of_the_steps_before() -> None:
     spikes = Spikes(config())
-    said = [spikes.look(step(n, 2.0 + n % 3 / 10)) for n in range(1, 21)]
+    said = [spikes.check(step(n, 2.0 + n % 3 / 10)) for n in range(1, 21)]
     assert not any(said)
-    assert spikes.look(step(21, 4.1)) == ""
-    found = spikes.look(step(22, 8.4))
+    assert spikes.check(step(21, 4.1)) == ""
+    found = spikes.check(step(22, 8.4))
     assert found == "step 22: the loss is 8.4, 4.0 times the median of the 21 steps before"
-    assert spikes.look(step(23, math.nan)) == ""
-    assert spikes.look(step(24, 2.1, grad_norm=1e9)).startswith(
+    assert spikes.check(step(23, math.nan)) == ""
+    assert spikes.check(step(24, 2.1, grad_norm=1e9)).startswith(
         "step 24: the gradient norm is 1e+09"
     )
 
 
 def test_nothing_is_told_of_the_first_steps_or_where_it_is_off() -> None:
     early = Spikes(config())
-    assert not any(early.look(step(n, 10.0**n)) for n in range(1, 11))
+    assert not any(early.check(step(n, 10.0**n)) for n in range(1, 11))
     off = Spikes(config(train={"loss_spike": 0.0, "norm_spike": 0.0}))
-    assert not any(off.look(step(n, 10.0**n)) for n in range(1, 30))
+    assert not any(off.check(step(n, 10.0**n)) for n in range(1, 30))
 
 
 def test_early_stop_counts_evaluations_without_a_lower_loss() -> None:

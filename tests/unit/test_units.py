@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from internsp.config import Config, WeightParallelConfig
 from internsp.errors import ConfigError, StructureError
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import assign
-from internsp.plan.blocks import read
-from internsp.plan.chunk import ChunkPlan
+from internsp.plan.assign import plan_sharding
+from internsp.plan.blocks import read_structure
+from internsp.plan.chunk import ChunkLayout
 from internsp.plan.printed import make_plan, print_plan
 from internsp.plan.simulate import simulate
-from internsp.plan.units import chunk_plan
-from internsp.plan.unused import Data
+from internsp.plan.units import chunk_layout
+from internsp.plan.unused import BatchUsage
 from tests.support.models import Tiny
 
 
@@ -45,13 +45,15 @@ MORE = {"match": ["layers.*.attention.w?", "layers.*.feed"], "unit": "each"}
 
 
 def plan(*rules: dict[str, Any], recomputed: Sequence[int] = (), layers: int = 3,
-         split: bool = False, **options: Any) -> ChunkPlan:  # fmt: skip
+         split: bool = False, **options: Any) -> ChunkLayout:  # fmt: skip
     settings = {"min_shard_elements": 20, "coalesce_bytes": 0, "trigger": "qkv", **options}
     config = WeightParallelConfig.model_validate({**settings, "plan": list(rules)})
     model = Tiny(Layer, layers=layers)
-    structure = read(model, config.trigger, config.blocks, config.prefetch_triggers, config.plan)
-    found = assign(model, structure, config)
-    return chunk_plan(found, structure, config, MeshShape(2, 2), set(recomputed), split)
+    structure = read_structure(
+        model, config.trigger, config.blocks, config.prefetch_triggers, config.plan
+    )
+    found = plan_sharding(model, structure, config)
+    return chunk_layout(found, structure, config, MeshShape(2, 2), set(recomputed), split)
 
 
 def test_units_of_a_block_come_in_the_order_of_the_patterns_or_of_registration() -> None:
@@ -79,7 +81,7 @@ def test_what_no_unit_has_is_the_rest_of_its_block_with_slots_of_its_own() -> No
     assert plan().slots()[:2] == [2 * unit + gate] * 2
     lowest = plan(EACH, prefetch_depth=0)
     assert lowest.slots() == [unit, embedding, head, gate]
-    assert sum(lowest.slots()) == made.lowest_bytes() < plan().lowest_bytes()
+    assert sum(lowest.slots()) == made.min_slot_bytes() < plan().min_slot_bytes()
     last = plan({"match": ["layers.1.attention", "layers.1.feed"], "unit": "each"})
     assert len(last.slots()) == 5  # one rest: no turns
 
@@ -92,7 +94,7 @@ def test_what_no_unit_has_is_the_rest_of_its_block_with_slots_of_its_own() -> No
         ([{"match": "layers.0.gate.weight", "unit": "each"}], "gate.weight is a parameter"),
         (
             [EACH, {"match": "layers.0.feed", "unit": "one"}],
-            "unit of layers.0.feed is said twice",
+            "unit of layers.0.feed is set twice",
         ),
         (
             [{"match": ["layers.0.feed", "layers.0.feed.w1"], "unit": "each"}],
@@ -140,10 +142,12 @@ def test_ranks_whose_data_skip_blocks_launch_in_the_order_of_the_others(
         for count in (1, 2, 3):
             for chosen in combinations(chunk.enclosing, count):
                 skipped = [i for each in chosen for i in range(each.first, each.last + 1)]
-                data = Data(skipped=frozenset(skipped), top=count < 3)
-                assert simulate(chunk, 2, data=[data, Data()]).lines(kinds) == wanted
-        idle = Data(uses={w.name: 0 for u in chunk.units for w in u.weights if "w1" in w.name})
-        assert simulate(chunk, 2, data=[Data(), idle]).lines(kinds) == wanted
+                data = BatchUsage(without_gradient=frozenset(skipped), head_gradient=count < 3)
+                assert simulate(chunk, 2, data=[data, BatchUsage()]).lines(kinds) == wanted
+        idle = BatchUsage(
+            uses={w.name: 0 for u in chunk.units for w in u.weights if "w1" in w.name}
+        )
+        assert simulate(chunk, 2, data=[BatchUsage(), idle]).lines(kinds) == wanted
 
 
 def test_every_weight_of_every_unit_is_gathered_for_each_pass_and_reduced_once() -> None:
@@ -169,11 +173,11 @@ def test_the_printed_plan_shows_units_and_the_lowest_peak() -> None:
     config = Config.model_validate(sections)
     chunk = make_plan(config, 2).chunk
     assert len(chunk.blocks) == 8
-    assert chunk.lowest_bytes() < whole.lowest_bytes()
+    assert chunk.min_slot_bytes() < whole.min_slot_bytes()
     text = io.StringIO()
     print_plan(config, 2, Console(file=text, soft_wrap=True))
     assert 'layers.*.attention, layers.*.feed_forward: unit = "each"' in text.getvalue()
-    line = next(x for x in text.getvalue().splitlines() if "units are gathered by turns" in x)
-    assert line.startswith("8 units are gathered by turns, the largest layers.0.feed_forward (")
+    line = next(x for x in text.getvalue().splitlines() if "units are gathered in turn" in x)
+    assert line.startswith("8 units are gathered in turn, the largest layers.0.feed_forward (")
     assert f"{sum(chunk.slots()) / 1024:.1f} KiB" in line
-    assert f"{chunk.lowest_bytes() / 1024:.1f} KiB" in line
+    assert f"{chunk.min_slot_bytes() / 1024:.1f} KiB" in line

@@ -10,11 +10,11 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.mesh.shape import MeshShape
-from internsp.plan.assign import assign
-from internsp.plan.blocks import read
-from internsp.plan.chunk import ChunkPlan
+from internsp.plan.assign import plan_sharding
+from internsp.plan.blocks import read_structure
+from internsp.plan.chunk import ChunkLayout
 from internsp.plan.simulate import simulate
-from internsp.plan.units import chunk_plan
+from internsp.plan.units import chunk_layout
 
 
 class Block(nn.Module):
@@ -40,7 +40,7 @@ def experts_of(*patterns: str, expert: int = 1) -> tuple[set[str], set[str]]:
     """(experts, those of them that are cut) in the first block, without its name."""
     config = WeightParallelConfig(min_shard_elements=64, experts=patterns or ("experts",))
     made = model()
-    found = [a for a in assign(made, read(made), config, expert) if a.expert]
+    found = [a for a in plan_sharding(made, read_structure(made), config, expert) if a.expert]
     names = {a.name.removeprefix("layers.0.") for a in found if a.name.startswith("layers.0.")}
     cut = {a.name.removeprefix("layers.0.") for a in found if a.unit == "layers.0"}
     return names, cut
@@ -75,12 +75,12 @@ def test_owned_experts_are_cut_whatever_their_size() -> None:
     assert experts_of(expert=2) == (LINEARS, LINEARS)
 
 
-def plan(shape: MeshShape, **settings: Any) -> ChunkPlan:
+def plan(shape: MeshShape, **settings: Any) -> ChunkLayout:
     config = WeightParallelConfig(**{"min_shard_elements": 64, "coalesce_bytes": 0, **settings})
     made = model()
-    structure = read(made)
-    assignments = assign(made, structure, config, shape.expert)
-    return chunk_plan(assignments, structure, config, shape, set())
+    structure = read_structure(made)
+    shardings = plan_sharding(made, structure, config, shape.expert)
+    return chunk_layout(shardings, structure, config, shape, set())
 
 
 def test_bytes_of_experts_are_those_of_their_own_groups() -> None:
@@ -90,8 +90,8 @@ def test_bytes_of_experts_are_those_of_their_own_groups() -> None:
     assert (expert.gather_bytes, expert.reduce_bytes) == (128 * 4 * 3 // 4, 128 * 4 * 3 // 4)
     assert (expert.shard_bytes, expert.expert) == (128 * 4 // 4, True)
     alone = {w.name: w for w in plan(MeshShape(8, 2, expert_weight=1)).blocks[0].weights}
-    assert not alone["layers.0.mlp.experts.0.weight"].moves
-    assert alone["layers.0.wo.weight"].moves
+    assert not alone["layers.0.mlp.experts.0.weight"].needs_gather
+    assert alone["layers.0.wo.weight"].needs_gather
     same = plan(MeshShape(8, 2, expert_weight=2))
     assert not any(w.expert for w in same.blocks[0].weights)
 

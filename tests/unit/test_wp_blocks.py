@@ -15,8 +15,8 @@ from torch import nn
 from internsp.config import WeightParallelConfig
 from internsp.errors import StructureError
 from internsp.layers import RowParallelLinearWithCommExt
-from internsp.plan.assign import assign, require_patterns_matched
-from internsp.plan.blocks import read, trigger_position
+from internsp.plan.assign import plan_sharding, require_patterns_matched
+from internsp.plan.blocks import read_structure, trigger_position
 from tests.support.models import Block, Tiny
 
 
@@ -33,20 +33,20 @@ class Odd(nn.Module):
 
 
 def test_usual_names_are_found_without_configuration() -> None:
-    structure = read(Tiny(layers=3))
+    structure = read_structure(Tiny(layers=3))
     assert [b.name for b in structure.blocks] == ["layers.0", "layers.1", "layers.2"]
     assert [b.trigger_name for b in structure.blocks] == ["wo"] * 3
     assert structure.embedding is not None
     assert structure.embedding[0] == "embed"
     assert structure.head is not None
     assert structure.head[0] == "head"
-    assert [b.trigger_name for b in read(Tiny(), "mlp").blocks] == ["w1"] * 4
-    assert [b.trigger_module for b in read(Tiny(), "qkv").blocks] == [None] * 4
+    assert [b.trigger_name for b in read_structure(Tiny(), "mlp").blocks] == ["w1"] * 4
+    assert [b.trigger_module for b in read_structure(Tiny(), "qkv").blocks] == [None] * 4
 
 
 def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
     # As the error proposes.
-    structure = read(Odd(), blocks=("tower.*",), prefetch_triggers=("fo*",))
+    structure = read_structure(Odd(), blocks=("tower.*",), prefetch_triggers=("fo*",))
     assert [b.name for b in structure.blocks] == ["tower.0", "tower.1"]
     assert [b.trigger_name for b in structure.blocks] == ["fold", "fold"]
     assert structure.head is not None
@@ -56,22 +56,25 @@ def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (partial(read, Odd()), ["no transformer blocks", "tower.*", "ModuleDict"]),
+        (partial(read_structure, Odd()), ["no transformer blocks", "tower.*", "ModuleDict"]),
         (
-            partial(read, Odd(), blocks=("towr.*",)),
+            partial(read_structure, Odd(), blocks=("towr.*",)),
             ["weight_parallel.blocks: 'towr.*' matches no module (did you mean 'tower.*'?); "],
         ),
-        (partial(read, Odd(), blocks=("x/y",)), ["'x/y' matches no module; candidates: tower.*"]),
         (
-            partial(read, Odd(), blocks=("tower.*",)),
+            partial(read_structure, Odd(), blocks=("x/y",)),
+            ["'x/y' matches no module; candidates: tower.*"],
+        ),
+        (
+            partial(read_structure, Odd(), blocks=("tower.*",)),
             ["no prefetch trigger", "tower.0", "mix", "fold"],
         ),
         (
-            partial(read, Odd(), blocks=("tower.*",), prefetch_triggers=("fald",)),
+            partial(read_structure, Odd(), blocks=("tower.*",), prefetch_triggers=("fald",)),
             ["no prefetch trigger", "fald (did you mean 'fold'?)", "mix", "fold"],
         ),
         (
-            partial(read, Odd(), blocks=("tower.*",), prefetch_triggers=("fold", "mixx")),
+            partial(read_structure, Odd(), blocks=("tower.*",), prefetch_triggers=("fold", "mixx")),
             ["weight_parallel.prefetch_triggers: 'mixx' matches no module of any block "
              "(did you mean 'mix'?)"],
         ),
@@ -81,9 +84,9 @@ def test_patterns_find_blocks_and_prefetch_triggers_with_any_name() -> None:
             ["weight_parallel.experts: 'expert' matches no parameter (did you mean 'experts'?)",
              "candidates: layers.*, layers.*.mlp.experts.*"],
         ),
-        (partial(read, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
-        (partial(read, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),
-        (partial(read, nn.Linear(2, 2)), ["no module list in this model"]),
+        (partial(read_structure, Tiny(), blocks=("layers", "layers.*")), ["layers.0 lies inside"]),
+        (partial(read_structure, Tiny(), "attention"), ["'attention'", "layers.0", "q, wo"]),
+        (partial(read_structure, nn.Linear(2, 2)), ["no module list in this model"]),
     ],
 )
 def test_what_matches_nothing_or_too_much_is_refused_with_candidates(
@@ -99,7 +102,7 @@ def test_every_parameter_has_one_place_and_shared_ones_one_assignment() -> None:
     model = Tiny(layers=2, tied=True)
     model.layers[1].wo = RowParallelLinearWithCommExt(6, 6)  # type: ignore[operator]
     config = WeightParallelConfig(min_shard_elements=36, embedding_cut="hidden")
-    found = {a.name: a for a in assign(model, read(model), config)}
+    found = {a.name: a for a in plan_sharding(model, read_structure(model), config)}
     assert set(found) == {name for name, _ in model.named_parameters()}
     tied = found["embed.weight"]
     assert [o.full_name for o in tied.owners] == ["embed.weight", "head.weight"]
@@ -108,14 +111,14 @@ def test_every_parameter_has_one_place_and_shared_ones_one_assignment() -> None:
     assert found["layers.0.w1.weight"].dim == 0
     assert found["layers.0.w1.bias"].unit is None
     assert found["norm.weight"].unit is None
-    small = assign(model, read(model), WeightParallelConfig(min_shard_elements=37))
+    small = plan_sharding(model, read_structure(model), WeightParallelConfig(min_shard_elements=37))
     assert next(a for a in small if a.name == "layers.0.q.weight").unit is None
 
 
 def test_a_weight_shared_between_blocks_is_a_unit_beside_them() -> None:
     model = Tiny()
     model.layers[3].q.weight = model.layers[0].q.weight  # type: ignore[union-attr]
-    found = assign(model, read(model), WeightParallelConfig(min_shard_elements=20))
+    found = plan_sharding(model, read_structure(model), WeightParallelConfig(min_shard_elements=20))
     shared = {a.name: (a.unit, a.block) for a in found if len(a.owners) > 1}
     assert shared == {"layers.0.q.weight": ("layers.0.q.weight", -1)}
     assert all(a.block == 3 for a in found if a.unit and a.name.startswith("layers.3."))
@@ -137,5 +140,5 @@ def test_the_prefetch_trigger_lies_before_the_first_weight_used_after_it(
     class Named(Block):
         pass
 
-    block = read(Tiny(Named), trigger).blocks[0]
+    block = read_structure(Tiny(Named), trigger).blocks[0]
     assert trigger_position(block, owners) == position

@@ -5,26 +5,26 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import WeightPlan
+from internsp.plan.chunk import WeightLayout
 from internsp.wp.reductions import Exchanges, Parcel, Reductions
 from internsp.wp.schedule import EXCHANGE, FINISH_EXCHANGE, FINISH_OLDEST, REDUCE_SCATTER, Action
 
 UNITS = 5
 
 
-def made(limit: int = 2) -> tuple[Reductions[WeightPlan], list[Parcel[WeightPlan]]]:
+def made(limit: int = 2) -> tuple[Reductions[WeightLayout], list[Parcel[WeightLayout]]]:
     """A unit's two weights in a parcel of one byte; as many bytes of reductions as they like."""
     parcels = [
-        Parcel(f"u{unit}", tuple(WeightPlan(f"u{unit}.w{i}", 0, 8, 0, 0) for i in (0, 1)), 1)
+        Parcel(f"u{unit}", tuple(WeightLayout(f"u{unit}.w{i}", 0, 8, 0, 0) for i in (0, 1)), 1)
         for unit in range(UNITS)
     ]
-    reductions: Reductions[WeightPlan] = Reductions(limit=1000)
+    reductions: Reductions[WeightLayout] = Reductions(limit=1000)
     reductions.exchanges.declare(parcels, limit)
     return reductions, parcels
 
 
 def backward(
-    reductions: Reductions[WeightPlan], parcels: list[Parcel[WeightPlan]], early: bool
+    reductions: Reductions[WeightLayout], parcels: list[Parcel[WeightLayout]], early: bool
 ) -> list[Action]:
     out: list[Action] = []
     reductions.exchanges.begin(early)
@@ -92,8 +92,8 @@ def test_the_order_does_not_depend_on_how_early_exchanges_start(
 
 
 def test_a_frozen_weight_is_not_waited_for_and_one_with_more_to_come_is() -> None:
-    frozen, due = (WeightPlan(n, 0, 8, 0, 0, trainable=t) for n, t in (("a", False), ("b", True)))
-    exchanges: Exchanges[WeightPlan] = Exchanges()
+    frozen, due = (WeightLayout(n, 0, 8, 0, 0, trainable=t) for n, t in (("a", False), ("b", True)))
+    exchanges: Exchanges[WeightLayout] = Exchanges()
     exchanges.declare([Parcel("one", (frozen, due), 1)], 1)
     exchanges.begin(True)
     out: list[Action] = []

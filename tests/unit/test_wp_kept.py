@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
-from internsp.plan.kept import cost, fitting, spread
+from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
+from internsp.plan.kept import blocks_within, evenly_spread, extra_slot_bytes
 from internsp.plan.simulate import simulate
-from internsp.wp.schedule import BACKWARD, FORWARD, Policy, reach, slot_of, slot_sizes
+from internsp.wp.schedule import BACKWARD, FORWARD, Policy, prefetch_targets, slot_of, slot_sizes
 from tools.bench.bounds import MBIT, Line, play
 
 SIZES = {"q": 1.0, "k": 1.0, "v": 1.0, "wo": 1.0, "w1": 8 / 3, "w3": 8 / 3, "w2": 8 / 3}
@@ -24,11 +24,12 @@ def played(blocks: int, kept: tuple[int, ...], slowness: float, micro_batches: i
     units = []
     for index in range(blocks):
         weights = [
-            WeightPlan(f"b{index}.{p}", int(1e6 * s), int(1e6 * s), 256, 64)
+            WeightLayout(f"b{index}.{p}", int(1e6 * s), int(1e6 * s), 256, 64)
             for p, s in SIZES.items()
         ]
-        units.append(UnitPlan(f"b{index}", tuple(weights), policy.slot(index), index, trigger_at=3))
-    schedule = simulate(ChunkPlan(policy, tuple(units), None, None, 2), micro_batches)
+        slot = policy.slot(index)
+        units.append(UnitLayout(f"b{index}", tuple(weights), slot, index, trigger_at=3))
+    schedule = simulate(ChunkLayout(policy, tuple(units), None, None, 2), micro_batches)
     seconds = {
         (phase, f"b{index}.{part}"): times * size / BLOCK
         for index in range(blocks)
@@ -50,7 +51,7 @@ def test_no_choice_of_blocks_saves_much_more_time_than_an_even_spread(micro_batc
                 for chosen in combinations(range(8), count)
             }
             none = played(8, (), slowness, micro_batches)
-            best, ours = min(times.values()), times[spread(8, count)]
+            best, ours = min(times.values()), times[evenly_spread(8, count)]
             assert ours < none
             shortfall.append((ours - best) / (none - best))
             assert ours <= times[tuple(range(8 - count, 8))], "the last blocks"
@@ -59,17 +60,17 @@ def test_no_choice_of_blocks_saves_much_more_time_than_an_even_spread(micro_batc
 
 
 def test_without_a_slow_link_there_is_nothing_to_save() -> None:
-    assert played(8, spread(8, 3), 0.6, 1) == pytest.approx(played(8, (), 0.6, 1))
+    assert played(8, evenly_spread(8, 3), 0.6, 1) == pytest.approx(played(8, (), 0.6, 1))
 
 
 def test_the_choice_is_spread_over_all_but_the_last() -> None:
-    assert [spread(8, n) for n in (0, 1, 2, 3, 4)] == [
+    assert [evenly_spread(8, n) for n in (0, 1, 2, 3, 4)] == [
         (), (3,), (1, 5), (1, 3, 5), (0, 2, 4, 6),
     ]  # fmt: skip
-    assert spread(3, 3) == spread(3, 5) == (0, 1, 2)
+    assert evenly_spread(3, 3) == evenly_spread(3, 5) == (0, 1, 2)
     for blocks in range(1, 12):
         for count in range(blocks + 1):
-            assert len(set(spread(blocks, count))) == count
+            assert len(set(evenly_spread(blocks, count))) == count
 
 
 @given(
@@ -78,17 +79,17 @@ def test_the_choice_is_spread_over_all_but_the_last() -> None:
     budget=st.integers(0, 400),
 )
 def test_a_budget_is_used_and_never_exceeded(sizes: list[int], depth: int, budget: int) -> None:
-    chosen = fitting(sizes, depth, budget)
-    assert cost(sizes, depth, chosen) <= budget
+    chosen = blocks_within(sizes, depth, budget)
+    assert extra_slot_bytes(sizes, depth, chosen) <= budget
     for more in range(len(chosen) + 1, len(sizes) + 1):
-        assert cost(sizes, depth, spread(len(sizes), more)) > budget
+        assert extra_slot_bytes(sizes, depth, evenly_spread(len(sizes), more)) > budget
 
 
 def test_the_cost_is_what_comes_on_top_of_the_shared_slots() -> None:
-    assert cost([5] * 6, 1, (1, 4)) == 10
-    assert cost([5, 5, 9, 5], 1, (2,)) == 9 - 2 * 4, "the shared slots shrink"
-    assert cost([5] * 4, 1, (0, 1, 2, 3)) == 10, "two slots are needed anyway"
-    assert fitting([0, 0], 1, 100) == ()
+    assert extra_slot_bytes([5] * 6, 1, (1, 4)) == 10
+    assert extra_slot_bytes([5, 5, 9, 5], 1, (2,)) == 9 - 2 * 4, "the shared slots shrink"
+    assert extra_slot_bytes([5] * 4, 1, (0, 1, 2, 3)) == 10, "two slots are needed anyway"
+    assert blocks_within([0, 0], 1, 100) == ()
     assert slot_sizes([5, 6, 7], 1, (1,)) == [7, 7, 6]
 
 
@@ -111,6 +112,6 @@ def test_kept_blocks_share_no_slot_and_every_slot_holds_its_blocks(
 
 
 def test_a_long_run_of_kept_blocks_is_not_gathered_at_once() -> None:
-    assert reach(range(1, 9), 1, frozenset(range(9))) == [1]
-    assert reach(range(1, 9), 2, frozenset(range(3, 9))) == [1, 2]
-    assert reach(range(1, 9), 2, frozenset({1, 3, 4})) == [1, 2, 3]
+    assert prefetch_targets(range(1, 9), 1, frozenset(range(9))) == [1]
+    assert prefetch_targets(range(1, 9), 2, frozenset(range(3, 9))) == [1, 2]
+    assert prefetch_targets(range(1, 9), 2, frozenset({1, 3, 4})) == [1, 2, 3]

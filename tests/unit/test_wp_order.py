@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from internsp.plan.chunk import ChunkPlan, UnitPlan, WeightPlan
-from internsp.plan.learned import in_order, slots_in
+from internsp.plan.chunk import ChunkLayout, UnitLayout, WeightLayout
+from internsp.plan.learned import slots_for_order, with_run_order
 from internsp.plan.simulate import simulate
-from internsp.plan.unused import Data
+from internsp.plan.unused import BatchUsage
 from internsp.wp.queue import GatherQueue
 from internsp.wp.schedule import FORWARD, Action, Policy
 from tests.unit.test_wp_schedule import PARTS, chunk, chunks
@@ -29,48 +29,48 @@ def named(uses: dict[tuple[int, str], int]) -> dict[str, int]:
 
 
 @st.composite
-def data(draw: st.DrawFn, exchanges: tuple[int, ...] = ()) -> Data:
+def data(draw: st.DrawFn, exchanges: tuple[int, ...] = ()) -> BatchUsage:
     """What one rank's data leave idle. With exchanges no rank passes a block over: it has them."""
     skipped = st.frozensets(st.integers(0, 6), max_size=0 if exchanges else 5)
-    return Data(
+    return BatchUsage(
         uses=named(draw(USES)),
-        most=named(draw(USES)),
-        silent=frozenset() if exchanges else draw(st.frozensets(st.integers(0, 6))),
-        skipped=draw(skipped),
-        top=draw(st.booleans()),
+        earlier_uses=named(draw(USES)),
+        without_trigger=frozenset() if exchanges else draw(st.frozensets(st.integers(0, 6))),
+        without_gradient=draw(skipped),
+        head_gradient=draw(st.booleans()),
         exchanges=exchanges,
     )
 
 
 def launches(
-    plan: ChunkPlan, overlap: bool, rank: list[Data], added: bool = False
+    plan: ChunkLayout, overlap: bool, rank: list[BatchUsage], summed_losses: bool = False
 ) -> list[str]:
     """What a rank launches in a step of several micro-batches, over all groups."""
-    return simulate(plan, len(rank), overlap, rank, added).lines(LAUNCHES)
+    return simulate(plan, len(rank), overlap, rank, summed_losses).lines(LAUNCHES)
 
 
 @settings(max_examples=40)
 @given(plan=chunks, ranks=st.lists(st.lists(data(), min_size=2, max_size=2), min_size=2,
                                    max_size=3), overlap=st.booleans(),
-       added=st.booleans())  # fmt: skip
+       summed_losses=st.booleans())  # fmt: skip
 def test_all_ranks_launch_gathers_and_reductions_in_one_order_whatever_is_idle(
-    plan: ChunkPlan, ranks: list[list[Data]], overlap: bool, added: bool
+    plan: ChunkLayout, ranks: list[list[BatchUsage]], overlap: bool, summed_losses: bool
 ) -> None:
-    first = launches(plan, overlap, ranks[0], added)
+    first = launches(plan, overlap, ranks[0], summed_losses)
     assert any(line.startswith("RS") for line in first)
     for other in ranks[1:]:
-        assert launches(plan, overlap, other, added) == first
+        assert launches(plan, overlap, other, summed_losses) == first
 
 
 @settings(max_examples=25)
 @given(plan=chunks, ranks=st.lists(st.lists(data(), min_size=2, max_size=2), min_size=2,
                                    max_size=2), source=st.data())  # fmt: skip
 def test_so_they_do_in_a_learned_order_in_which_blocks_recur_or_are_missing(
-    plan: ChunkPlan, ranks: list[list[Data]], source: st.DataObject
+    plan: ChunkLayout, ranks: list[list[BatchUsage]], source: st.DataObject
 ) -> None:
     drawn = source.draw(st.lists(st.sampled_from(range(len(plan.blocks))), min_size=1, max_size=9))
     order = [block for block, _ in groupby(drawn)]
-    learned = in_order(plan, order)
+    learned = with_run_order(plan, order)
     first = launches(learned, True, ranks[0])
     for other in ranks[1:]:
         assert launches(learned, True, other) == first
@@ -86,7 +86,7 @@ def test_blocks_that_come_one_after_another_in_a_learned_order_have_different_sl
     kept = source.draw(st.frozensets(st.integers(0, blocks - 1)))
     policy = Policy(blocks, depth, kept=kept)
     order = source.draw(st.lists(st.integers(0, blocks - 1), unique=True))
-    slots = slots_in(order, policy)
+    slots = slots_for_order(order, policy)
     moving = [slots[block] for block in order if block not in kept]
     for at in range(len(moving)):
         near = moving[at : at + depth + 1]
@@ -104,9 +104,11 @@ def test_a_backward_through_two_forwards_is_one_order_whichever_of_them_leave_wh
     blocks: int, how: Any
 ) -> None:
     plan = chunk(blocks, **how)
-    usual = launches(plan, False, [Data(), Data()], True)
-    idle = Data(uses={"b0.q": 0, "b0.w2": 0}, skipped=frozenset({blocks - 1}), top=False)
-    for data in ([idle, Data()], [Data(), idle], [idle, idle]):
+    usual = launches(plan, False, [BatchUsage(), BatchUsage()], True)
+    idle = BatchUsage(
+        uses={"b0.q": 0, "b0.w2": 0}, without_gradient=frozenset({blocks - 1}), head_gradient=False
+    )
+    for data in ([idle, BatchUsage()], [BatchUsage(), idle], [idle, idle]):
         assert launches(plan, False, data, True) == usual
     assert usual.count("RS backward head.w") == usual.count("RS backward b0.q") == 2
 
@@ -114,7 +116,7 @@ def test_a_backward_through_two_forwards_is_one_order_whichever_of_them_leave_wh
 @settings(max_examples=40)
 @given(plan=chunks, positions=st.sets(st.integers(0, 3), min_size=1), source=st.data())
 def test_with_exchanges_in_the_blocks_one_order_holds_over_all_groups(
-    plan: ChunkPlan, positions: set[int], source: st.DataObject
+    plan: ChunkLayout, positions: set[int], source: st.DataObject
 ) -> None:
     plan = replace(plan, policy=replace(plan.policy, one_order=True))
     one, other = ([source.draw(data(tuple(positions)))] for _ in range(2))
@@ -126,7 +128,7 @@ def test_with_exchanges_in_the_blocks_one_order_holds_over_all_groups(
 @settings(max_examples=40)
 @given(plan=chunks, positions=st.sets(st.integers(0, 3), min_size=1), source=st.data())
 def test_where_exchanges_need_no_order_of_all_groups_each_group_keeps_its_own(
-    plan: ChunkPlan, positions: set[int], source: st.DataObject
+    plan: ChunkLayout, positions: set[int], source: st.DataObject
 ) -> None:
     one, other = ([source.draw(data(tuple(positions)))] for _ in range(2))
     for kind in LAUNCHES:
@@ -138,8 +140,8 @@ def test_where_exchanges_need_no_order_of_all_groups_each_group_keeps_its_own(
 def test_without_that_order_an_idle_weight_does_change_what_comes_first(how: Any) -> None:
     """So that the property above is not true of everything."""
     plan = chunk(2, **how)
-    idle = Data(uses={"b1.w2": 0}, exchanges=(1,))
-    one, other = (launches(plan, True, [d]) for d in (idle, Data(exchanges=(1,))))
+    idle = BatchUsage(uses={"b1.w2": 0}, exchanges=(1,))
+    one, other = (launches(plan, True, [d]) for d in (idle, BatchUsage(exchanges=(1,))))
     assert one != other
     assert sorted(one) == sorted(other)
 
@@ -154,29 +156,30 @@ def test_each_weight_has_one_turn_in_order_with_all_its_gradients(
     order: list[int], readied: list[int], at_close: bool
 ) -> None:
     """As many as the forward has used it, or what there is when the block's backward is over."""
-    weights = {n: WeightPlan(f"w{n}", 0, 20, 0, 64, moves=False) for n in order}
-    block = UnitPlan("b0", tuple(weights.values()), 0, 0)
-    queue = GatherQueue[UnitPlan, WeightPlan](Policy(1, one_order=at_close), [block], limit=10**6)
+    weights = {n: WeightLayout(f"w{n}", 0, 20, 0, 64, needs_gather=False) for n in order}
+    block = UnitLayout("b0", tuple(weights.values()), 0, 0)
+    policy = Policy(1, one_order=at_close)
+    queue = GatherQueue[UnitLayout, WeightLayout](policy, [block], limit=10**6)
     ready = [weights[number] for number in readied if number in weights]
-    queue.begin_forward(False)
-    queue.enter(block)
+    queue.root_pre_forward(False)
+    queue.pre_forward(block)
     for weight in ready:
         queue.use(block, weight, FORWARD)
-    queue.leave(block)
-    queue.begin_backward()
-    queue.enter_backward(block, everywhere=True)
+    queue.post_forward(block)
+    queue.root_pre_backward()
+    queue.pre_backward(block, all_ranks=True)
     found: list[str] = []
-    seen: list[WeightPlan] = []
+    seen: list[WeightLayout] = []
     for weight in ready:
         seen.append(weight)
         for reduced in reduced_by(queue.grad_ready(block, weight)):
             found.append(reduced.name)
             assert not at_close
             assert seen.count(reduced) == ready.count(reduced), "all its gradients"
-    found += [reduced.name for reduced in reduced_by(queue.end_backward(everywhere=True))]
+    found += [reduced.name for reduced in reduced_by(queue.root_post_backward(all_ranks=True))]
     assert found == [weight.name for weight in reversed(weights.values())]
 
 
-def reduced_by(actions: list[Action]) -> list[WeightPlan]:
+def reduced_by(actions: list[Action]) -> list[WeightLayout]:
     """The weights whose reductions ``actions`` launch."""
     return [weight for action in actions if action.kind == "RS" for weight in action.weights]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from internsp.errors import LayoutError
 from internsp.wp.layout import ShardLayout
-from internsp.wp.reduce import packed_as_is
+from internsp.wp.reduce import input_without_copy
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
@@ -52,7 +52,7 @@ def test_a_packed_gradient_has_every_ranks_rows_and_a_zero_tail(
         rows = layout.cut(gradient, rank)
         assert torch.equal(piece[: len(rows)], rows)
         assert not piece[len(rows) :].any(), "padding travels as zeros"
-    as_is = packed_as_is(layout, gradient)
+    as_is = input_without_copy(layout, gradient)
     if as_is is not None:
         assert torch.equal(as_is, packed)
         assert as_is.data_ptr() == gradient.data_ptr()

@@ -23,8 +23,8 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     compute_dtype: torch.dtype = torch.float32
-    moves: bool = True
-    travels: bool = True
+    needs_gather: bool = True
+    needs_wait: bool = True
     trained: bool = True
     slices: int = 0
     gradient_bytes: int = 1
@@ -37,7 +37,7 @@ class Weight:
     def slot_nbytes(self) -> int:
         return self.layout.padded_numel * 4
 
-    def tag(self) -> tuple[int, torch.dtype]:
+    def current_version(self) -> tuple[int, torch.dtype]:
         return 1, self.compute_dtype
 
 
@@ -48,7 +48,7 @@ def unit(name: str, *shapes: tuple[int, ...], slot: int = 0, block: int = -1) ->
     for weight in made.weights:
         groups.append(Group([weight], start, start + aligned(weight.slot_nbytes)))
         start = groups[-1].end
-    made.place(groups)
+    made.assign_bytes(groups)
     return made
 
 
@@ -57,7 +57,7 @@ def size(one: Unit) -> int:
 
 
 def filled(pool: MemoryPool, one: Unit, evicted: Unit | None = None) -> None:
-    pool.slots[one.slot].take(one, one.weights, evicted.weights if evicted else (), pool.poison)
+    pool.slots[one.slot].acquire(one, one.weights, evicted.weights if evicted else (), pool.poison)
 
 
 CPU = torch.device("cpu")
@@ -98,51 +98,51 @@ def names(actions: list[Any], kind: str = "AG") -> list[str]:
 def test_bytes_in_use_are_not_taken_and_the_error_names_both_holders() -> None:
     one = queue()
     first, _, third = one.blocks
-    assert names(one.begin_forward(keep=False)) == ["layers.0.0", "layers.0.1"]
-    one.enter(first)
+    assert names(one.root_pre_forward(keep=False)) == ["layers.0.0", "layers.0.1"]
+    one.pre_forward(first)
     with pytest.raises(PoolError, match=r"slot 0.*layers\.2\.0.*by layers\.2 \(forward\).*by "
                                         r"layers\.0 for layers\.0\.0 \(forward\)"):  # fmt: skip
         one.use(third, third.weights[0], "forward")
     one.use(first, first.weights[0], "forward")  # its own holder may use it again
-    assert names(one.leave(first)) == ["layers.1.0", "layers.1.1"], "its trigger was silent"
-    assert names(one.enter(third)) == ["layers.2.0", "layers.2.1"]
+    assert names(one.post_forward(first)) == ["layers.1.0", "layers.1.1"], "its trigger was silent"
+    assert names(one.pre_forward(third)) == ["layers.2.0", "layers.2.1"]
 
 
 def test_where_another_order_is_allowed_a_prefetch_gives_way() -> None:
     one = queue(strict=False)
     first, second, third = one.blocks
-    one.begin_forward(keep=False)
-    assert names(one.enter(third)) == ["layers.2.0", "layers.2.1"]
-    one.leave(third)
-    assert names(one.enter(second)) == ["layers.1.0", "layers.1.1"]
-    one.leave(second)
-    assert names(one.enter(first)) == ["layers.0.0", "layers.0.1"]
+    one.root_pre_forward(keep=False)
+    assert names(one.pre_forward(third)) == ["layers.2.0", "layers.2.1"]
+    one.post_forward(third)
+    assert names(one.pre_forward(second)) == ["layers.1.0", "layers.1.1"]
+    one.post_forward(second)
+    assert names(one.pre_forward(first)) == ["layers.0.0", "layers.0.1"]
 
 
 def test_contents_outlive_holds_and_are_lost_to_whoever_takes_their_bytes() -> None:
     one = queue()
-    one.begin_forward(keep=False)
+    one.root_pre_forward(keep=False)
     first, second, _ = one.blocks
-    one.enter(first)
-    one.leave(first)
+    one.pre_forward(first)
+    one.post_forward(first)
     assert [group.name for group in one.held] == ["layers.1.0", "layers.1.1"]
-    assert names(one.begin_forward(keep=True)) == [], "what is there is not gathered again"
+    assert names(one.root_pre_forward(keep=True)) == [], "what is there is not gathered again"
     for block in (first, second):
-        one.enter(block)
-        actions = one.leave(block)
+        one.pre_forward(block)
+        actions = one.post_forward(block)
     taken, _ = (action for action in actions if action.kind == "AG")
     assert [weight.name for weight in taken.weights] == ["layers.2.0"]
     assert [weight.name for weight in taken.others] == ["layers.0.0"]
-    assert names(one.begin_forward(keep=False)) == ["layers.0.0", "layers.0.1"]
+    assert names(one.root_pre_forward(keep=False)) == ["layers.0.0", "layers.0.1"]
 
 
 def test_a_gather_in_flight_is_waited_for_before_its_bytes_are_taken() -> None:
     one = queue()
-    one.begin_forward(keep=False)
+    one.root_pre_forward(keep=False)
     first, second, _ = one.blocks
     for block in (first, second):
-        one.enter(block)
-        actions = one.leave(block)  # without a use: its gathers are still in flight
+        one.pre_forward(block)
+        actions = one.post_forward(block)  # without a use: its gathers are still in flight
     kinds = [(a.kind, a.phase, a.weights[0].name) for a in actions]
     assert kinds[:2] == [("WAIT", "settle", "layers.0.0"), ("AG", "forward", "layers.2.0")]
 
@@ -152,13 +152,13 @@ def test_uses_are_counted_anew_where_blocks_run_by_themselves() -> None:
     first = one.blocks[0]
     for _ in range(3):
         one.begin_blocks(keep=False)
-        one.enter(first)
+        one.pre_forward(first)
         for weight in first.weights:
             one.use(first, weight, "forward")
             one.release(first, weight)
-        one.leave(first)
-    one.begin_backward()
-    one.enter_backward(first, everywhere=False)
+        one.post_forward(first)
+    one.root_pre_backward()
+    one.pre_backward(first, all_ranks=False)
     *_, last = first.weights
     found = names(one.grad_ready(first, last), "RS")
     assert found == [cast(Any, last).name], "one use, one gradient"
@@ -173,9 +173,9 @@ def test_a_slot_is_poisoned_when_other_weights_take_it() -> None:
     filled(pool, one)
     assert bool((slot.unsharded(one, one.weights[0]) == 1).all()), "not by the same ones"
     for weight in one.weights:
-        weight.shown = weight.tag()  # as a gather notes
+        weight.used_version = weight.current_version()  # as a gather notes
     filled(pool, two, evicted=one)
-    assert all(w.shown is None for w in one.weights)
+    assert all(w.used_version is None for w in one.weights)
     assert bool(slot.unsharded(two, two.weights[0]).isnan().all())
 
 
@@ -196,13 +196,13 @@ def test_stated_bytes_are_the_bytes_that_exist(reuse: bool) -> None:
 
 def test_buffers_are_used_again_by_size_and_dtype() -> None:
     pool = Buffers(CPU)
-    first = pool.take(10, torch.float32)
-    other = pool.take(10, torch.float32)
+    first = pool.acquire(10, torch.float32)
+    other = pool.acquire(10, torch.float32)
     assert first.data_ptr() != other.data_ptr()
-    pool.give(first)
-    assert pool.take(10, torch.float64).data_ptr() != first.data_ptr()
-    assert pool.take(10, torch.float32).data_ptr() == first.data_ptr()
+    pool.release(first)
+    assert pool.acquire(10, torch.float64).data_ptr() != first.data_ptr()
+    assert pool.acquire(10, torch.float32).data_ptr() == first.data_ptr()
     assert (pool.allocations, pool.nbytes) == (3, 40 + 40 + 80)
     without = Buffers(CPU, reuse=False)
-    without.give(without.take(10, torch.float32))
+    without.release(without.acquire(10, torch.float32))
     assert without.nbytes == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from internsp.accelerator import current_stream, device_clock
-from internsp.failure.ledger import Ledger
+from internsp.failure.comm_context import CommContext
 from internsp.trace import Trace
 from internsp.wp.collectives import Collectives, Handle
 from internsp.wp.reduce import Buffers
@@ -97,13 +97,13 @@ def test_who_stands_behind_one_overwriter_stands_behind_the_readers_before_it() 
 def test_a_pooled_buffer_taken_on_another_stream_stands_behind_its_last_use() -> None:
     device, pool = Device(), Buffers(torch.device("cpu"))
     pool._current = device.current
-    buffer = pool.take(4, torch.float32)
-    on(device, device.b, pool.give, buffer)
+    buffer = pool.acquire(4, torch.float32)
+    on(device, device.b, pool.release, buffer)
     device.here = device.a
-    assert pool.take(4, torch.float32) is buffer
+    assert pool.acquire(4, torch.float32) is buffer
     assert device.a.behind == {"b"}
-    pool.give(buffer)
-    assert pool.take(4, torch.float32) is buffer
+    pool.release(buffer)
+    assert pool.acquire(4, torch.float32) is buffer
     assert device.a.behind == {"b"}, "the same stream needs no wait"
 
 
@@ -123,7 +123,7 @@ def test_memory_of_a_collective_waited_for_on_another_stream_is_not_freed_early(
 ) -> None:
     device, kept = Device(), Recorded()
     collectives = object.__new__(Collectives)
-    collectives.ledger = Ledger()
+    collectives.comm_context = CommContext()
     collectives.trace, collectives._current = Trace(), device.current
 
     class Work:

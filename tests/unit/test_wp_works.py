@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from internsp.trace import Watcher
-from internsp.wp.collectives import Works
+from internsp.trace import CompletionThread
+from internsp.wp.collectives import WorkHandles
 
 
 class Gate:
@@ -27,7 +27,7 @@ class Gate:
 
 
 def watchers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "internsp-watcher"]
+    return [t for t in threading.enumerate() if t.name == "internsp-completion"]
 
 
 def none_left() -> bool:
@@ -38,7 +38,7 @@ def none_left() -> bool:
 
 
 def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> None:
-    watcher, told = Watcher(), []
+    watcher, told = CompletionThread(), []
     gates = [Gate(), Gate()]
     start = time.perf_counter()
     watched = [
@@ -64,7 +64,7 @@ def test_ends_are_told_in_turn_without_anybody_waiting_and_the_thread_ends() -> 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_a_failure_reaches_who_waits_and_those_behind_it_go_on(kind: type[Exception]) -> None:
-    watcher, told = Watcher(), []
+    watcher, told = CompletionThread(), []
     bad, good = Gate(kind("peer is gone")), Gate()
     works = [watcher.watch(gate, told.append) for gate in (bad, good)]
     bad.opened.set()
@@ -72,5 +72,5 @@ def test_a_failure_reaches_who_waits_and_those_behind_it_go_on(kind: type[Except
     assert none_left()
     assert len(told) == 1, "the one behind it has ended; a failure has no end to tell"
     with pytest.raises(kind, match="peer is gone"):
-        Works(works).wait()
+        WorkHandles(works).wait()
     works[1].wait()

@@ -27,7 +27,7 @@ def chosen(*names: str, **report: Any) -> Config:
 class Kept:
     """A writer that keeps what it gets, and does ``at`` its third row something else."""
 
-    place = "here"
+    location = "here"
 
     def __init__(self, at: Callable[[], object] = lambda: None) -> None:
         self.rows: list[int] = []
@@ -47,7 +47,7 @@ class Kept:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, **made: Kept) -> tuple[Writers, list[str]]:
-    monkeypatch.setattr(writers, "_made", lambda name, *_: made[name])
+    monkeypatch.setattr(writers, "_make_writer", lambda name, *_: made[name])
     monkeypatch.setattr(writers, "missing_packages", lambda _: ())
     told: list[str] = []
     return Writers(chosen(*made), Path(), "run", [], 0, told.append), told
@@ -97,7 +97,7 @@ def test_a_writer_that_is_stuck_holds_up_neither_a_step_nor_the_end_for_long(
 
 
 def test_a_writer_that_cannot_be_opened_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "_made", lambda *_: _fail())
+    monkeypatch.setattr(writers, "_make_writer", lambda *_: _fail())
     told: list[str] = []
     none = Writers(chosen("tensorboard"), Path(), "run", [], 0, told.append)
     none.write(step(1))

@@ -65,36 +65,38 @@ python -m tools.chaos --faults {options.faults} --seed {options.seed} --workers 
     --document docs/reliability.md
 ```
 
-lets faults happen at drawn places of training runs and of saves, has the runs go on, and compares
-what they leave with runs that nothing happened to. This page is what it wrote after
+injects faults at randomly drawn points of training runs and of saves, lets the runs resume, and
+compares their results with those of runs without faults. The command wrote this page after
 {seconds / 60:.0f} minutes on {os.cpu_count()} cores ({platform.system()}, Python
 {platform.python_version()}, torch {torch.__version__}).
 
 {table}
 
-"Longest" includes ranks that were stopped or whose link was cut, which are noticed after
-`parallel.timeout_seconds` ({TIMEOUT} s in these runs); a rank that dies is to be named within
+The two "longest" times include ranks that were stopped or whose link was cut. Those are noticed
+after `parallel.timeout_seconds` ({TIMEOUT} s in these runs). A rank that dies must be named within
 {NAMED:.0f} s.
 
 ## What happens in it
 
-- **Runs**: one or two ranks of `internsp train`'s own launcher over gloo, {STEPS} steps of a
-  model of a few thousand parameters in fp64, a checkpoint every other step, two kept. Each start
-  but a run's last meets one fault that ends it, and often one before that does not; it goes on in
-  the same folder by `checkpoint.resume = "auto"`. Points are counted in each rank: launches of
-  all-gathers (AG), reduce-scatters (RS), sums between replicas (EX), new values from the
-  optimizer (PUBLISH), torch.distributed's own collectives; optimizer steps; operations on files
-  by a rank and by the process that writes its checkpoints. After every start all checkpoints are
-  read and their digests compared; at the end weights, optimizer and random states, losses, and
-  the rows that each step took. Some runs change the number of ranks between two starts: their
-  weights are compared within 1e-6, all others byte for byte.
-- **Saves**: the same functions that write checkpoints in a run, for two ranks in one process,
-  with a state that advances by a rule in place of a model. Killed: all operations up to one are
-  there. Power lost: of files only what was flushed is sure, of folders what was flushed and some
-  later changes, in their order, as POSIX promises and no more.
+- **Runs**: one or two ranks of `internsp train`'s own launcher over gloo, {STEPS} steps of a model
+  of a few thousand parameters in fp64, a checkpoint every other step, the last two kept. Every
+  start except a run's last meets one fault that ends it, and often an earlier fault that does not.
+  The run then resumes in the same folder with `checkpoint.resume = "auto"`. The points at which
+  faults can happen are counted in each rank: launches of all-gathers (AG), reduce-scatters (RS),
+  sums between replicas (EX), all-gathers of the optimizer's updated parameters (PUBLISH),
+  torch.distributed's own collectives; optimizer steps; operations on files by a rank and by the
+  process that writes its checkpoints. After every start all checkpoints are read and their
+  digests compared. At the end weights, optimizer and random states, losses, and the rows that
+  each step took are compared. Some runs change the number of ranks between two starts: their
+  weights are compared within 1e-6, those of all others byte for byte.
+- **Saves**: the functions that write checkpoints in a run, called for two ranks in one process,
+  with a state that advances by a rule in place of a model. After a kill, all operations up to
+  that point are on the disk. After a power loss, only flushed content of files is on the disk,
+  and of folders the flushed changes and some later ones, in their order: what POSIX promises and
+  no more.
 - **A link cut**: {cut}.
 
-`tests/support/chaos.py` puts faults in, `tests/ranks/test_chaos.py` runs at least a hundred of
-them at every check, and shows that the campaign sees mistakes that are put into the library on
-purpose (`--mistakes`).
+`tests/support/chaos.py` injects the faults. `tests/ranks/test_chaos.py` runs at least a hundred
+of them in every test run, and shows that the campaign detects mistakes that are put into the
+library on purpose (`--mistakes`).
 """

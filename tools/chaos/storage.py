@@ -39,7 +39,7 @@ class Stand:
         self.step, self.value = 0, torch.arange(24, dtype=torch.int64)
         self.plan = plan or FilePlan.make(self._state(), distributed=False)
         self.memory = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
-        self.orders = disk._Orders(memoryview(self.memory.numpy()))
+        self.orders = disk._Commands(memoryview(self.memory.numpy()))
         self.saved: list[tuple[int, int]] = []  # steps, and operations when they were valid
         self.attempt = 0
 
@@ -92,7 +92,7 @@ class Stand:
                 record = self.orders.write(str(partial), name, self.plan.nbytes, [])
                 files[name] = {key: record[key] for key in ("nbytes", "sha256")}
             tensors = {k: v.model_dump(mode="json") for k, v in self.plan.tensors.items()}
-            self.orders.remember(tensors)
+            self.orders.set_tensors(tensors)
             content = Manifest(
                 step=self.step, run="stand", mesh={"world": 2}, config={}, loss_scaler=None,
                 data={

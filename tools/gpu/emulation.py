@@ -140,7 +140,7 @@ def run_memory(options: Options, device: torch.device) -> dict[str, Any]:
             made.seconds(device)
         finally:
             link.close()
-        kept = sum(m.storage.nbytes for m in communicator.replicated.everyone())
+        kept = sum(m.storage.nbytes for m in communicator.replicated.all_parameters())
         flat = communicator.replicated.flat
         result: dict[str, Any] = {
             "slots": pool.slot_nbytes,

@@ -92,9 +92,10 @@ def bisect(
 def planned(case: Case, limit: int) -> int:
     """What ``internsp plan --longest`` says."""
     from internsp.config import Config
-    from internsp.plan.longest import Budget  # torch
+    from internsp.plan.longest import MemoryBudget  # torch
 
-    return Budget(Config.model_validate(case.settings(4096)), case.world).longest(limit).length
+    config = Config.model_validate(case.settings(4096))
+    return MemoryBudget(config, case.world).longest(limit).length
 
 
 def longest(case: Case, limit: int, options: Options, guess: int) -> Found:

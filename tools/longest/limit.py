@@ -103,8 +103,8 @@ class SharedLink(HostLink):
             return super().empty(what, shape, dtype)
         place = mmap.mmap(-1, nbytes)  # anonymous and shared; unmapped with the tensor
         made = torch.frombuffer(place, dtype=dtype, count=prod(shape)).view(tuple(shape))
-        self.held.update({what: nbytes})
-        weakref.finalize(made, self.held.subtract, {what: nbytes})
+        self.allocated.update({what: nbytes})
+        weakref.finalize(made, self.allocated.subtract, {what: nbytes})
         return made
 
 

@@ -82,14 +82,14 @@ def theirs(run: Run) -> Counter[str]:
 def main() -> None:
     """Print a table."""
     from internsp.config import Config
-    from internsp.plan.longest import Budget  # torch
+    from internsp.plan.longest import MemoryBudget  # torch
 
     print("| model | devices | memory, GiB | host, GB | published | theirs, GB | theirs by its "
           "sources, GB | ours at it, GB | host of ours at it, GB | longest of ours | ratio | bound "
           "by |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|")  # fmt: skip
     components = []
     for run in RUNS:
-        budget = Budget(Config.model_validate(settings(run)), run.devices)
+        budget = MemoryBudget(Config.model_validate(settings(run)), run.devices)
         rows = budget.at(run.tokens)
         here, there = (sum(n for _, n in each) / GB for each in rows)
         host = HOST // min(run.devices, A_NODE)

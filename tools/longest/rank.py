@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from internsp import ParallelMesh, SequenceLayout, parallelize
 from internsp.config import Config
-from internsp.factory import build_to_train, first_values
+from internsp.factory import build_for_training, fill_parameters
 from internsp.optim import step_together
 from internsp.pipeline import MicroBatch, Pipeline
-from internsp.plan.tiles import resolved
-from internsp.sp.dispatch import FIXED, fixed_sizes
+from internsp.plan.tiles import with_tile_count
+from internsp.sp.dispatch import FIXED_BALANCE, fixed_sizes
 from internsp.train.optimizers import make_optimizer
 from tools.longest.cases import Case, Outcome, lack
 from tools.longest.limit import Peak, free, install, limit, return_memory
@@ -82,12 +82,12 @@ class Ours:
 
     def __init__(self, config: Config, mesh: ParallelMesh) -> None:
         self.config, self.mesh = config, mesh
-        self.model: Any = build_to_train(config)
+        self.model: Any = build_for_training(config)
         self.communicator = parallelize(
             self.model, self.mesh, config.weight_parallel,
-            activation_checkpoint=resolved(config, self.mesh.data),
+            activation_checkpoint=with_tile_count(config, self.mesh.data),
         )  # fmt: skip
-        first_values(config, self.model, [self.model], [self.communicator], self.mesh.device)
+        fill_parameters(config, self.model, [self.model], [self.communicator], self.mesh.device)
         self.optimizer = make_optimizer(config, self.communicator, None)
 
     def __call__(self, length: int) -> tuple[float, float]:
@@ -122,16 +122,16 @@ class Staged:
 
     def _make(self, length: int) -> Pipeline:
         config, mesh, train = self.config, self.mesh, self.config.train
-        model: Any = build_to_train(config)
+        model: Any = build_for_training(config)
         rows = train.global_batch // (train.micro_batches * mesh.data)
         own = fixed_sizes(length, mesh.sequence_axes)[mesh.sequence_rank]
         found = Pipeline.create(
             model, mesh, config.weight_parallel, schedule=config.pipeline.schedule,
             chunks=config.pipeline.chunks, micro_batches=train.micro_batches,
-            activation_checkpoint=resolved(config, mesh.data),
+            activation_checkpoint=with_tile_count(config, mesh.data),
             shape=(rows, own, config.model.hidden_size), criterion=self._judged,
         )  # fmt: skip
-        first_values(config, model, list(found.chunks), found.communicators, mesh.device)
+        fill_parameters(config, model, list(found.chunks), found.communicators, mesh.device)
         self.optimizers = [make_optimizer(config, each, None) for each in found.communicators]
         return found
 
@@ -152,7 +152,7 @@ class Staged:
             layout = SequenceLayout.create(
                 torch.cat([_ids(first + row, length) for row in range(rows)]),
                 rank=mesh.sequence_rank, size=mesh.sequence, ring=mesh.ring, near=mesh.near,
-                balance=FIXED,
+                balance=FIXED_BALANCE,
             )  # fmt: skip
             options = {"layout": layout, "labels": layout.labels, "loss_chunk": train.loss_chunk}
             batches.append(MicroBatch((layout.input_ids,), options))

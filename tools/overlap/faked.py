@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from internsp.sp import Channel, DistributedAttention
+from internsp.sp import DistributedAttention, ExchangeGroup
 
 
 class Over:
@@ -21,22 +21,24 @@ class Over:
 
 
 @dataclass(eq=False)
-class FakedChannel(Channel):
+class FakedGroup(ExchangeGroup):
     """A channel without a link."""
 
-    def all_to_all(self, received: Tensor, send: Tensor, got: list[int], sent: list[int]) -> Over:
+    def all_to_all(
+        self, received: Tensor, send: Tensor, receive_counts: list[int], send_counts: list[int]
+    ) -> Over:
         """Own values, as often as it takes."""
         common = min(received.numel(), send.numel())
         received[common:].zero_()
         received[:common] = send[:common]
         return Over()
 
-    def receive(self, place: Tensor, peer: int, tag: int) -> Over:
+    def irecv(self, place: Tensor, peer: int, tag: int) -> Over:
         """Zeros."""
         place.zero_()
         return Over()
 
-    def send(self, part: Tensor, peer: int, tag: int) -> Over:
+    def isend(self, part: Tensor, peer: int, tag: int) -> Over:
         """Nothing."""
         return Over()
 
@@ -44,6 +46,6 @@ class FakedChannel(Channel):
 def fake_exchanges(model: nn.Module) -> None:
     """Take the link from every attention of ``model``."""
     for module in model.modules():
-        if isinstance(module, DistributedAttention) and module.channel is not None:
-            real = module.channel
-            module.channel = FakedChannel(real.group, real.trace, real.rank, real.size)
+        if isinstance(module, DistributedAttention) and module.group is not None:
+            real = module.group
+            module.group = FakedGroup(real.process_group, real.trace, real.rank, real.size)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from internsp.sp import DistributedAttention, SequenceLayout
 
-Turn = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+Rotation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def unavailable(heads: int, kv_heads: int, ranks: int) -> str | None:
@@ -47,7 +47,7 @@ class Ulysses(nn.Module):
         self,
         x: Tensor,
         projections: Sequence[nn.Module],
-        turns: Sequence[Turn],
+        rotations: Sequence[Rotation],
         out_projection: nn.Module,
         layout: SequenceLayout | None = None,
     ) -> Tensor:
@@ -55,7 +55,7 @@ class Ulysses(nn.Module):
         assert layout is None or len(set(layout.sizes)) == 1, "as the benchmark cuts them"
         q, k, v = (
             turn(project(x).unflatten(-1, (-1, self.head_dim)))
-            for project, (turn, _) in zip(projections, turns, strict=True)
+            for project, (turn, _) in zip(projections, rotations, strict=True)
         )
         made: Tensor = out_projection(self.theirs(q, k, v, 0).flatten(-2))
         return made
@@ -68,5 +68,5 @@ def exchange_by_deepspeed(model: nn.Module) -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, dist_init_required=False)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, DistributedAttention) and child.channel is not None:
-                setattr(module, name, Ulysses(child, child.channel.group))
+            if isinstance(child, DistributedAttention) and child.group is not None:
+                setattr(module, name, Ulysses(child, child.group.process_group))

@@ -268,7 +268,7 @@ def replica_bytes(optimizer: ZeroOptimizer) -> int:
     """
     total = 0
     for bucket in optimizer._buckets:
-        gradients = 0 if bucket.small else DTYPE.itemsize
+        gradients = 0 if bucket.replicated else DTYPE.itemsize
         others = (bucket.axis.zero - 1) * bucket.owned.numel()
         total += others * (gradients + bucket.owned.element_size())
     return total

@@ -1,7 +1,7 @@
-"""An optimizer's state as torch's optimizers give it: by parameter, placed as the parameter is.
+"""Optimizer state in the form of torch's optimizers: by parameter, ``DTensor`` placed like it.
 
 State lies in slices over the replicas of a shard (:mod:`internsp.optim.bucket`). Here the slices of
-a parameter are gathered into ``DTensor`` like the parameter, which other meshes, other optimizers
+a parameter are gathered into a ``DTensor`` like the parameter, which other meshes, other optimizers
 and ``torch.distributed.checkpoint.state_dict`` understand.
 """
 
@@ -20,7 +20,7 @@ from internsp.host import OPTIMIZER
 from internsp.mesh import ParallelMesh
 from internsp.optim.bucket import Bucket, Segment
 from internsp.optim.matrices import MatrixSteps
-from internsp.optim.state_names import Names, State
+from internsp.optim.state_names import State, StateNames
 from internsp.wp.parameter import Member
 
 MASTER = "master"
@@ -30,56 +30,64 @@ def _is_slice(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def collect(
+def gather_state(
     buckets: Sequence[Bucket],
     steps: MatrixSteps,
     settings: Sequence[State],
-    place: dict[Member, int],
+    group_index: dict[Member, int],
     mesh: ParallelMesh,
 ) -> dict[Member, State]:
-    """Every parameter's state, unused ones' as before a first step. Collective; blocks.
+    """The state of every parameter; of unused ones as before a first step. Collective; blocks.
 
     Args:
-        steps: of whole matrices.
-        place: the group of each parameter.
+        steps: the steps of whole matrices.
+        group_index: index of each parameter's group in ``param_groups``.
     """
-    values = _values(buckets, steps, mesh)
-    spread, of_whole = steps.spread(settings), names_of_whole(steps, settings)
+    values = _gather_values(buckets, steps, mesh)
+    state_to_slices, whole_names = (
+        steps.state_to_slices(settings),
+        whole_matrix_names(steps, settings),
+    )
     found: dict[Member, State] = {}
     for bucket in buckets:
-        if bucket.method.on_slices is None:
-            names = {member: of_whole[member] for member in bucket.offsets}
-            gathered = {n: bucket.gathered(own) for n, own in spread.get(bucket, {}).items()}
-        else:
-            like, cls = bucket.master.new_zeros(2), bucket.method.on_slices
-            by_group = {
-                group: Names(like, cls, settings[group])
-                for group in {place[member] for member in bucket.offsets}
+        if bucket.method.slice_optimizer is None:
+            names = {member: whole_names[member] for member in bucket.offsets}
+            gathered = {
+                n: bucket.all_gather_slices(own)
+                for n, own in state_to_slices.get(bucket, {}).items()
             }
-            names = {member: by_group[place[member]] for member in bucket.offsets}
+        else:
+            like, cls = bucket.master.new_zeros(2), bucket.method.slice_optimizer
+            by_group = {
+                group: StateNames(like, cls, settings[group])
+                for group in {group_index[member] for member in bucket.offsets}
+            }
+            names = {member: by_group[group_index[member]] for member in bucket.offsets}
             dtypes = {n: d for each in by_group.values() for n, d in each.slices.items()}
-            gathered = {n: bucket.gathered(_slice(bucket, n, d)) for n, d in dtypes.items()}
+            gathered = {
+                n: bucket.all_gather_slices(_slice(bucket, n, d)) for n, d in dtypes.items()
+            }
         if bucket.has_master:
-            gathered[MASTER] = bucket.gathered(bucket.master)
+            gathered[MASTER] = bucket.all_gather_slices(bucket.master)
         if OPTIMIZER in bucket.offload:
             gathered = {n: {m: v.cpu() for m, v in of.items()} for n, of in gathered.items()}
         for member in bucket.offsets:
             own = names[member]
             kept = [*own.slices, *([MASTER] if bucket.has_master else [])]
-            # Copied out of the flat buffer: torch copies or pickles no DTensor of a view's storage.
+            # Cloned: torch can neither copy nor pickle a DTensor that is a view of a larger buffer.
             state: State = {name: member.wrap(gathered[name][member].clone()) for name in kept}
             for name, first in own.values.items():
                 value = values.get(member.name, {}).get(name, first)
                 state[name] = value.clone() if isinstance(value, Tensor) else value
-                if member in of_whole and _is_slice(value):  # of rows, of columns
+                if member in whole_names and _is_slice(value):  # statistics of rows or columns
                     state[name] = _replicated(member, state[name].to(mesh.device))
             found[member] = state
     return found
 
 
-def names_of_whole(steps: MatrixSteps, settings: Sequence[State]) -> dict[Member, Names]:
-    """Of each parameter that is stepped whole."""
-    return {matrix.member: steps.names(matrix, settings) for matrix in steps.held}
+def whole_matrix_names(steps: MatrixSteps, settings: Sequence[State]) -> dict[Member, StateNames]:
+    """The state names of each parameter whose state lies with the owners of its matrices."""
+    return {matrix.member: steps.state_names(matrix, settings) for matrix in steps.with_owner_state}
 
 
 def _replicated(member: Member, value: Tensor) -> DTensor:
@@ -88,29 +96,32 @@ def _replicated(member: Member, value: Tensor) -> DTensor:
 
 
 def _slice(bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
-    """This rank's slice of one kind of state; zeros where there is none."""
+    """This rank's slice of one kind of state; zeros where a segment has no state yet."""
     own = torch.zeros_like(bucket.master, dtype=dtype)
-    for segment, state in _live(bucket):
+    for segment, state in _segment_states(bucket):
         if name in state:
             own[segment.start : segment.stop].copy_(state[name])
     return own
 
 
-def _live(bucket: Bucket) -> Iterator[tuple[Segment, State]]:
+def _segment_states(bucket: Bucket) -> Iterator[tuple[Segment, State]]:
     for segment in bucket.segments if bucket.inner is not None else ():
-        assert bucket.inner is not None, "the line above"
+        assert bucket.inner is not None, "the loop is empty without one"
         yield segment, bucket.inner.state.get(segment.tensor, {})
 
 
-def _values(buckets: Sequence[Bucket], steps: MatrixSteps, mesh: ParallelMesh) -> dict[str, State]:
-    """State without elements (a step's number), which no rank without a slice of it knows, and what
-    owners of whole matrices have of rows and columns."""
+def _gather_values(
+    buckets: Sequence[Bucket], steps: MatrixSteps, mesh: ParallelMesh
+) -> dict[str, State]:
+    """By parameter, the state that is not laid out like the parameter: values such as the step
+    count, which ranks without a slice of the parameter do not have, and statistics of rows and
+    columns, which only a matrix's owner has. Collective; blocks."""
     mine = {
         segment.member.name: {
             n: v.cpu() if isinstance(v, Tensor) else v for n, v in state.items() if not _is_slice(v)
         }
         for bucket in buckets
-        for segment, state in _live(bucket)
+        for segment, state in _segment_states(bucket)
         if state
     }
     for matrix in steps.own:
@@ -129,27 +140,28 @@ def _values(buckets: Sequence[Bucket], steps: MatrixSteps, mesh: ParallelMesh) -
     return found
 
 
-def restore(
+def load_state(
     buckets: Sequence[Bucket],
     steps: MatrixSteps,
     settings: Sequence[State],
     states: dict[Member, State],
 ) -> None:
-    """Take this rank's slices of ``states``; values are copied. Where there is none, forget it.
+    """Load this rank's slices of ``states``; values are copied. Parameters without state there lose
+    theirs.
 
-    No message, except for ``DTensor`` that are placed otherwise, and state of whole-matrix steps,
-    which goes to its owners. All ranks call it.
+    No communication, except for ``DTensor`` that are placed otherwise than the parameter, and for
+    state of whole-matrix steps, which is sent to its owners. All ranks must call it.
 
     Raises:
         LayoutError: state of another shape.
     """
-    of_whole = names_of_whole(steps, settings)
-    _check_shapes(of_whole, states)
+    whole_names = whole_matrix_names(steps, settings)
+    _check_shapes(whole_names, states)
     slices: dict[Bucket, dict[str, Tensor]] = {}
     for bucket in buckets:
         for member in bucket.offsets:
             state = dict(states.get(member, {}))
-            names = of_whole.get(member)
+            names = whole_names.get(member)
             parts = {
                 name: member.like_storage(member.part_of(value, f"{name} of {member.name}"))
                 for name, value in state.items()
@@ -157,20 +169,20 @@ def restore(
             }
             master = parts.pop(MASTER, None)
             if master is not None and bucket.has_master:
-                bucket.put(bucket.master, member, master.to(bucket.master.dtype))
+                bucket.write_slice(bucket.master, member, master.to(bucket.master.dtype))
             for name, dtype in names.slices.items() if names is not None else ():
                 of = slices.setdefault(bucket, {})
                 if name not in of:
                     of[name] = torch.zeros_like(bucket.master, dtype=dtype)
                 if name in parts:
-                    bucket.put(of[name], member, parts[name].to(of[name]))
-            for segment, _ in _live(bucket):
+                    bucket.write_slice(of[name], member, parts[name].to(of[name]))
+            for segment, _ in _segment_states(bucket):
                 if segment.member is member:
-                    _take(bucket, segment, state, parts)
+                    _load_segment(bucket, segment, state, parts)
 
-    for matrix, whole in steps.bring(slices, settings).items():
-        state, names = states.get(matrix.member, {}), of_whole[matrix.member]
-        own: State = dict(whole)
+    for matrix, slices_of_matrix in steps.state_from_slices(slices, settings).items():
+        state, names = states.get(matrix.member, {}), whole_names[matrix.member]
+        own: State = dict(slices_of_matrix)
         for name in names.values:
             if name in state:
                 value = state[name]
@@ -180,17 +192,19 @@ def restore(
                     value = value.detach().clone()
                     value = value.to(matrix.bucket.device) if value.dim() else value
                 own[name] = value
-        matrix.take(own if _stepped(state.get("step"), own) else {})
+        matrix.load_state(own if _has_stepped(state.get("step"), own) else {})
 
 
-def _stepped(step: Any, own: State) -> bool:
-    """What no step has used has no state, as its first step may differ from later ones."""
+def _has_stepped(step: Any, own: State) -> bool:
+    """Whether a step has used the state. State without a step is left out, as an optimizer's first
+    step may differ from later ones."""
     values = [v for v in own.values() if _is_slice(v)]
     return step != 0 and (step is not None or any(bool(value.any()) for value in values))
 
 
-def _check_shapes(names: dict[Member, Names], states: dict[Member, State]) -> None:
-    """The same on all ranks, before any message."""
+def _check_shapes(names: dict[Member, StateNames], states: dict[Member, State]) -> None:
+    """Raise ``LayoutError`` for state of another shape, on all ranks alike: before any
+    collective."""
     for member, own in names.items():
         for name, first in own.values.items():
             given = states.get(member, {}).get(name)
@@ -204,12 +218,15 @@ def _check_shapes(names: dict[Member, Names], states: dict[Member, State]) -> No
                 )
 
 
-def _take(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tensor]) -> None:
+def _load_segment(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tensor]) -> None:
     assert bucket.inner is not None, "a bucket with segments has an inner optimizer"
     bucket.inner.state.pop(segment.tensor, None)
-    reach = slice(segment.offset, segment.offset + segment.tensor.numel())
-    own: State = {n: bucket.kept(segment, n, part.view(-1)[reach]) for n, part in parts.items()}
-    if not _stepped(state.get("step"), own):
+    index = slice(segment.offset, segment.offset + segment.tensor.numel())
+    own: State = {
+        n: bucket.copy_to_state_memory(segment, n, part.view(-1)[index])
+        for n, part in parts.items()
+    }
+    if not _has_stepped(state.get("step"), own):
         return
     for name, value in state.items():
         if name not in own and name != MASTER:
@@ -217,11 +234,11 @@ def _take(bucket: Bucket, segment: Segment, state: State, parts: dict[str, Tenso
     bucket.inner.state[segment.tensor] = own
 
 
-class States:
+class StateView:
     """``optimizer.state``: by parameter, this rank's slices of its state (1-D; ``None``: unused),
-    or all that an owner of a whole matrix has of it.
+    or the whole state of a matrix that this rank owns.
 
-    Names are there before the first step, as torch's state dict helpers would else make a step.
+    The names are there before the first step: else torch's state dict helpers would make a step.
     """
 
     def __init__(
@@ -229,9 +246,9 @@ class States:
         buckets: Sequence[Bucket],
         steps: MatrixSteps,
         settings: Sequence[State],
-        place: dict[Member, int],
+        group_index: dict[Member, int],
     ) -> None:
-        self._steps, self._settings, self._place = steps, settings, place
+        self._steps, self._settings, self._group_index = steps, settings, group_index
         self._held = {id(m.parameter): (m, bucket) for bucket in buckets for m in bucket.offsets}
 
     def __len__(self) -> int:
@@ -242,17 +259,17 @@ class States:
 
     def __getitem__(self, parameter: Tensor) -> State:
         member, bucket = self._held[id(parameter)]
-        matrices = [m for m in self._steps.held if m.member is member]
+        matrices = [m for m in self._steps.with_owner_state if m.member is member]
         if matrices:
-            names = self._steps.names(matrices[0], self._settings)
+            names = self._steps.state_names(matrices[0], self._settings)
         else:
-            settings = self._settings[self._place[member]]
-            assert bucket.method.on_slices is not None, "else it has matrices"
-            names = Names(bucket.master.new_zeros(2), bucket.method.on_slices, settings)
+            settings = self._settings[self._group_index[member]]
+            assert bucket.method.slice_optimizer is not None, "else it has matrices"
+            names = StateNames(bucket.master.new_zeros(2), bucket.method.slice_optimizer, settings)
         found: State = dict.fromkeys((*names.slices, *names.values))
         for matrix in matrices:
             found |= matrix.state
-        for segment, state in _live(bucket):
+        for segment, state in _segment_states(bucket):
             if segment.member is member:
                 found |= state
                 if bucket.has_master:

@@ -1,0 +1,293 @@
+"""A watchdog that ends a wait which can never complete, because another rank failed (WP-10).
+
+A rank that makes no progress publishes a report in the store: at once if one of its passes failed;
+from a watchdog thread if it waits for longer than usual. The thread compares the reports of all
+ranks twice a second. Once it is certain that this rank can never go on
+(:mod:`internsp.failure.rank_report`), the thread closes the connections of this rank's process
+groups (NCCL: aborts the groups), so that the collective that the rank waits for raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from internsp.failure.comm_context import CommContext
+from internsp.failure.rank_report import RankReport, RankState, WaitedCollective, find_fatal_cause
+from internsp.mesh import ParallelMesh
+
+CHECK_SECONDS = 0.5
+_REFUSAL_CHECKS = 4  # a refusal counts once it has stood for so many checks: its rank may go on
+_UNUSED_TAG = 0x7FFFFFFF  # no message is sent with this tag
+
+
+class FailureGuard:
+    """Publishes this rank's reports, and decides by the other ranks' reports whether to give up.
+
+    Args:
+        name: prefix of the keys in the store: the same on all ranks of the stage, and unique to
+            this guard.
+        on_fatal_cause: called on the thread with the fatal cause, before the groups are aborted;
+            returns the cause that all ranks report.
+
+    Attributes:
+        fatal_cause: text that says why this rank can never go on; empty while it may.
+        epoch: number of times that the ranks have recovered together.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        comm_context: CommContext,
+        store: dist.Store,
+        name: str,
+        on_fatal_cause: Callable[[str], str],
+    ) -> None:
+        self.fatal_cause = ""
+        self.epoch = 0
+        self._comm_context, self._store, self._name = comm_context, store, name
+        self._rank = mesh.rank
+        self._ranks = mesh.stage_ranks
+        self._groups = {group.group_name: group for group in mesh.stage_groups}
+        self._on_fatal_cause = on_fatal_cause
+        self._refusals = self._beat = 0
+        self._own_report: RankReport | None = None  # failed, refused or lost; else None
+        self._store_wait: tuple[str, tuple[int, ...]] | None = None
+        self._last_wait: object = None  # what this rank waited for at the last check
+        self._wait_published = False  # by the thread, as its report of this rank
+        self._first_beats: dict[int, int] = {}  # of others in the store, since this rank waits
+        self._refusals_seen: dict[int, tuple[int, int]] = {}  # by rank: (beat, number of checks)
+        self._lock = threading.Lock()  # for this rank's own report
+        self._stop: Callable[[], Any] | None = None
+        self._write_report(None)
+
+    # called by the rank's main thread
+
+    def begin_pass(self) -> None:
+        """Start the thread at the first pass; withdraw the report of an earlier refusal."""
+        if self._stop is None and len(self._ranks) > 1:
+            self._stop = _start_thread(self)
+        if self._own_report is not None and self._own_report.state is RankState.REFUSED:
+            self._set_own_report(None)
+
+    def report_failed(self, cause: str, recovering: bool = False) -> None:
+        """Publish that a pass failed: this rank launches nothing until all ranks have failed.
+
+        Args:
+            recovering: this rank waits in :meth:`Recovery.reach_consensus` already.
+        """
+        if self._own_report is None or self._own_report.state is not RankState.LOST:
+            state = RankState.RECOVERING if recovering else RankState.FAILED
+            self._set_own_report(self._report(state, cause))
+
+    def report_refused(self, cause: str) -> None:
+        """Publish that a call between passes raised; the program may catch that and go on."""
+        if self._own_report is None or self._own_report.state is RankState.REFUSED:
+            self._refusals += 1
+            self._set_own_report(self._report(RankState.REFUSED, cause))
+
+    def report_lost(self, cause: str) -> None:
+        """Publish that this rank's process groups are aborted."""
+        if self._own_report is None or self._own_report.state is not RankState.LOST:
+            self._set_own_report(self._report(RankState.LOST, cause))
+
+    def reset(self) -> None:
+        """Begin the next epoch: all ranks have failed at the same point, and go on."""
+        self.epoch += 1
+        self._set_own_report(None)
+
+    @contextlib.contextmanager
+    def waits_in_store(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Context in which this rank waits, by the store, until ``ranks`` have reached ``what``."""
+        self._store_wait = what, tuple(ranks)
+        try:
+            yield
+        finally:
+            self._store_wait = None
+
+    def abort_collectives(self) -> None:
+        """Make every wait in this rank's groups raise now, on this rank and on the others."""
+        for group in self._groups.values():
+            abort_collectives(group)
+
+    # called on the thread
+
+    def check(self) -> None:
+        """Publish a report if this rank waits, and give up if the others' reports require it."""
+        if self.fatal_cause:
+            return
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store's process is gone
+            mine, unchanged = self._current_report()
+            if mine is None:
+                return
+            if unchanged:
+                self._publish(mine)
+            elif self._wait_published:
+                self._withdraw()
+            if unchanged or self._store.check([self._signal_key(mine.epoch)]):
+                self._check_others(mine)
+
+    def _current_report(self) -> tuple[RankReport | None, bool]:
+        """A report of what this rank does now, and whether it did the same at the last check.
+
+        No report where the rank has published one by itself, or recovers during this call.
+        """
+        if self._own_report is not None and self._own_report.state is not RankState.REFUSED:
+            return None, False
+        epoch, waiting, store_wait = self.epoch, self._comm_context.waiting, self._store_wait
+        wait_now: object = waiting if waiting is not None else store_wait
+        unchanged = wait_now is not None and wait_now is self._last_wait
+        if not unchanged:
+            self._first_beats.clear()
+        self._last_wait = wait_now
+        if waiting is not None:
+            wait, unit, weight, phase = waiting
+            if not wait.groups:
+                wait = WaitedCollective(tuple(self._groups.keys() - self._comm_context.groups))
+            what = " ".join(filter(None, (f"{weight or unit}", f"({phase})" if phase else "")))
+            mine = self._report(RankState.IN_COLLECTIVE, what, wait=wait)
+        elif store_wait is not None:
+            mine = self._report(RankState.IN_STORE, store_wait[0], ranks=store_wait[1])
+        else:
+            mine = self._report(RankState.IN_COLLECTIVE, "")
+        return (mine if epoch == self.epoch == mine.epoch else None), unchanged
+
+    def _check_others(self, mine: RankReport) -> None:
+        """Give up if this rank can never go on."""
+        others = [other for other in self._read_reports() if self._still_holds(other)]
+        why = find_fatal_cause(mine, others)
+        if not why:
+            return
+        with self._lock:
+            if self._own_report is not None and self._own_report.state is not RankState.REFUSED:
+                return  # this rank has failed by itself meanwhile
+        self.fatal_cause = why = self._on_fatal_cause(why)
+        self.report_lost(why)
+        self.abort_collectives()
+
+    def _still_holds(self, other: RankReport) -> bool:
+        """Whether a report of a rank that may have gone on meanwhile is still true."""
+        if other.state is RankState.IN_STORE:  # true if its beat grew since this rank waits
+            return self._first_beats.setdefault(other.rank, other.beat) != other.beat
+        if other.state is RankState.REFUSED:
+            beat, checks = self._refusals_seen.get(other.rank, (0, 0))
+            self._refusals_seen[other.rank] = other.beat, checks + 1 if beat == other.beat else 0
+            return self._refusals_seen[other.rank][1] >= _REFUSAL_CHECKS
+        return True
+
+    def _read_reports(self) -> list[RankReport]:
+        keys = [self._key(rank) for rank in self._ranks if rank != self._rank]
+        if not self._store.check(keys):  # some rank has not made its guard yet
+            return []
+        texts = [found.decode() for found in self._store.multi_get(keys)]
+        return [RankReport.loads(text) for text in texts if text]
+
+    def _publish(self, mine: RankReport) -> None:
+        with self._lock:
+            if self._own_report is None:
+                self._wait_published = True
+                self._write_report(mine)
+
+    def _withdraw(self) -> None:
+        with self._lock:
+            self._wait_published = False
+            if self._own_report is None:
+                self._write_report(None)
+
+    # called on both threads
+
+    def _set_own_report(self, report: RankReport | None) -> None:
+        with self._lock, contextlib.suppress(RuntimeError, ValueError, OSError):
+            self._own_report = report
+            self._write_report(report)
+            if report is not None:
+                self._store.set(self._signal_key(report.epoch), str(self._rank))
+
+    def _write_report(self, report: RankReport | None) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the store's process may be gone
+            self._store.set(self._key(self._rank), "" if report is None else report.dumps())
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/at/{rank}"
+
+    def _signal_key(self, epoch: int) -> str:
+        return f"{self._name}/failing/{epoch}"
+
+    def _report(
+        self,
+        state: RankState,
+        what: str,
+        wait: WaitedCollective | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> RankReport:
+        self._beat += 1
+        comm = self._comm_context
+        return RankReport(
+            self._rank, state, self.epoch, tuple(comm.counts), self.sequence_numbers(), what,
+            self._refusals, wait, ranks, tuple(map(tuple, comm.recent_tags)), self._beat,
+        )  # fmt: skip
+
+    def sequence_numbers(self) -> dict[str, int]:
+        """Collectives launched in each group, by group name, as torch's groups count them."""
+        groups: Any = self._groups  # torch's own annotations lack the method
+        return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+
+
+def abort_collectives(group: dist.ProcessGroup) -> None:
+    """Make every wait in ``group`` raise now, on this rank and on the others."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if dist.get_backend(group) == "nccl":
+            dist.distributed_c10d._abort_process_group(group)
+        else:
+            close_connections(group)
+
+
+def _start_thread(guard: FailureGuard) -> Callable[[], Any]:
+    """Start a daemon thread that ends with its guard or with the process; returns its stop."""
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=_run, args=(weakref.ref(guard), stop), name="internsp-failure-guard", daemon=True
+    )
+    thread.start()
+    return weakref.finalize(guard, _stop_thread, thread, stop)
+
+
+def _stop_thread(thread: threading.Thread, stop: threading.Event) -> None:
+    """Stop the thread, also when the interpreter exits: a thread in a call of torch would crash."""
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=2.0)
+
+
+def _run(reference: weakref.ref[FailureGuard], stop: threading.Event) -> None:
+    while not stop.wait(CHECK_SECONDS):
+        guard = reference()
+        if guard is None:
+            return
+        guard.check()
+        del guard
+
+
+def close_connections(group: dist.ProcessGroup, peers: Iterable[int] | None = None) -> None:
+    """Close this rank's connections to ``peers`` of ``group`` now (gloo; other backends: nothing).
+
+    Every wait in these connections raises, on this rank (in other threads) and on the peers
+    (WP-10). Neither destroying nor aborting a gloo group does that, but a receive that times out
+    does.
+
+    Args:
+        peers: ranks in the group; ``None``: all others.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    for peer in range(group.size()) if peers is None else peers:
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # always raises: no rank sends with this tag
+                group.recv([torch.zeros(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

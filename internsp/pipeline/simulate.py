@@ -1,0 +1,266 @@
+"""Simulate a pipeline's step: gathers and reductions of each rank, and whether the order can run.
+
+The order of computations and messages is torch's (:mod:`internsp.pipeline.schedules`). The gathers
+and reductions of a computation come from the simulator that also plans a step without a pipeline;
+each chunk has one. No process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from internsp.errors import OrderError
+from internsp.pipeline.hooks import (
+    FULL,
+    INPUT,
+    WEIGHT,
+    ComputeAction,
+    gather_phase,
+    last_weight_backwards,
+    next_gathering_action,
+)
+from internsp.pipeline.schedules import Order, ScheduleAction
+from internsp.plan.chunk import ChunkLayout, Schedule
+from internsp.plan.simulate import Simulator
+from internsp.wp.schedule import FORWARD
+
+
+def compute_actions(
+    computations: Sequence[ScheduleAction],
+    stages: Sequence[int],
+    splits_backward: Mapping[int, bool],
+) -> list[ComputeAction]:
+    """The actions of a rank's stages, as hooks get them, made from its computations.
+
+    The first stage has no input gradients, so that torch runs its full backward as the weight
+    backward. A chunk that cannot split runs its full backward as the input backward.
+
+    Args:
+        stages: this rank's stages, ascending; their positions are the chunk indices.
+        splits_backward: by stage, whether it can split its backward.
+    """
+    found = []
+    for computation in computations:
+        part = {"F": "", "B": FULL, "I": INPUT, "W": WEIGHT}[computation.kind]
+        stage = computation.stage
+        if part in (INPUT, WEIGHT) and (stage == 0 or not splits_backward[stage]):
+            if part == (INPUT if stage == 0 else WEIGHT):
+                continue
+            part = FULL
+        chunk = list(stages).index(stage)
+        found.append(ComputeAction(stage, chunk, computation.micro_batch, part))
+    return found
+
+
+class _ChunkSimulator(Simulator):
+    """Simulates one chunk's actions in any order; slots keep their contents between actions."""
+
+    def __init__(self, plan: ChunkLayout, overlap: bool, out: Schedule) -> None:
+        super().__init__(plan, overlap)
+        self.schedule = out
+        self.at_next_pass = lambda: None  # type: ignore[method-assign]
+        self.set_uses()
+
+    def run_action(self, action: ComputeAction) -> None:
+        if not action.part:
+            self.forward()
+            return
+        if action.part == WEIGHT:
+            self._weight_backward()
+        else:
+            if action.part == INPUT:
+                self.queue.begin_backward_part(weights=False)
+            self.backward(weight_gradients=action.part != INPUT)
+        self.record(self.queue.reductions.finish(last=self.exchanges))
+
+    def _weight_backward(self) -> None:
+        """A weight backward: one order for all units."""
+        self.queue.begin_backward_part(weights=True, exchanges=self.exchanges)
+        self.record(self.queue.end_backward_part())
+        self.end_pass()
+
+
+def simulate_actions(
+    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool = True
+) -> Schedule:
+    """Gathers and reductions of one rank in one step; slots are empty at its beginning.
+
+    Args:
+        actions: this rank's actions, from :func:`compute_actions`.
+        plans: the plans of this rank's chunks.
+    """
+    return simulate_with_launches(actions, plans, overlap)[0]
+
+
+def simulate_with_launches(
+    actions: Sequence[ComputeAction], plans: Sequence[ChunkLayout], overlap: bool = True
+) -> tuple[Schedule, list[tuple[int, int]]]:
+    """Like :func:`simulate_actions`; also the numbers of gathers and reductions of each action."""
+    out = Schedule()
+    chunks = [_ChunkSimulator(plan, overlap, out) for plan in plans]
+    launched = []
+    reducing = last_weight_backwards(actions)
+    for index, action in enumerate(actions):
+        before = len(out.actions)
+        coming = next_gathering_action(actions, index)
+
+        def expect(coming: ComputeAction | None = coming) -> None:
+            if coming is not None:
+                other = chunks[coming.chunk]
+                other.record(other.queue.prefetch_pass(gather_phase(coming) or FORWARD))
+
+        chunk = chunks[action.chunk]
+        chunk.at_next_pass = expect  # type: ignore[method-assign]
+        accumulates = chunk.plan.policy.accumulate_whole
+        chunk.queue.reductions.accumulating = accumulates and index not in reducing
+        chunk.exchanges = index in reducing
+        chunk.run_action(action)
+        expect()
+        kinds = Counter(action.kind for action in out.actions[before:])
+        launched.append((kinds["AG"], kinds["RS"]))
+    return out, launched
+
+
+@dataclass(frozen=True)
+class TimedAction:
+    """An action of a rank with its start and end; the unit of time is one forward."""
+
+    rank: int
+    action: ScheduleAction
+    start: float
+    end: float
+
+
+COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def check_order(order: Order, rank_of: Callable[[int], int], stages: int) -> list[TimedAction]:
+    """Simulate the computations and messages of all ranks, and check that the order can run.
+
+    Messages between two ranks have no tag: the n-th received is the n-th sent.
+
+    Returns:
+        Every computation with its start and end, assuming one unit of time for a forward, an input
+        backward and a weight backward, and none for messages.
+
+    Raises:
+        OrderError: a rank would wait for ever, or receive another message than it expects.
+    """
+    _check_pairs(order, rank_of)
+    arrived: dict[tuple[int, str, int], float] = {}
+    clocks = dict.fromkeys(order, 0.0)
+    at = dict.fromkeys(order, 0)
+    played: list[TimedAction] = []
+    while any(at[rank] < len(order[rank]) for rank in order):
+        moved = False
+        for rank, actions in order.items():
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                start = _start_time(action, arrived, rank_of, stages)
+                if start is None:
+                    break
+                if action.kind in COSTS:
+                    begin = max(clocks[rank], start)
+                    clocks[rank] = begin + COSTS[action.kind]
+                    played.append(TimedAction(rank, action, begin, clocks[rank]))
+                    arrived[action.stage, action.kind, action.micro_batch] = clocks[rank]
+                elif action.kind.startswith("SEND"):
+                    sent = (action.stage, action.kind, action.micro_batch)
+                    arrived[sent] = clocks[rank]
+                else:
+                    arrived[action.stage, action.kind, action.micro_batch] = 0.0  # posted
+                at[rank] += 1
+                moved = True
+        if not moved:
+            raise OrderError(_describe_deadlock(order, at))
+    return played
+
+
+def _start_time(
+    action: ScheduleAction,
+    arrived: Mapping[tuple[int, str, int], float],
+    rank_of: Callable[[int], int],
+    stages: int,
+) -> float | None:
+    """The earliest time at which ``action`` can run; ``None`` if it cannot run yet."""
+    stage, number = action.stage, action.micro_batch
+    if action.kind == "F":
+        return _input_time(stage, stage - 1, "F", number, arrived, rank_of, stages)
+    if action.kind in ("B", "I"):
+        if (stage, "F", number) not in arrived:
+            return None
+        return _input_time(stage, stage + 1, "B", number, arrived, rank_of, stages)
+    if action.kind == "W":
+        return arrived.get((stage, "I", number))
+    if action.kind == "SEND_F":
+        return arrived.get((stage, "F", number))
+    if action.kind == "SEND_B":
+        return _computed_time(arrived, stage, ("B", "I"), number)
+    return 0.0  # a receive is posted at once
+
+
+def _input_time(
+    stage: int,
+    source: int,
+    kind: str,
+    number: int,
+    arrived: Mapping[tuple[int, str, int], float],
+    rank_of: Callable[[int], int],
+    stages: int,
+) -> float | None:
+    """When the input of ``stage`` is available: computed on this rank, or sent and received."""
+    if not 0 <= source < stages:
+        return 0.0
+    if rank_of(source) == rank_of(stage):
+        return _computed_time(arrived, source, ("F",) if kind == "F" else ("B", "I"), number)
+    if (stage, f"RECV_{kind}", number) not in arrived:
+        return None
+    return arrived.get((source, f"SEND_{kind}", number))
+
+
+def _computed_time(
+    arrived: Mapping[tuple[int, str, int], float], stage: int, kinds: Sequence[str], number: int
+) -> float | None:
+    """When ``stage`` computed the one of ``kinds`` that the schedule has; ``None``: not yet."""
+    return next((t for k in kinds if (t := arrived.get((stage, k, number))) is not None), None)
+
+
+def _check_pairs(order: Order, rank_of: Callable[[int], int]) -> None:
+    sent: dict[tuple[int, int], list[str]] = {}
+    expected: dict[tuple[int, int], list[str]] = {}
+    for rank, actions in order.items():
+        for action in actions:
+            forward = action.kind.endswith("_F")
+            if action.kind.startswith("SEND"):
+                peer = rank_of(action.stage + (1 if forward else -1))
+                what = f"{'output' if forward else 'gradient'} of stage {action.stage}"
+                sent.setdefault((rank, peer), []).append(
+                    f"{what}, micro-batch {action.micro_batch}"
+                )
+            elif action.kind.startswith("RECV"):
+                source = action.stage + (-1 if forward else 1)
+                what = f"{'output' if forward else 'gradient'} of stage {source}"
+                expected.setdefault((rank_of(source), rank), []).append(
+                    f"{what}, micro-batch {action.micro_batch}"
+                )
+    for pair in {*sent, *expected}:
+        mine, theirs = sent.get(pair, []), expected.get(pair, [])
+        for number in range(max(len(mine), len(theirs))):
+            a = mine[number] if number < len(mine) else "nothing"
+            b = theirs[number] if number < len(theirs) else "nothing"
+            if a != b:
+                raise OrderError(
+                    f"message {number} from pipeline rank {pair[0]} to {pair[1]} is {a}, but the "
+                    f"receiver expects {b}: the schedule's lists do not fit each other"
+                )
+
+
+def _describe_deadlock(order: Order, at: Mapping[int, int]) -> str:
+    waiting = [
+        f"pipeline rank {rank} at {order[rank][at[rank]]}"
+        for rank in order
+        if at[rank] < len(order[rank])
+    ]
+    return f"the schedule would wait for ever: {', '.join(waiting)} (stage, action, micro-batch)"
