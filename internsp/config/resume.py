@@ -47,15 +47,15 @@ _KEYS: dict[str, dict[Rule, str]] = {
         Rule.FREE: "device timeout_seconds",
     },
     "pipeline": {Rule.TAKEN: "chunks schedule"},
-    # Fixed keys decide which parameters are sharded, and so which have no weight decay.
+    # min_shard_elements only decides what is replicated: a checkpoint holds whole tensors.
     "weight_parallel": {
-        Rule.FIXED: "experts min_shard_elements embedding_cut reduction plan",
+        Rule.FIXED: "experts embedding_cut reduction plan",
         Rule.TAKEN: "reduce_dtype quantize quantize_min_elements compute_dtype own_dtype "
         "cast_inputs",
         Rule.FREE: "overlap memory_pool prefetch_depth trigger granularity prefetch_triggers "
-        "blocks keep_unsharded reshard_after_forward accumulation coalesce_bytes pending_blocks "
-        "unexpected_order head_output compile cuts_own_sequences exchange_in_parts "
-        "ring_form inner_ring compare_ranks grad_dtype offload",
+        "blocks min_shard_elements keep_unsharded reshard_after_forward accumulation "
+        "coalesce_bytes pending_blocks unexpected_order head_output compile cuts_own_sequences "
+        "exchange_in_parts ring_form inner_ring compare_ranks grad_dtype offload",
     },
     "activation_checkpoint": {Rule.FREE: "mode fraction blocks reentrant offload tiles tiled"},
     # The loss scale itself is restored from the checkpoint; its initial value no longer matters.

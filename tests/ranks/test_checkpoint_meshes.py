@@ -1,4 +1,7 @@
-"""A checkpoint of any mesh is loaded by any mesh, and saved again with the same bytes."""
+"""A checkpoint of any mesh is loaded by any mesh, and saved again with the same bytes.
+
+Also where other parameters are sharded than in the run that saved it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Mesh = dict[str, Any]
 def config(mesh: Mesh, **changes: dict[str, Any]) -> Config:
     """A tiny model whose rows divide by no number of ranks; ``changes`` by section."""
     mesh = dict(mesh)
-    chunks = mesh.pop("chunks", 1)
+    chunks, smallest = mesh.pop("chunks", 1), mesh.pop("min_shard_elements", 64)
     schedule = "Interleaved1F1B" if chunks > 1 else "1F1B"
     sections: dict[str, dict[str, Any]] = {
         "model": {"hidden_size": 20, "layers": 4, "heads": 5, "head_dim": 4, "vocab_size": 259,
@@ -32,7 +35,7 @@ def config(mesh: Mesh, **changes: dict[str, Any]) -> Config:
         "data": {"source": "text", "paths": [str(TEXT)], "sequence_length": 17, "held_out": 0},
         "parallel": mesh,
         "pipeline": {"chunks": chunks, "schedule": schedule},
-        "weight_parallel": {"min_shard_elements": 64},
+        "weight_parallel": {"min_shard_elements": smallest},
         "optimizer": {"lr": 3e-3, "warmup_steps": 1},
         "train": {"steps": 8, "global_batch": 12, "micro_batches": 2, "sample_bytes": 0},
     }  # fmt: skip
@@ -85,10 +88,10 @@ def onward(rank: int, world: int, folder: str, hops: list[tuple[int, Config]]) -
 CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
     "fp32": ({}, [
         (4, {"weight": 2, "sequence": 2}),
-        (4, {"weight": 4, "sequence": 1}),
+        (4, {"weight": 4, "sequence": 1, "min_shard_elements": 500}),  # of 400 to 5,180
         (4, {"weight": 2, "pipeline": 2, "zero": 1}),
         (4, {"weight": 1, "pipeline": 2, "chunks": 2, "zero": 2}),
-        (3, {"weight": 3}),
+        (3, {"weight": 3, "min_shard_elements": 1_000_000}),  # all are replicated
         (1, {}),
         (2, {"weight": 1, "zero": 2, "sequence": 2}),
     ]),
@@ -96,7 +99,8 @@ CHAINS: dict[str, tuple[dict[str, Any], list[tuple[int, Mesh]]]] = {
         (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}), (3, {"weight": 1, "zero": 3}),
     ]),
     "muon": ({"optimizer": {"name": "muon"}, "train": {"dtype": "bfloat16"}}, [
-        (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2}), (3, {"weight": 3}), (1, {}),
+        (2, {"weight": 2}), (4, {"weight": 2, "pipeline": 2, "min_shard_elements": 500}),
+        (3, {"weight": 3}), (1, {}),
         (4, {"weight": 2, "zero": 2}),
     ]),
     "adafactor": ({"optimizer": {"name": "adafactor"}}, [
